@@ -31,10 +31,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.data.loader import Batch
 from weft.plan.resolve import Machine, resolve
@@ -61,7 +61,7 @@ def build_model(megabytes: int) -> tuple[Built, int]:
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
     plan = resolve(job, Machine("cpu", devices=len(os.sched_getaffinity(0)), world_size=1))
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(plan.num_threads)
     built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
     return built, 12 * plan.num_params
 
@@ -120,7 +120,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="weft-checkpoint-", dir=options.folder))
     savers = {
-        kind: CheckpointManager(home / kind, 1, background=kind == "background")
+        kind: CheckpointManager(home / kind, 1, async_save=kind == "background")
         for kind in ("background", "waiting")
     }
     seconds: dict[str, list[float]] = {}
@@ -158,7 +158,7 @@ def main() -> None:
             read = plain_read(plain)
             path = checkpoint_path(home / "waiting", round_ + 1)
             began = time.perf_counter()
-            load(path, built.parts, built.optimizer)
+            load_checkpoint(path, built.parts, built.optimizer)
             if round_:
                 note("disk: write", wrote)
                 note("disk: read", read * size / (size // BLOCK * BLOCK))
@@ -173,7 +173,7 @@ def main() -> None:
         pairs = zip(seconds[part], seconds[whole], strict=True)
         return statistics.median(p / w for p, w in pairs)
 
-    params = sum(param.numel() for _, param in named_parameters(built.parts))
+    params = sum(param.numel() for _, param in trainable_parameters(built.parts))
     print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}")
     print(
         f"{params / 1e6:.1f} M parameters, {size / 2**20:.0f} MiB a checkpoint, "

@@ -34,7 +34,7 @@ import torch
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import write_json
-from weft.tools.shrink import plan_of_recipe
+from weft.tools.shrink import plan_for_recipe
 from weft.tools.verify import read_recipe, verify
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -188,7 +188,7 @@ def combine(first: Technique, second: Technique) -> Overrides | None:
 def refusals(overrides: Overrides) -> list[str]:
     """Return why weft refuses a job; empty if it accepts it."""
     try:
-        plan_of_recipe(read_recipe(RECIPE, list(overrides.items())))
+        plan_for_recipe(read_recipe(RECIPE, list(overrides.items())))
     except InvalidConfig as error:
         return [str(problem) for problem in error.problems]
     return []

@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/data.py [--megabytes 16] [--rounds 3] [--seq-len 2048]
 
 *Tokenising*: the same lines of JSON, made of the standard library's sources in documents of some
-kilobytes, with the same tokenizer, in turns: `weft.data.prepare.prepare` with an empty cache (it
-reads, checks, hashes, splits, tokenises and writes), and `load_dataset("json").map(batched=True,
-num_proc=cores)`, which keeps input_ids in Arrow files, its cache empty, too.  Both start their
-processes anew.  What is timed is what a user waits for; the ratio is the median of those of
-the rounds.
+kilobytes, with the same tokenizer, in turns: `weft.data.prepare.prepare_store` with an empty cache
+(it reads, checks, hashes, splits, tokenises and writes), and
+`load_dataset("json").map(batched=True, num_proc=cores)`, which keeps input_ids in Arrow files, its
+cache empty, too.  Both start their processes anew.  What is timed is what a user waits for; the
+ratio is the median of those of the rounds.
 
 *Reading*: rows of a warm store in the loader's random order, in one process with one thread, by its
 processor time (which others on the machine change less than the clock's), beside
@@ -36,8 +36,8 @@ import tokenizers
 
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, Source
-from weft.data.loader import Loader, samples_of
-from weft.data.prepare import prepare
+from weft.data.loader import Loader, build_mixture
+from weft.data.prepare import prepare_store
 from weft.data.tokenizer import train_tokenizer
 
 CORES = len(os.sched_getaffinity(0))
@@ -62,7 +62,7 @@ def write_lines(file: Path, size: int) -> None:
 
 def by_weft(file: Path, tokenizer: Path, folder: Path) -> int:
     section = DataSection(path=str(file), tokenizer=str(tokenizer))
-    manifest = prepare(section, folder).manifest
+    manifest = prepare_store(section, folder).manifest
     return manifest.train.tokens + manifest.validation.tokens
 
 
@@ -103,21 +103,21 @@ def tokenising(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
 
 def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int) -> None:
     section = DataSection(path=str(file), tokenizer=str(tokenizer))
-    store = prepare(section, folder / "warm")
+    store = prepare_store(section, folder / "warm")
     text = Dataset(store.path, (Source("x", 1.0, store),))
     stream = store.tokens("train")
-    rows = stream.window(np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len + 1)
+    rows = stream.read_windows(np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len + 1)
     arrow = datasets.Dataset.from_dict({"ids": rows.astype(np.int32)}).with_format("numpy")
     count = 200
     speeds: dict[str, list[float]] = {"windows": [], "documents": [], "datasets": []}
     for _ in range(rounds):
         for packing in ("windows", "documents"):
             packed = section.model_copy(update={"packing": packing})
-            samples = samples_of(text, "train", seq_len, packed, seed=0)
+            samples = build_mixture(text, "train", seq_len, packed, seed=0)
             loader = Loader(samples, 0, BATCH_ROWS, 0, 1, BATCH_ROWS)
             began = time.process_time()
             for step in range(count):
-                loader.batch(step * BATCH_ROWS)
+                loader.get_microbatches(step * BATCH_ROWS)
             taken = time.process_time() - began
             speeds[packing].append(count * BATCH_ROWS * seq_len / taken / 1e6)
         order = np.random.default_rng(0).integers(0, len(arrow), (count, BATCH_ROWS))

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.cluster.device_benchmark import bandwidth, median_seconds, product_flops
-from weft.plan.devices import CPU_DEVICE, GIB, Device, match_device, get_device, user_cluster_files
+from weft.cluster.device_benchmark import matmul_flops, median_seconds, memory_bandwidth
+from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device, user_cluster_files
 
 
 def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
@@ -103,12 +103,12 @@ def links(device: torch.device) -> dict[str, float]:
 def measure(device: torch.device) -> dict[str, Any]:
     """The device's entry."""
     forward, backward = attention(device)
-    achieved = {"bf16": product_flops(device)}
+    achieved = {"bf16": matmul_flops(device)}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        achieved["float8"] = product_flops(device, prepare=in_float8)
+        achieved["float8"] = matmul_flops(device, prepare=in_float8)
     entry: dict[str, Any] = {
         "achieved": {name: float(f"{rate:.4g}") for name, rate in achieved.items()},
-        "bandwidth": float(f"{bandwidth(device):.4g}"),
+        "bandwidth": float(f"{memory_bandwidth(device):.4g}"),
         "flash": [float(f"{forward:.4g}"), float(f"{backward:.4g}")],
         "launch": float(f"{launch(device):.3g}"),
     }

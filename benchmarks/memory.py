@@ -79,13 +79,13 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Job, Plan
 
 def predicted(options: argparse.Namespace, way: dict[str, str]) -> float:
     """What the planner says of `peak`, in MiB; of compiled blocks as if they were eager."""
-    return sum(forecast(*planned(options, way), None).memory.live.values()) / 2**20
+    return sum(forecast(*planned(options, way), None).memory.live_bytes.values()) / 2**20
 
 
 def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
     job, plan, _ = planned(options, way)
     device = torch.device(plan.device)
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(plan.num_threads)
     return build(job, plan, Rank(0, 0, 1, device)), device
 
 

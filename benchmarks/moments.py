@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from weft.config.schema import OptimSection
 from weft.models import load_family
 from weft.models.llama import LlamaConfig
-from weft.optim.optimizer import adamw, build_optimizer
+from weft.optim.optimizer import build_adamw, build_optimizer
 from weft.parallel.initialization import init_params
 from weft.parallel.private import import_quietly
 
@@ -67,7 +67,7 @@ def optimizer_of(kind: str, model: nn.Module) -> Any:
     section = OptimSection(lr=LR, state_dtype="float32" if kind == "torchao" else kind)  # type: ignore[arg-type]
     inside = {param for block in family.blocks(model) for param in block.parameters()}
     named = model.named_parameters()
-    optimizer = build_optimizer(named, section, adamw, family.decays, inside)
+    optimizer = build_optimizer(named, section, build_adamw, family.has_weight_decay, inside)
     if kind != "torchao":
         return optimizer
     groups = [
@@ -80,7 +80,7 @@ def optimizer_of(kind: str, model: nn.Module) -> Any:
 def new_model(seed: int) -> nn.Module:
     family = load_family("llama")
     model = family.build(CONFIG)
-    init_params(model.named_parameters(), seed, lambda name: family.init_of(name, CONFIG))
+    init_params(model.named_parameters(), seed, lambda name: family.get_init(name, CONFIG))
     return model
 
 

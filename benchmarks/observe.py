@@ -39,10 +39,10 @@ from typing import Any
 import torch
 
 from weft.config.schema import Job
-from weft.monitor.faults import doing
+from weft.monitor.faults import activity
 from weft.monitor.spans import Spans, read_spans, span, spans_path
 from weft.monitor.step_record import StepRecord
-from weft.tools.statistics import interval
+from weft.tools.statistics import confidence_interval
 
 WARM = 40  # steps that are left out
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -119,7 +119,7 @@ def train(folder: Path, steps: int, workers: int) -> None:
 
 def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
     """From where each step waits for its data to where the next one does."""
-    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == doing("step")}
+    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == activity("step")}
     return {a: (began[b] - began[a]) / 1e6 for a, b in pairwise(sorted(began)) if b == a + 1}
 
 
@@ -154,7 +154,7 @@ def main() -> None:
         for step in range(WARM, options.steps, 2)
         if {step - 1, step, step + 1} <= seconds.keys()
     ]
-    found = interval(logs)
+    found = confidence_interval(logs)
     low, mean, high = (math.exp(x) for x in (found.low, found.mean, found.high))
     usual = median(seconds[step] for step in seconds if step > WARM)
     print(

@@ -86,7 +86,7 @@ def _rank(
     device = torch.device("cuda", rank) if plan.device == "cuda" else torch.device("cpu")
     if plan.device == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(plan.num_threads)
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=options.ranks)
     built = build(job, plan, Rank(rank, rank, options.ranks, device))

@@ -64,9 +64,9 @@ from torch.utils.data import DataLoader
 
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.data.order import sample_index
-from weft.data.prepare import prepare
+from weft.data.prepare import prepare_store
 from weft.data.token_store import open_store
 from weft.models import load_family
 from weft.parallel.initialization import init_params
@@ -144,7 +144,7 @@ class Work:
         family, config = load_family("llama"), self.plan.model
         model = family.build(config)
         seed = self.job.train.seed
-        init_params(model.named_parameters(), seed, lambda name: family.init_of(name, config))
+        init_params(model.named_parameters(), seed, lambda name: family.get_init(name, config))
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -284,7 +284,7 @@ def weft(work: Work) -> None:
 
     patched.build, patched.reach = build_and_watch, reach_and_wait
     heartbeat.start(work.rank, None, LOG)
-    text = open_text((work.folder.parent / "store").resolve())
+    text = open_dataset((work.folder.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
     with connect(work.plan) as rank, (work.folder / "terminal.txt").open("w") as terminal:
         loop.train(work.job, work.plan, text, rank, quiet_console(terminal))
@@ -674,7 +674,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp_name:
         tmp = Path(tmp_name)
         job, plan = jobs(options, tmp)
-        (tmp / "store").symlink_to(prepare(job.data, tmp / "cache").path)
+        (tmp / "store").symlink_to(prepare_store(job.data, tmp / "cache").path)
         trainers = {name: Trainer(name, options, tmp) for name in names}
         rounds: list[dict[str, Told]] = []
         begin = {name: trainer.wait() for name, trainer in trainers.items()}

@@ -31,9 +31,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.analytic import estimate_memory, estimate_step
 from weft.estimate.cost import Hardware, step_seconds
-from weft.estimate.decoder import Layout, Sizes
+from weft.estimate.decoder import DecoderDims, Layout
 from weft.plan.devices import GIB, Device, load_clusters
 
 Row = dict[str, str]
@@ -76,9 +76,9 @@ MEGATRON = Stack(
         "fusion": "fused",
         "kernel": "attention",
         "state_bytes": 12,
-        "kept_bytes": 6,
+        "unsharded_bytes": 6,
         "tp_overlap": "async",
-        "reserved": False,
+        "include_reserved": False,
         "recv_buffers": False,
     },
     seq_len=4096,
@@ -104,9 +104,9 @@ STACKS: dict[str, Stack] = {
             "fusion": "fused",
             "kernel": "unfused",
             "sequence_parallel": False,
-            "scattered_hops": True,
-            "hide_sync": False,
-            "kept_bytes": 18,
+            "scatter_p2p": True,
+            "overlap_dp_comm": False,
+            "unsharded_bytes": 18,
             "state_bytes": 0,
             "gradient_bytes": 2,
             "recv_buffers": False,
@@ -121,7 +121,7 @@ STACKS: dict[str, Stack] = {
             **MEGATRON.layout,
             "kernel": "unfused",
             "zero": 0,
-            "hide_sync": False,
+            "overlap_dp_comm": False,
             "tp_overlap": "exposed",
         },
         seq_len=2048,
@@ -135,25 +135,25 @@ STACKS: dict[str, Stack] = {
             "zero": 0,
             "fusion": "norms",
             "state_bytes": 12,
-            "kept_bytes": 8,
+            "unsharded_bytes": 8,
             "tp_overlap": "async",
             "recv_buffers": False,
-            "reserved": False,
-            "late_frees": True,
+            "include_reserved": False,
+            "uses_record_stream": True,
         },
         vocab=131072,
         network="playbook",
         memory_rank=0,
     ),
     "playbook": Stack(
-        {"zero": 0, "state_bytes": 12, "kept_bytes": 6, "tp_overlap": "async"},
+        {"zero": 0, "state_bytes": 12, "unsharded_bytes": 6, "tp_overlap": "async"},
         vocab=131072,
         network="playbook",
     ),
     # Measured without overlap of communication, which its own model does not have.
     "simumax": replace(
         MEGATRON,
-        layout={**MEGATRON.layout, "tp_overlap": "exposed", "hide_sync": False},
+        layout={**MEGATRON.layout, "tp_overlap": "exposed", "overlap_dp_comm": False},
         vocab=128256,
     ),
     "megatron": MEGATRON,
@@ -204,21 +204,21 @@ def device_of(row: Row) -> Device:
     return devices[max(found, key=len)]
 
 
-def sizes_of(row: Row, stack: Stack) -> Sizes:
+def sizes_of(row: Row, stack: Stack) -> DecoderDims:
     name = row["model"].lower()
     if not row["hidden"] or not row["layers"]:
         key = re.sub(r"llama-?(\d)(\.\d)?[-_ ]*", r"llama-\1-", name).replace("_", "-")
         known = next((m for k, m in MODELS.items() if key.startswith(k)), None)
         if known is None:
             raise Unexpressed(f"sizes of {row['model']!r} are not published")
-        return Sizes(*known)
+        return DecoderDims(*known)
     layers, hidden = int(number(row["layers"])), int(number(row["hidden"]))
     if min(layers, hidden) < 1:
         raise Unexpressed(f"{row['layers']} layers of width {row['hidden']}")
     heads = int(number(row["heads"])) or hidden // 128
     vocab = int(number(row["vocab"])) or stack.vocab
     ffn = int(number(row["ffn"])) or 4 * hidden
-    sizes = Sizes(layers, hidden, heads, int(number(row["kv_heads"])) or heads, ffn, vocab)
+    sizes = DecoderDims(layers, hidden, heads, int(number(row["kv_heads"])) or heads, ffn, vocab)
     if re.search(r"gpt|mpt|nemotron|bloom", name):
         # Their tables are tied, and positions learnt.
         return replace(sizes, gated=False, tied=not re.search("nemotron", name))
@@ -232,7 +232,7 @@ def sizes_of(row: Row, stack: Stack) -> Sizes:
     return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
 
 
-def by_cost(sizes: Sizes, stages: int) -> tuple[int, ...]:
+def by_cost(sizes: DecoderDims, stages: int) -> tuple[int, ...]:
     """Layers of each stage, as Nanotron deals them: by matrix products, those of logits included.
 
     A stage is left after the layer that brings it past its share.
@@ -247,7 +247,7 @@ def by_cost(sizes: Sizes, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
+def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
     def whole(key: str, default: int = 1) -> int:
         return int(number(row[key])) or default
 
@@ -264,20 +264,20 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         shard = shard or (dp // copies if copies else 8 if "hsdp" in notes and dp > 8 else dp)
         shard = min(shard, dp)
         if options["zero"] != 3:  # Megatron's own FSDP
-            options |= {"zero": 3, "state_bytes": 18, "kept_bytes": 0}
+            options |= {"zero": 3, "state_bytes": 18, "unsharded_bytes": 0}
         if pp > 1 or "shard_grad_op" in notes or "reshard=never" in source:
             options["zero"] = 2
     elif options["zero"] == 1 or "zero-1" in notes:
         options["zero"], shard = 1, dp
         if "nanotron" in source:  # reduced after the last backward, without DDP
-            options["hide_sync"] = False
+            options["overlap_dp_comm"] = False
     else:
         shard = dp
         if options["zero"] == 0 and "state_bytes" in options:
-            options["kept_bytes"] = options.get("kept_bytes", 0) + options["state_bytes"]
+            options["unsharded_bytes"] = options.get("unsharded_bytes", 0) + options["state_bytes"]
             options["state_bytes"] = 0
             if "nanotron" in source and dp > 1:
-                options["kept_bytes"] += 2  # DDP's buckets
+                options["unsharded_bytes"] += 2  # DDP's buckets
     copies = max(1, dp // max(1, shard)) if shard else dp
     batch = whole("global_batch", 0)
     micro = whole("micro_batch", 0)
@@ -292,7 +292,7 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
     micro = micro or max(1, batch // dp // counted if counted else 1)
     if "nanotron" in source and batch <= micro * dp:
         # Its gradients in bf16 come and go in a backward pass: with one microbatch, after the peak.
-        options["kept_bytes"] -= 2
+        options["unsharded_bytes"] -= 2
     text = row["precision"].lower()
     precision = "float4" if "fp4" in text else "float8" if re.search("fp8|float8", text) else "bf16"
     if not text and "fp8" in source:
@@ -307,7 +307,7 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
     again = re.search(r"hfu ([\d.]+)", notes)
     if activation_checkpoint == "block" and again and number(row["mfu"]):
         # FLOPs of hardware over those of the model: 4/3 where every layer is computed again.
-        options["activation_checkpoint_part"] = min(
+        options["activation_checkpoint_fraction"] = min(
             1.0, max(0.0, 3 * (float(again[1]) / number(row["mfu"]) - 1))
         )
     if row["compile"] in ("0", "1"):
@@ -318,7 +318,7 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
     if precision == "float4" and options.get("tp_overlap") == "async":
         options["tp_overlap"] = "exposed"  # Megatron-Bridge's recipes turn the overlap off
     if source.startswith("torchtitan") and tp > 1 and "tensorwise" in row["precision"].lower():
-        options["gathered_bytes"] = 1  # Float8ColwiseParallel and its like cast, then gather
+        options["tp_gather_bytes"] = 1  # Float8ColwiseParallel and its like cast, then gather
     if "pure mixed" in notes:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):
@@ -366,7 +366,7 @@ def hardware_of(row: Row, stack: Stack) -> Hardware:
     return Hardware(device, node, network)
 
 
-def measured(row: Row, sizes: Sizes, lay: Layout, device: Device) -> float:
+def measured(row: Row, sizes: DecoderDims, lay: Layout, device: Device) -> float:
     """Tokens/s of a device, or 0."""
     if row["tok_s_per_gpu"]:
         return number(row["tok_s_per_gpu"])
@@ -418,7 +418,7 @@ def live(held: dict[str, float]) -> float:
     return 1.05 * (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
 
 
-def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
+def fitted(sizes: DecoderDims, lay: Layout, device: Device) -> Layout:
     """With the least recomputation that fits, in tenths of the layers, where none is published.
 
     Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
@@ -428,14 +428,16 @@ def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
         return lay
     for part in range(11):
         if lay.zero == 3 and device.name.startswith("G"):
-            lay = replace(lay, activation_checkpoint="none", offload_part=part / 10)
+            lay = replace(lay, activation_checkpoint="none", offload_fraction=part / 10)
         else:
-            lay = replace(lay, activation_checkpoint="block", activation_checkpoint_part=part / 10)
-        if live(memory_of(sizes, lay)) <= device.memory_gib:
+            lay = replace(
+                lay, activation_checkpoint="block", activation_checkpoint_fraction=part / 10
+            )
+        if live(estimate_memory(sizes, lay)) <= device.memory_gib:
             return lay
     if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
         whole = replace(
-            lay, zero=3, state_bytes=18, kept_bytes=0, activation_checkpoint=cast(Any, "auto")
+            lay, zero=3, state_bytes=18, unsharded_bytes=0, activation_checkpoint=cast(Any, "auto")
         )
         return fitted(sizes, whole, device)
     return lay
@@ -462,14 +464,14 @@ def case_of(row: Row) -> Case:
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
     try:
-        step = step_of(sizes, lay)
+        step = estimate_step(sizes, lay)
     except (ValueError, AssertionError) as error:
         raise Unexpressed(f"schedule: {error}") from error
     spent = step_seconds(step, hardware)
     case.spent = dict(spent)
     case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
-    held = memory_of(sizes, lay)
-    case.memory = sum(memory_of(sizes, lay, stack.memory_rank).values()) / GIB
+    held = estimate_memory(sizes, lay)
+    case.memory = sum(estimate_memory(sizes, lay, stack.memory_rank).values()) / GIB
     if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
         raise Unexpressed("its numbers give no prediction")
     # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.

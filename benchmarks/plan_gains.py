@@ -4,8 +4,8 @@
 
 Each gain is a shipped recipe with and without something, on the devices of the publication: H100
 of 500 W with HBM2e memory, eight to a node.  Both are predicted twice: from a trace of weft's own
-step, as `weft plan` does, and by arithmetic (`weft.estimate.plan_to_analytic`), as its search does.  Published
-are tokens per second and device of TorchTitan, which is another program: only the ratio compares.
+step, as `weft plan` does, and by arithmetic (`weft.estimate.analytic`), as its search does.
+TorchTitan published tokens per second and device; it is another program: only the ratio compares.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.estimate.analytic import step_of
+from weft.estimate.analytic import estimate_step
 from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import forecast, hardware_of
-from weft.estimate.plan_to_analytic import layout_of, sizes_of
+from weft.estimate.forecast import build_hardware, forecast
+from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import match_device
 from weft.plan.plan_text import plan_recipe
 from weft.train.setup import detect_machine
@@ -98,11 +98,11 @@ def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     traced = forecast(job, plan, machine, device).tokens_per_second_per_device
-    sizes, layout = sizes_of(plan), layout_of(job, plan, device)
+    sizes, layout = decoder_dims(plan), analytic_layout(job, plan, device)
     assert traced is not None
     assert sizes is not None
     assert layout is not None
-    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device)).total()
+    seconds = step_seconds(estimate_step(sizes, layout), build_hardware(plan, device)).total()
     return {"traced": traced, "arithmetic": plan.tokens_per_step / seconds / plan.world_size}
 
 

@@ -141,7 +141,7 @@ def main() -> None:
 
 def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """A row for each configuration that ran, and why others did not."""
-    from weft.estimate.calibrate import calibrate, read_run, save
+    from weft.estimate.calibrate import calibrate, read_run, save_calibration
 
     runs, failed = {}, {}
     for name, keys in (ON_GPU if torch.cuda.is_available() else ON_CPU).items():
@@ -153,16 +153,16 @@ def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, 
             runs[name] = read_run(folder)
     print("\r\033[K", end="", file=sys.stderr, flush=True)
     before = {name: calibrate(run) for name, run in runs.items()}
-    save(next(iter(before.values())))
+    save_calibration(next(iter(before.values())))
     after = {name: calibrate(run) for name, run in runs.items()}
     rows = [
         {
             "name": name,
             "seconds": run.seconds,
-            "time_before": before[name].before / run.seconds - 1,
-            "time_after": after[name].before / run.seconds - 1,
-            "gib": run.memory / 2**30,
-            "memory": before[name].memory / run.memory - 1,
+            "time_before": before[name].seconds_before / run.seconds - 1,
+            "time_after": after[name].seconds_before / run.seconds - 1,
+            "gib": run.memory_bytes / 2**30,
+            "memory": before[name].predicted_memory_bytes / run.memory_bytes - 1,
         }
         for name, run in runs.items()
     ]

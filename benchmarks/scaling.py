@@ -39,13 +39,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.data.loader import Loader, Mixture, TokenChunks
 from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import gather
 from weft.monitor.stragglers import Stragglers, every_rank
-from weft.optim.optimizer import clip, grad_norm, masked_step
+from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import Rank, build
 
@@ -102,8 +102,8 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
 
     stream = TokenStream([np.zeros(8 << 20, np.uint16)])
     samples = Mixture([TokenChunks(stream, seq_len=8, packing="windows", separator=0)])
-    loader = Loader(samples, 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch)
-    params = [param for _, param in named_parameters(parts)]
+    loader = Loader(samples, 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch_size)
+    params = [param for _, param in trainable_parameters(parts)]
     spent = {"others": 0.0}
 
     def others(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,9 +125,9 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     def step() -> None:
         nonlocal consumed
         began, spent["others"] = time.process_time(), 0.0
-        share = engine.forward_backward(loader.batch(consumed))
-        trial = gather(share, *grad_norm(params))
-        clip(params, trial.norm, 1.0)
+        share = engine.forward_backward(loader.get_microbatches(consumed))
+        trial = gather(share, *compute_grad_norm(params))
+        clip_grads_with_norm(params, trial.norm, 1.0)
         masked_step(optimizer, ~trial.told.isfinite().all())
         optimizer.zero_grad()
         consumed += ranks
@@ -136,7 +136,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     stragglers = Stragglers()
 
     def judge() -> None:
-        table = every_rank((0.1, 0.1, mesh.at["pp"], mesh.at["cp"], 1.0))
+        table = every_rank((0.1, 0.1, mesh.coordinates["pp"], mesh.coordinates["cp"], 1.0))
         stragglers.judge(1, 1.0, [row[:4] for row in table], print)
 
     for _ in range(3):

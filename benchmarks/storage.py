@@ -9,8 +9,9 @@ the store has machines of its own, and a network between.  A round does each of 
 alternating order:
 
     data         prepare the same lines of JSON from a file, and from s3://, with an empty cache
-    checkpoint   save and load the same state, everything verified as always, in a folder and in s3://
-    one object   the same bytes as one object, by the store's client alone: the least that it costs
+    checkpoint   save and load the same state, everything verified as always, in a folder and in
+    s3:// one object   the same bytes as one object, by the store's client alone: the least that it
+    costs
 
 Ratios are of pairs in one round.  One more round goes through a proxy that counts bytes.
 """
@@ -38,10 +39,10 @@ import torch.distributed as dist
 from benchmarks.checkpoint import build_model, forget, step
 from benchmarks.data import write_lines
 from tests import s3
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.storage import create, open_folder, remove
+from weft.checkpoint.storage import create_file, open_directory, remove
 from weft.data.tokenizer import train_tokenizer
 from weft.train.setup import Built
 
@@ -61,8 +62,8 @@ class Checkpoints:
     """One state, saved again and again in one place."""
 
     def __init__(self, place: str | Path, built: Built) -> None:
-        self.home, self.built, self.step = open_folder(place), built, 0
-        self.saver = CheckpointManager(self.home, 1, background=False)
+        self.home, self.built, self.step = open_directory(place), built, 0
+        self.saver = CheckpointManager(self.home, 1, async_save=False)
 
     def save(self) -> None:
         self.step += 1
@@ -70,7 +71,9 @@ class Checkpoints:
         self.saver.wait()
 
     def load(self) -> None:
-        load(checkpoint_path(self.home, self.step), self.built.parts, self.built.optimizer)
+        load_checkpoint(
+            checkpoint_path(self.home, self.step), self.built.parts, self.built.optimizer
+        )
 
 
 @contextmanager
@@ -78,10 +81,10 @@ def counting(port: int) -> Iterator[s3.Proxy]:
     """What new clients say goes through a proxy that counts."""
     proxy, before = s3.Proxy(port), os.environ["AWS_ENDPOINT_URL"]
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
-    type(open_folder(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
+    type(open_directory(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
     yield proxy
     os.environ["AWS_ENDPOINT_URL"] = before
-    type(open_folder(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
+    type(open_directory(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
     proxy.close()
 
 
@@ -108,12 +111,12 @@ def main() -> None:
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
-            open_folder(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
+            open_directory(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
             measure(options, built, size, folder, port)
     finally:
         shutil.rmtree(folder)
         dist.destroy_process_group()
-    loads = [f"{load:.1f}" for load in (load_before[0], os.getloadavg()[0])]
+    loads = [f"{load_checkpoint:.1f}" for load_checkpoint in (load_before[0], os.getloadavg()[0])]
     print(f"load of the machine before and after: {', '.join(loads)} on {os.cpu_count()} cores")
 
 
@@ -122,14 +125,14 @@ def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, 
     write_lines(lines, options.text << 20)
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()[:500]]
     train_tokenizer(texts, 4096).save(str(tokenizer))
-    remote = open_folder(f"{BUCKET}/lines.jsonl")
+    remote = open_directory(f"{BUCKET}/lines.jsonl")
     remote.write_bytes(lines.read_bytes())
     local, store = Checkpoints(folder / "home", built), Checkpoints(f"{BUCKET}/home", built)
-    one = open_folder(f"{BUCKET}/one")
+    one = open_directory(f"{BUCKET}/one")
     content = os.urandom(size)
 
     def put() -> None:
-        with create(one, size) as file:
+        with create_file(one, size) as file:
             file.write(content)
 
     cache = folder / "cache"
@@ -162,7 +165,7 @@ def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, 
             before = (proxy.requests, proxy.all_bytes)
             run()
             fetched[what] = (proxy.requests - before[0], proxy.all_bytes - before[1])
-    remove(open_folder(BUCKET))
+    remove(open_directory(BUCKET))
     tell(seconds, fetched, size, lines.stat().st_size, options.rounds)
 
 

@@ -132,7 +132,7 @@ def job_of(folder: Path, steps: int) -> Any:
 
 def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.config.schema import to_toml
-    from weft.data.prepare import prepare_text
+    from weft.data.prepare import prepare_data
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
     from weft.train import loop
@@ -140,7 +140,7 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
 
     job, base, plan = job_of(folder, steps)
     (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
-    text = prepare_text(job.data, folder / "cache")
+    text = prepare_data(job.data, folder / "cache")
     patched: Any = loop  # what it has imported is replaced
     build, reach = patched.build, patched.reach
 
@@ -170,12 +170,12 @@ class Rows(torch.utils.data.Dataset):
     """weft's rows, one by one in the order of their use."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        from weft.data.loader import Loader, samples_of
-        from weft.data.prepare import prepare_text
+        from weft.data.loader import Loader, build_mixture
+        from weft.data.prepare import prepare_data
 
         job, _, _ = job_of(folder, steps)
-        text = prepare_text(job.data, folder / "cache")
-        samples = samples_of(text, "train", SEQ_LEN, job.data, job.train.seed)
+        text = prepare_data(job.data, folder / "cache")
+        samples = build_mixture(text, "train", SEQ_LEN, job.data, job.train.seed)
         self._loader = Loader(samples, job.train.seed, 1, 0, 1, 1)
         self._size = steps * ROWS
 
@@ -183,7 +183,7 @@ class Rows(torch.utils.data.Dataset):
         return self._size
 
     def __getitem__(self, place: int) -> Any:
-        return self._loader.batch(place)[0]
+        return self._loader.get_microbatches(place)[0]
 
 
 def trainer(folder: Path, steps: int, turn: Turn) -> None:

@@ -10,10 +10,10 @@ import torch
 import weft
 from tests.small import Overrides, small_job
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.weight_files import write_model
+from weft.checkpoint.weight_files import write_weights_checkpoint
 from weft.config.schema import replace, to_toml
 from weft.models import load_family, resolve_model
-from weft.models.hf_mapping import shapes
+from weft.models.hf_mapping import param_shapes
 
 
 def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:
@@ -35,11 +35,13 @@ def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:
                 ]
             ),
         )
-        for name, shape in shapes(load_family(job.model.kind), config).items()
+        for name, shape in param_shapes(load_family(job.model.kind), config).items()
     )
     manifest = {"step": 0, "samples": 0, "mesh": {}, "weft": weft.__version__, "torch": ""}
     folder.mkdir()
-    write_model(checkpoint_path(folder / "checkpoints", 0), parts, manifest, lambda done: None)
+    write_weights_checkpoint(
+        checkpoint_path(folder / "checkpoints", 0), parts, manifest, lambda done: None
+    )
     (folder / "job.toml").write_text(to_toml(job, "demo", job))
     shutil.copy(store / "tokenizer.json", folder)
     return folder

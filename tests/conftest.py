@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weft.config.schema import DataSection
-from weft.data.prepare import prepare
+from weft.data.prepare import prepare_store
 
 pytest_plugins = ["tests.tiers"]
 
@@ -31,7 +31,7 @@ def make_text(folder: Path) -> Path:
 
 def make_store(text: Path, cache: Path) -> Path:
     """The text tokenised with 512 entries."""
-    return prepare(DataSection(path=str(text), vocab_size=512), cache).path
+    return prepare_store(DataSection(path=str(text), vocab_size=512), cache).path
 
 
 @pytest.fixture(scope="session", autouse=True)

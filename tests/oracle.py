@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.small import SMALL, Overrides
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.data.dataset import Dataset, Source
@@ -41,11 +41,16 @@ from weft.data.loader import (
     Loader,
     Mixture,
     Pairs,
+    build_mixture,
     evaluation_batches,
-    samples_of,
 )
 from weft.data.token_store import Manifest, Shard, Split, Store
-from weft.optim.optimizer import clip, grad_norm, masked_step, set_learning_rate
+from weft.optim.optimizer import (
+    clip_grads_with_norm,
+    compute_grad_norm,
+    masked_step,
+    set_learning_rate,
+)
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.reference_logprobs import log_probs
@@ -775,7 +780,7 @@ def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
     text = Dataset(folder, (Source("oracle", 1.0, store),))
     built = build(job, plan, rank or Rank(0, 0, 1, torch.device("cpu")))
     mixtures = {
-        split: samples_of(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
+        split: build_mixture(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
         for split in ("train", "validation")
     }
     parts = [case.corpus.part(case.held_out, held) for held in (False, True)]
@@ -826,7 +831,7 @@ def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
     from weft.models import load_family
 
     family = load_family(weft.job.model.kind)
-    init_params([(name, exact)], weft.job.train.seed, lambda n: family.init_of(n, weft.plan.model))
+    init_params([(name, exact)], weft.job.train.seed, lambda n: family.get_init(n, weft.plan.model))
     return rounded(exact, weft.job.lora.quantize)
 
 
@@ -850,7 +855,7 @@ class _Comparison:
     def __init__(self, weft: Weft) -> None:
         self.weft, self.job, self.plan = weft, weft.job, weft.plan
         self.built = weft.built
-        self.params = dict(named_parameters(weft.built.parts))
+        self.params = dict(trainable_parameters(weft.built.parts))
         self.theirs = oracle_of(weft)
         self._gates = self._watch_gates()
         job = self.job
@@ -875,15 +880,15 @@ class _Comparison:
         loader = Loader(
             mixture,
             seed=self.job.train.seed,
-            global_batch=self.job.train.global_batch_size,
+            global_batch_size=self.job.train.global_batch_size,
             dp_rank=0,
             dp_size=1,
-            microbatch=self.plan.microbatch,
+            microbatch_size=self.plan.microbatch_size,
         )
         seen: list[Any] = []
         params = list(self.params.values())
         for step in range(1, self.job.train.steps + 1):
-            batches = loader.batch((step - 1) * self.job.train.global_batch_size)
+            batches = loader.get_microbatches((step - 1) * self.job.train.global_batch_size)
             try:
                 rows, members = read_rows(self.reader, batches)
             except Wrong as error:
@@ -901,8 +906,8 @@ class _Comparison:
             known = None if references is None else _known(references, rows)
             yield from self._gradients(step, rows, known, loss.item(), here)
             yield from self._metrics(step, rows, known)
-            norm, _ = grad_norm(params)
-            clip(params, norm, self.job.optim.max_grad_norm)
+            norm, _ = compute_grad_norm(params)
+            clip_grads_with_norm(params, norm, self.job.optim.max_grad_norm)
             lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.decay)
             if abs(lr - rate(step, self.job)) > 1e-9 * self.job.optim.lr:
                 yield Departure(
@@ -912,7 +917,7 @@ class _Comparison:
                 )
             set_learning_rate(self.built.optimizer, lr)
             masked_step(self.built.optimizer, torch.tensor(False))
-            engine.balance.total()
+            engine.balance.reduce_loads()
             engine.balance.step(torch.tensor(False))
             yield from self._update(step, here, norm.item())
             yield from self._balance(step, rows)
@@ -982,7 +987,7 @@ class _Comparison:
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
         known = log_probs(self.built.engine, pairs, self.plan, self.built.mesh)
-        batch = pairs.rows(np.arange(len(pairs)))
+        batch = pairs.get_batch(np.arange(len(pairs)))
         rows, _ = read_rows(self.reader, [batch])
         with torch.no_grad():
             expected = answers_of(losses_of(self.theirs, rows), rows)
@@ -1105,11 +1110,11 @@ class _Comparison:
             hooks.append(others[full].register_forward_hook(their_hook))
         apart = self.job.data.keeps_documents
         model.eval()
-        was, model.headless = getattr(model, "headless", False), False  # type: ignore[assignment]
+        was, model.fused_loss = getattr(model, "headless", False), False  # type: ignore[assignment]
         ours_logits = model(
             rows.tokens, rows.documents if apart else None, rows.positions if apart else None
         )
-        model.headless = was  # type: ignore[assignment]
+        model.fused_loss = was  # type: ignore[assignment]
         model.train()
         for unit in model.modules():
             if hasattr(unit, "reshard"):
@@ -1218,7 +1223,7 @@ class _Comparison:
                 self.job.train.eval_sequences,
                 0,
                 1,
-                self.plan.microbatch,
+                self.plan.microbatch_size,
             )
 
         try:

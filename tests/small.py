@@ -12,13 +12,13 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.manifest import checkpoints, read_manifest
-from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.manifest import list_checkpoints, read_manifest
+from weft.checkpoint.shard_files import find_overlaps, parse_contents, read_shards
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.data.dataset import open_text
-from weft.data.loader import Loader, samples_of
+from weft.data.dataset import open_dataset
+from weft.data.loader import Loader, build_mixture
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Machine, Plan, resolve
@@ -67,7 +67,7 @@ def this_rank() -> Rank:
 def train_rank(overrides: Overrides, store: str) -> None:
     """Train as weft's own ranks do, but in a process group that is already up."""
     job = small_job(*overrides)
-    train(job, plan_here(job), open_text(store), this_rank(), Console(quiet=True))
+    train(job, plan_here(job), open_dataset(store), this_rank(), Console(quiet=True))
 
 
 # Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
@@ -87,11 +87,13 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
-    loss = built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
+    loss = built.engine.forward_backward(
+        loader.get_microbatches(step * job.train.global_batch_size)
+    )
     dist.all_reduce(loss)
-    params = dict(named_parameters(built.parts))
+    params = dict(trainable_parameters(built.parts))
     before = {name: local(param.grad).clone() for name, param in params.items()}
-    stages = built.mesh.group("pp") if plan.pp > 1 else None
+    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     norm = clip_grad_norm(params.values(), 1e-3, stages)
     both = {name: whole_pair(before[name], param.grad) for name, param in params.items()}
     grads, clipped = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
@@ -134,12 +136,12 @@ def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
     return Loader(
-        samples_of(open_text(store), "train", job.train.seq_len, job.data, job.train.seed),
+        build_mixture(open_dataset(store), "train", job.train.seq_len, job.data, job.train.seed),
         seed=job.train.seed,
-        global_batch=job.train.global_batch_size,
+        global_batch_size=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
 
 
@@ -161,7 +163,7 @@ def losses(folder: Path) -> list[float]:
 
 def newest_state(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint of a run, whole."""
-    return read_state(checkpoints(folder / "checkpoints")[-1])
+    return read_state(list_checkpoints(folder / "checkpoints")[-1])
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
@@ -169,7 +171,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     contents = parse_contents(read_manifest(path))
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
     wanted = {
-        name: list(overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
+        name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
     read_shards(path, contents, wanted)

@@ -15,12 +15,12 @@ from pathlib import Path
 from tests.conftest import make_store, make_text
 from tests.harness import RankError, run_ranks
 from tests.monitor.test_chaos import CANONICAL, JOB, STEPS, check, train_until_killed
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
 
 def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
     """Now and then spoil a file of the newest checkpoint, or of what the node keeps."""
-    found = checkpoints(folder / "run/checkpoints")
+    found = list_checkpoints(folder / "run/checkpoints")
     if len(found) < 2 or source.random() > 0.4:
         return
     kept = sorted((folder / "node").glob("*/*/*"))
@@ -72,7 +72,7 @@ def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[s
                 counts["last saves that failed"] += 1
             else:
                 raise
-        found = checkpoints(folder / "run/checkpoints")
+        found = list_checkpoints(folder / "run/checkpoints")
         done = checkpoint_step(found[-1]) if found else 0
         if done == STEPS:
             return

@@ -67,7 +67,7 @@ def test_train_bad_value_is_refused(
 
 def test_types_in_toml_are_strict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('extends = "demo"\n[train]\nsteps = "100"\n[run]\nworkers = 2.5\n')
+    recipe.write_text('extends = "demo"\n[train]\nsteps = "100"\n[run]\nnproc_per_node = 2.5\n')
     first, second = rejected(capsys, "train", str(recipe))
     assert first.startswith('train.steps = "100": must be a whole number')
     assert second.startswith("run.nproc_per_node = 2.5: must be a whole number or must be 'auto'")
@@ -273,7 +273,7 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         (empty, "data.path", "empty"),
         (latin, "data.path", "line 2"),
         (short, "data.path", "too little text"),
-        (few, "train.seq_len", "one sequence takes 257"),
+        (few, "train.seq_len", "at least 257 tokens"),
     ):
         lines = rejected(capsys, "train", "demo", "--data.path", str(file), *common)
         assert lines[0].startswith(f"{key} = ")
@@ -299,7 +299,7 @@ def test_a_tokenizer_larger_than_the_model(
     arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
     arguments += ["--model.vocab_size", "400", "--data.vocab_size", "300"]
     (line,) = rejected(capsys, "train", "demo", *arguments)
-    assert "has 512 entries, more than vocab_size = 400" in line
+    assert "has 512 entries, but model.vocab_size is 400" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -317,7 +317,7 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "was started with 7" in lines[1]
     (tmp_path / "job.toml").unlink()
     (line,) = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path))
-    assert "holds checkpoints but no job.toml" in line
+    assert "has checkpoints but no job.toml" in line
 
 
 def test_dry_run_shows_the_plan_and_makes_nothing(
@@ -329,7 +329,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
         == 0
     )
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 4)
+    assert (plan["world_size"], plan["dp_shard"], plan["local_batch_size"]) == (2, 2, 4)
     assert not folder.exists()
 
 
@@ -362,7 +362,7 @@ def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[st
 
 def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA100")
-    assert line.startswith("--cluster = \"1x8xA100\": 'A100' is not a known device; did you mean")
+    assert line.startswith("--cluster = \"1x8xA100\": has an unknown device 'A100'; did you mean")
     lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
     assert [line.split(":")[0] for line in lines] == [
         "--optim.lr",
@@ -395,7 +395,7 @@ def test_train_prints_stages_and_warnings() -> None:
     """Before it starts anything."""
     from rich.console import Console
 
-    from weft.cluster.start import describe
+    from weft.cluster.start import print_plan
     from weft.monitor.terminal import quiet_console
     from weft.plan.plan_text import plan_recipe
 
@@ -404,13 +404,13 @@ def test_train_prints_stages_and_warnings() -> None:
     overrides += [("model.tied_embeddings", "false")]
     plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]
     console: Console = quiet_console(io.StringIO())
-    describe(plan, "demo", console, None, "")
+    print_plan(plan, "demo", console, None, "")
     assert isinstance(console.file, io.StringIO)
     first, head, *stages, _, warning = console.file.getvalue().splitlines()
     assert "16 CPU ranks (pp 2, tp 8)" in first
     assert head.split()[:3] == ["stage", "rank", "units"]
     assert [line.split()[0] for line in stages] == ["0", "1"]
-    assert warning.startswith("warning: parallel.tp = 8: the group of ranks 0-7 spans 2 nodes")
+    assert warning.startswith("warning: parallel.tp=8: the group of ranks 0-7 spans 2 nodes")
 
 
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -469,5 +469,5 @@ def test_generate_without_a_checkpoint_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (line,) = rejected(capsys, "generate", str(tmp_path))
-    assert "is neither the folder of a run" in line
+    assert "is neither a run directory" in line
     assert os.listdir(tmp_path) == []

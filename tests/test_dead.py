@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}
 # What a base class of somebody else's calls, and what a recipe or the command line names.
 CALLED_BY_OTHERS = {
+    "_create_tcp_store_server",  # torch's DynamicRendezvousHandler
     "emit",  # logging.Handler
     "extra_repr",  # torch.nn.Module
     "readable",  # io.RawIOBase
@@ -75,9 +76,6 @@ HISTORY = ("docs/decisions/", "CHANGELOG.md")
 OTHERS = {
     "docs/task_guide.md",
     "benchmarks/llama3_h100_202412_torchtitan.md",
-    # What benchmarks/composability.py writes.
-    "benchmarks/composability.json",
-    "docs/composability.md",
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness import ROOT
 from weft.cli.main import main
-from weft.cluster.preparing import showing
+from weft.cluster.preparing import show_progress
 from weft.config.escaping import (
     EscapingStream,
     escape_controls,
@@ -61,8 +61,8 @@ def test_escaping_stream_over_a_stream_escapes_once_and_can_be_lifted() -> None:
 def test_quiet_console_on_a_terminal_prints_controls_escaped() -> None:
     written = io.StringIO()
     console = quiet_console(escaping_stream(written))
-    console.print(f"going on from {TITLE}", soft_wrap=True)
-    assert written.getvalue() == "going on from \\x1b]0;owned\\x07\n"
+    console.print(f"resuming from {TITLE}", soft_wrap=True)
+    assert written.getvalue() == "resuming from \\x1b]0;owned\\x07\n"
 
 
 def test_progress_bar_of_a_hostile_name_neither_obeys_nor_fails(
@@ -73,7 +73,7 @@ def test_progress_bar_of_a_hostile_name_neither_obeys_nor_fails(
     monkeypatch.setenv("COLUMNS", "200")
     outside, inside = os.openpty()
     with open(inside, "w", encoding="utf-8") as terminal:
-        with showing(quiet_console(terminal)) as show:
+        with show_progress(quiet_console(terminal)) as show:
             show(Progress(f"reading [/x] {TITLE}.txt", 1, 2))
             time.sleep(0.3)  # the bar is drawn ten times a second
         written = os.read(outside, 100_000).decode()
@@ -90,8 +90,8 @@ def test_progress_bar_of_a_hostile_name_neither_obeys_nor_fails(
         [TITLE],
         ["report", f"/nowhere/{TITLE}"],
         ["generate", f"/nowhere/{TITLE}"],
-        ["debug", "hang", f"/nowhere/{TITLE}"],
-        ["launch", "status", f"/nowhere/{TITLE}"],
+        ["hang", f"/nowhere/{TITLE}"],
+        ["job", "status", f"/nowhere/{TITLE}"],
         ["export", f"/nowhere/{TITLE}", "out"],
     ],
 )

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
 from weft.config.reader import read_job
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.models import resolve_model
 from weft.train.loop import train
 
@@ -42,8 +42,8 @@ FAMILY = Family(
     build=Bigram,
     check=lambda config: [],
     blocks=lambda model: [],
-    init_of=lambda name, config: Init("truncated_normal", 0.1),
-    decays=lambda name: False,
+    get_init=lambda name, config: Init("truncated_normal", 0.1),
+    has_weight_decay=lambda name: False,
     num_params=lambda config: 2 * config.width * config.vocab_size,
     flops_per_token=lambda config, seq_len: 6.0 * config.width * config.vocab_size,
 )
@@ -70,7 +70,7 @@ class Lines:
 def train_mine(recipe: str, folder: str, store: str) -> None:
     job, _, problems = read_job(recipe, [("run.dir", folder)])
     assert problems == []
-    train(job, plan_here(job), open_text(Path(store)), this_rank(), Console(quiet=True))
+    train(job, plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '[model]\nkind = "mine:FAMILY"\npreset = "small"\nwidth = 24\n'
         '[optim]\nname = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
         "[data]\nvocab_size = 512\n"
-        "[train]\nsteps = 12\nseq_len = 32\nglobal_batch = 8\n"
+        "[train]\nsteps = 12\nseq_len = 32\nglobal_batch_size = 8\n"
         '[checkpoint]\ninterval = 4\n[monitor]\nlog_interval = 1\ntrackers = ["mine:Lines"]\n'
     )
     return path

@@ -21,19 +21,19 @@ from tests.data.test_hostile import mutated
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
 from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_folder
-from weft.cluster.hang import seen_in_dump
-from weft.cluster.submit import RECORD, Launched
+from weft.cluster.hang import parse_flight_recorder
+from weft.cluster.submit import RECORD, SubmittedJob
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.config.reader import read_job
 from weft.data.prepared_cache import read_scans, write_scans
 from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
-from weft.tools.comparison_dir import COMPARISON, TrialResult, open_comparison, stored
+from weft.tools.comparison_dir import COMPARISON, TrialResult, comparison_record, open_comparison
 from weft.tools.generate import read_prompts
 from weft.tools.hf_convert import import_model
 from weft.tools.multiple_choice import read_task
 from weft.tools.variants import Variant
-from weft.tools.verify_fuzz import Outcome, Settings, Tried, read_log
+from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 
 MUTATIONS = 60  # of each file
 MANY = 1000  # in the slow tier
@@ -110,15 +110,15 @@ def read_prompt_file(path: Path) -> None:
 
 
 def read_launch_record(path: Path) -> None:
-    Launched.of(path.parent)
+    SubmittedJob.load(path.parent)
 
 
 def read_dump(path: Path) -> None:
-    seen_in_dump(0, path.read_bytes())
+    parse_flight_recorder(0, path.read_bytes())
 
 
 def read_fuzz_log(path: Path) -> None:
-    for tried in read_log(path, Settings(seed=7)):
+    for tried in read_log(path, FuzzSettings(seed=7)):
         assert tried.seed == 7
 
 
@@ -136,7 +136,7 @@ def read_questions(path: Path) -> None:
     read_task(path.parent / "task.yaml")
 
 
-TRIED = Tried(7, 0, {"parallel.tp": "2"}, {}, 2, Outcome("agreed"))
+TRIED = FuzzResult(7, 0, {"parallel.tp": "2"}, {}, 2, Outcome("agreed"))
 TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "recipe.toml": (read_recipe_file, RECIPE),
     "clusters.toml": (read_device_file, DEVICES),
@@ -148,7 +148,7 @@ TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "verify-fuzz-7.jsonl": (read_fuzz_log, json.dumps(asdict(TRIED)) + "\n"),
     COMPARISON: (
         read_comparison_file,
-        json.dumps(stored(VARIANTS, [TrialResult(0, 1, 0, "", 3.0)], [1])),
+        json.dumps(comparison_record(VARIANTS, [TrialResult(0, 1, 0, "", 3.0)], [1])),
     ),
     "some.json": (read_json, json.dumps({"a": [1, {"b": None}], "c": "text"})),
 }

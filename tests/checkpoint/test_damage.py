@@ -18,16 +18,16 @@ from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import RankError, run_ranks
 from weft.checkpoint import manifest
 from weft.checkpoint import shard_files as shards
-from weft.checkpoint.fingerprint import fingerprint, wrapped
-from weft.checkpoint.load import load
+from weft.checkpoint.fingerprint import fingerprint, wrap_int64
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
-    checkpoints,
+    list_checkpoints,
     manifest_text,
     read_manifest,
 )
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.train.state import resume
 
 SHAPE = (5, 6, 7)
@@ -46,7 +46,7 @@ def test_fingerprint_of_shards_sums_to_the_whole(dtype: torch.dtype) -> None:
             parts = [x.narrow(dim, 0, at), x.narrow(dim, at, size - at)]
             begins = [[0, 0, 0], [at if d == dim else 0 for d in range(3)]]
             sums = [int(fingerprint(p, b, SHAPE)) for p, b in zip(parts, begins, strict=True)]
-            assert wrapped(sum(sums)) == alone
+            assert wrap_int64(sum(sums)) == alone
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (5, 6), (4, 5, 3)])
@@ -57,7 +57,7 @@ def test_fingerprint_of_chunks_is_the_weighted_sum(
     monkeypatch.setattr("weft.checkpoint.fingerprint.CHUNK", {"cpu": 7})
     x = torch.randn(shape)
     words = x.view(torch.int32).flatten().tolist()
-    expected = wrapped(sum(word * (2 * place + 1) for place, word in enumerate(words)))
+    expected = wrap_int64(sum(word * (2 * place + 1) for place, word in enumerate(words)))
     assert int(fingerprint(x, [0] * x.dim(), shape)) == expected
 
 
@@ -88,7 +88,7 @@ def save_two(folder: str) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(1e-3)
     save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
     first = everything(parts, optimizer)
-    for _, param in named_parameters(parts):
+    for _, param in trainable_parameters(parts):
         param.grad = torch.randn_like(param.data)
     optimizer.step()
     save(Path(folder), parts, optimizer, {"step": 2, "samples": 16}, keep=9)
@@ -238,7 +238,7 @@ def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) ->
     for step, said, state in run_ranks(resume_all, ranks, str(tmp_path)):
         assert step == 1
         assert all(state[name].equal(tensor) for name, tensor in first.items())
-        assert "shard-00001.bin is not what was written" in said[0]
+        assert "shard-00001.bin differs from what was written" in said[0]
     names = sorted(os.listdir(tmp_path))
     assert names[0].startswith("damaged-step-00000002")
     assert names[1:] == ["step-00000001"]
@@ -246,7 +246,7 @@ def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) ->
 
 def test_resume_all_damaged_is_refused(tmp_path: Path) -> None:
     run_ranks(save_two, 2, str(tmp_path))
-    for path in checkpoints(tmp_path):
+    for path in list_checkpoints(tmp_path):
         flip(path / "shard-00000.bin", random.Random(2))
     with pytest.raises(RankError, match="none of the run's checkpoints is intact"):
         run_ranks(resume_all, 2, str(tmp_path))
@@ -255,24 +255,24 @@ def test_resume_all_damaged_is_refused(tmp_path: Path) -> None:
 def test_load_tensor_changed_before_writing_is_refused(tmp_path: Path) -> None:
     """Files and hashes agree with each other, and not with what was to be saved."""
     run_ranks(save_otherwise, 1, str(tmp_path))
-    with pytest.raises(RankError, match="is not what was saved, though its file is as it was"):
+    with pytest.raises(RankError, match="differs from what was saved, but its file is intact"):
         run_ranks(load_newest, 1, str(tmp_path))
 
 
 def save_otherwise(folder: str) -> None:
-    raw = shards.raw
+    raw = shards.tensor_bytes
 
     def changed(tensor: torch.Tensor) -> memoryview:
         return raw(tensor + (tensor.dim() == 1))
 
-    shards.raw = changed
+    shards.tensor_bytes = changed
     parts, optimizer = stepped(1e-3)
     save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
 
 
 def load_newest(folder: str) -> None:
     parts, optimizer = stepped(1.0)
-    load(checkpoints(Path(folder))[-1], parts, optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[-1], parts, optimizer)
 
 
 # --------------------------------------------------------------------------- malice
@@ -316,12 +316,12 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
 )
 def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
     """With a hash that is right: anybody can compute it."""
-    path = checkpoints(saved)[-1]
+    path = list_checkpoints(saved)[-1]
     content = read_manifest(path)
     change_of(content, name, value)
     del content["hash"]
     (path / "manifest.json").write_text(manifest_text(content))
-    with pytest.raises(shards.Damaged):
+    with pytest.raises(shards.CorruptData):
         shards.parse_contents(read_manifest(path))
     if name == "file":
         with pytest.raises(RankError, match="step-00000002: its table of contents"):
@@ -330,7 +330,7 @@ def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: P
 
 def test_save_writes_only_json_and_raw_numbers(saved: Path) -> None:
     """JSON and raw numbers: nothing in a checkpoint is a pickle."""
-    for path in checkpoints(saved):
+    for path in list_checkpoints(saved):
         names = sorted(file.name for file in path.iterdir())
         assert names == ["manifest.json", "shard-00000.bin", "shard-00001.bin"]
         total = sum((path / name).stat().st_size for name in names[1:])
@@ -350,9 +350,9 @@ def refuse_a_manifest(folder: str) -> None:
     def refused(path: Path, most: int) -> bytes:
         raise OSError(5, "Input/output error", str(path))
 
-    manifest.read_regular = refused  # type: ignore[attr-defined]
+    manifest.read_regular_file = refused  # type: ignore[attr-defined]
     parts, optimizer = stepped(1.0)
-    with pytest.raises(CheckpointError, match=r"its manifest cannot be read.*error") as caught:
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read.*error") as caught:
         resume(Path(folder), "off", parts, optimizer, print)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
@@ -362,7 +362,7 @@ def refuse_reading(folder: str) -> None:
         raise OSError(5, "Input/output error")
 
     if dist.get_rank() == 1:
-        shards.read_pieces = refused
+        shards.read_chunks = refused
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
         resume(Path(folder), "off", parts, optimizer, print)

@@ -24,7 +24,7 @@ from tests.checkpoint.test_manager import everything, stepped
 from tests.harness import run_ranks
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import CheckpointError, manifest_text
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import ResilienceSection
 from weft.monitor.anomaly import AnomalyDetector
 from weft.train.state import TrainState, resume
@@ -135,7 +135,7 @@ OF_JSON = [rehashed] * 12 + [nested]
 
 
 def next_step(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    for _, param in named_parameters(parts):
+    for _, param in trainable_parameters(parts):
         param.grad = torch.randn_like(param.data)
     optimizer.step()
     return everything(parts, optimizer)
@@ -164,13 +164,13 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
     """
     home, nodes = Path(folder) / "checkpoints", Path(folder) / "nodes"
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(home, 9, local=str(nodes) if local else "off")
-    saver.take(0)
+    saver = CheckpointManager(home, 9, local_dir=str(nodes) if local else "off")
+    saver.acquire_lease(0)
     states, watch = {}, {"loss": [5.0, 4.5], "gradient norm": [1.0, 0.9], "in_a_row": 0}
     for step in (1, 2):
         states[step] = next_step(parts, optimizer)
         manifest = {"step": step, "samples": 8 * step, "watch": watch, "mesh": {"pp": 1}}
-        saver.save(parts, optimizer, manifest, home=step == 1 or not local)
+        saver.save(parts, optimizer, manifest, persistent=step == 1 or not local)
         saver.close()
     newest = home / "step-00000002"
     if local:

@@ -19,10 +19,10 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.parallel.test_layouts import TOLERANCE
 from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
+from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.schema import Job
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.optim.optimizer import set_learning_rate
 from weft.train.setup import Built, build
 from weft.train.state import TrainState, resume
@@ -70,7 +70,7 @@ def hand_on(
     built.optimizer.step()
     built.optimizer.zero_grad()
     at = TrainState(at.step + 1, at.samples + BATCH)
-    manifest = at.manifest(plan_here(job), open_text(Path(store)))
+    manifest = at.manifest(plan_here(job), open_dataset(Path(store)))
     save(Path(target) / "checkpoints", built.parts, built.optimizer, manifest, keep=1)
     state = in_memory(built)
     said = {"at": at, "state": state, "loss": backward(job, built, at, store)}
@@ -116,13 +116,13 @@ def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
     """The loss of the step that comes next, whose gradients are there then."""
     built.optimizer.zero_grad()
     loader = loader_of(job, plan_here(job), store, built.mesh)
-    loss = built.engine.forward_backward(loader.batch(at.samples))
+    loss = built.engine.forward_backward(loader.get_microbatches(at.samples))
     dist.all_reduce(loss)
     return loss.item()
 
 
 def gradients(built: Built) -> Tensors:
-    return {name: whole(p.grad).clone() for name, p in named_parameters(built.parts)}
+    return {name: whole(p.grad).clone() for name, p in trainable_parameters(built.parts)}
 
 
 def never(text: str) -> None:
@@ -153,7 +153,7 @@ def start(
 def check_saved(target: Path) -> None:
     """What is on the disk is what was in memory, and worth being compared."""
     state = noted(target)["state"]
-    (path,) = checkpoints(target / "checkpoints")
+    (path,) = list_checkpoints(target / "checkpoints")
     on_disk = read_state(path)
     assert on_disk.keys() == state.keys()
     assert all(on_disk[name].equal(tensor) for name, tensor in state.items())

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.harness import RankError, run_ranks
 from tests.monitor.test_anomaly import faults
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.checkpoint.manifest import acquire_lease, checkpoint_step, list_checkpoints
 from weft.train.setup import build
 
 # At home after steps 4 and 8, on the nodes after every step; killed before step 7.
@@ -103,7 +103,7 @@ def test_resume_lost_node_takes_the_copy_of_its_replica(
     cluster: Cluster, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     cluster.crash(2, *TWO)
-    assert [checkpoint_step(p) for p in checkpoints(cluster.run / "checkpoints")] == [4]
+    assert [checkpoint_step(p) for p in list_checkpoints(cluster.run / "checkpoints")] == [4]
     shutil.rmtree(cluster.nodes / "node1")
     for path in (cluster.run / "checkpoints" / "step-00000004").glob("shard-*"):
         path.unlink()  # the store is not needed
@@ -175,7 +175,7 @@ def test_resume_damaged_local_copy_falls_back_to_the_store(cluster: Cluster, pat
 
 def test_resume_abandoned_local_copy_is_not_used(cluster: Cluster) -> None:
     cluster.crash(2, *TWO)
-    take(cluster.run / "checkpoints", 4)  # as after `weft rollback`
+    acquire_lease(cluster.run / "checkpoints", 4)  # as after `weft rollback`
     cluster.train(2, *TWO)
     assert cluster.went_on_from() == 4
 
@@ -218,7 +218,7 @@ def bytes_read(folder: str) -> tuple[int, int]:
     """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
     built = build(job, plan_here(job), this_rank())
-    saver = CheckpointManager(Path(folder), keep=1)
+    saver = CheckpointManager(Path(folder), keep_latest=1)
     for param in (p for part in built.parts for p in part.parameters()):
         param.grad = torch.ones_like(param)
     built.optimizer.step()
@@ -230,7 +230,7 @@ def bytes_read(folder: str) -> tuple[int, int]:
         return int(dict(line.split(": ") for line in lines)["rchar"])
 
     before = counted()
-    load(checkpoints(Path(folder))[0], built.parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[0], built.parts, built.optimizer)
     read = counted() - before
     size = sum(path.stat().st_size for path in Path(folder).rglob("shard-*"))
     return read, size

@@ -16,16 +16,16 @@ from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
-    checkpoints,
+    list_checkpoints,
     manifest_text,
     read_manifest,
 )
-from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
+from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.train.setup import build
 
 JOB = [("run.dir", "/nonexistent")]
@@ -35,7 +35,7 @@ def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
     """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
     job = small_job(*JOB, *overrides)
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
-    for _, param in named_parameters(parts):
+    for _, param in trainable_parameters(parts):
         param.grad = torch.full_like(param.data, value)
     optimizer.step()
     optimizer.zero_grad()
@@ -63,7 +63,7 @@ def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, 
 def load_newest(folder: str) -> dict[str, torch.Tensor]:
     job = small_job(*JOB)
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
-    load(checkpoints(Path(folder))[-1], parts, optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[-1], parts, optimizer)
     return everything(parts, optimizer)
 
 
@@ -78,7 +78,7 @@ def with_buffers(value: float) -> nn.Module:
 def test_save_buffers_of_any_module_round_trip(tmp_path: Path) -> None:
     saved, loaded = with_buffers(1.0), with_buffers(2.0)
     save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1, "samples": 8}, 1)
-    load(checkpoints(tmp_path)[0], [loaded], None)
+    load_checkpoint(list_checkpoints(tmp_path)[0], [loaded], None)
     for name, tensor in saved.state_dict().items():
         assert loaded.state_dict()[name].equal(tensor), name
 
@@ -91,15 +91,15 @@ def save_many(folder: str) -> None:
 
 def test_save_keeps_the_newest(tmp_path: Path) -> None:
     run_ranks(save_many, 2, str(tmp_path))
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000015", "step-100000000"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-100000000"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000015", "step-100000000"]
-    assert read_manifest(checkpoints(tmp_path)[-1])["step"] == 100_000_000
+    assert read_manifest(list_checkpoints(tmp_path)[-1])["step"] == 100_000_000
 
 
 def test_save_committed_step_is_not_written_again(tmp_path: Path) -> None:
     first = run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)[0]
     run_ranks(save_once, 1, str(tmp_path), 5, -1e-3)
-    on_disk = read_state(checkpoints(tmp_path)[-1])
+    on_disk = read_state(list_checkpoints(tmp_path)[-1])
     assert all(on_disk[name].equal(first[name]) for name in first)
 
 
@@ -109,7 +109,7 @@ def test_save_step_without_a_manifest_is_written_again(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match="No such file"):
         read_manifest(tmp_path / "step-00000005")
     again = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
-    on_disk = read_state(checkpoints(tmp_path)[-1])
+    on_disk = read_state(list_checkpoints(tmp_path)[-1])
     assert all(on_disk[name].equal(again[name]) for name in again)
 
 
@@ -155,7 +155,7 @@ def test_save_clears_files_of_a_killed_writer(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step-00000004-ab").mkdir()
     (tmp_path / ".tmp-step-00000004-ab/shard-00000.bin").write_bytes(b"half")
     run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"]
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -166,27 +166,27 @@ def save_several(folder: str) -> None:
 
 
 def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
-    assert checkpoints(tmp_path / "none") == []
+    assert list_checkpoints(tmp_path / "none") == []
     for name in ("step-5", "step-00000005", ".tmp-step-00000006-ab", "best"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not there"):
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"]
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is missing"):
         read_manifest(tmp_path / "step-00000005")
     for text in ("{", "[]", '{"format": 3}', "[" * 100_000):
         (tmp_path / "step-00000005/manifest.json").write_text(text)
         with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
             read_manifest(tmp_path / "step-00000005")
     (tmp_path / "step-00000005/manifest.json").write_text(manifest_text({"format": 1}))
-    with pytest.raises(CheckpointError, match="of format 1, not 3"):
+    with pytest.raises(CheckpointError, match="the format is 1, not 3"):
         read_manifest(tmp_path / "step-00000005")
 
 
 def load_damaged(folder: str) -> str:
-    (path,) = checkpoints(Path(folder))
+    (path,) = list_checkpoints(Path(folder))
     job = small_job(*JOB, ("model.dim", "64"))
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
     with pytest.raises(CheckpointError) as caught:
-        load(path, parts, optimizer)
+        load_checkpoint(path, parts, optimizer)
     return str(caught.value)
 
 

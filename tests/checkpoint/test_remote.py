@@ -16,16 +16,16 @@ from tests import s3
 from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, small_job, train_rank
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
+    acquire_lease,
     checkpoint_step,
-    checkpoints,
+    list_checkpoints,
     read_manifest,
-    take,
 )
-from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
-from weft.checkpoint.storage import open_folder, put_new
+from weft.checkpoint.shard_files import find_overlaps, parse_contents, read_shards
+from weft.checkpoint.storage import open_directory, put_if_absent
 from weft.cli.main import main
 from weft.config.schema import to_toml
 from weft.train.state import resume
@@ -64,7 +64,7 @@ def home(proxy: s3.Proxy, request: pytest.FixtureRequest) -> str:
 
 
 def make_bucket(bucket: str) -> None:
-    open_folder(f"s3://{bucket}").fs.mkdir(bucket)  # type: ignore[attr-defined]
+    open_directory(f"s3://{bucket}").fs.mkdir(bucket)  # type: ignore[attr-defined]
 
 
 # Ranks, not the test process, speak with the store: its client starts threads, and the next
@@ -73,7 +73,7 @@ def make_bucket(bucket: str) -> None:
 
 def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(value)
-    save(open_folder(home), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
+    save(open_directory(home), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
     return everything(parts, optimizer)
 
 
@@ -86,7 +86,7 @@ def load_newest(home: str, client: str = "") -> tuple[dict[str, torch.Tensor], i
     if client == "s3fs":
         sys.modules["s3torchconnector"] = None  # type: ignore[assignment]
     parts, optimizer = stepped(1.0)
-    load(checkpoints(open_folder(home))[-1], parts, optimizer)
+    load_checkpoint(list_checkpoints(open_directory(home))[-1], parts, optimizer)
     assert ("s3torchconnector._s3client" in sys.modules) == (client == "s3torchconnector")
     state = everything(parts, optimizer)
     local = [p.data for part in parts for p in part.parameters()]
@@ -95,7 +95,7 @@ def load_newest(home: str, client: str = "") -> tuple[dict[str, torch.Tensor], i
 
 
 def listed(home: str) -> list[str]:
-    folder = open_folder(home)
+    folder = open_directory(home)
     return sorted(path.rpartition(folder.path)[2] for path in folder.fs.find(folder.path))  # type: ignore[attr-defined]
 
 
@@ -126,7 +126,7 @@ def test_remote_checkpoint_of_any_layout_loads_in_another(
 
 
 def look(home: str) -> tuple[list[int], list[str]]:
-    return [checkpoint_step(path) for path in checkpoints(open_folder(home))], listed(home)
+    return [checkpoint_step(path) for path in list_checkpoints(open_directory(home))], listed(home)
 
 
 def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
@@ -150,8 +150,8 @@ def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
 
 def spoiled(home: str, parts: Any, optimizer: Any) -> list[str]:
     """Change what is stored in many ways; those that are not noticed."""
-    folder, unnoticed = open_folder(home), []
-    (path,) = checkpoints(folder)
+    folder, unnoticed = open_directory(home), []
+    (path,) = list_checkpoints(folder)
     inside = path / read_manifest(path)["inside"]
     for file in [*inside.iterdir(), path / "manifest.json"]:
         sound = file.read_bytes()
@@ -161,12 +161,12 @@ def spoiled(home: str, parts: Any, optimizer: Any) -> list[str]:
             for content in (bytes(bad), sound[:at]):
                 file.write_bytes(content)
                 try:
-                    load(path, parts, optimizer)
+                    load_checkpoint(path, parts, optimizer)
                     unnoticed.append(f"{file} {at}")
                 except DamagedCheckpoint:
                     pass
         file.write_bytes(sound)
-    load(path, parts, optimizer)
+    load_checkpoint(path, parts, optimizer)
     return unnoticed
 
 
@@ -180,9 +180,9 @@ def test_remote_damage_is_noticed(home: str) -> None:
 
 
 def fall_back(home: str) -> tuple[int, list[str], list[str]]:
-    folder, said = open_folder(home), list[str]()
+    folder, said = open_directory(home), list[str]()
     parts, optimizer = stepped(1.0)
-    newest = checkpoints(folder)[-1]
+    newest = list_checkpoints(folder)[-1]
     file = next(iter((newest / read_manifest(newest)["inside"]).iterdir()))
     file.write_bytes(file.read_bytes()[::-1])
     at = resume(folder, "off", parts, optimizer, said.append)
@@ -203,7 +203,7 @@ def test_remote_damage_falls_back_to_the_one_before(home: str) -> None:
 
 def save_with_samples(home: str, step: int) -> None:
     parts, optimizer = stepped(1e-3 * step)
-    save(open_folder(home), parts, optimizer, {"step": step, "samples": 8 * step}, 2)
+    save(open_directory(home), parts, optimizer, {"step": step, "samples": 8 * step}, 2)
 
 
 # --------------------------------------------------------------------------- what goes wrong
@@ -236,12 +236,12 @@ def test_remote_permanent_error_is_reported_and_cleaned_up(home: str, proxy: s3.
 
 
 def race(home: str) -> tuple[list[int], str]:
-    folder = open_folder(home)
-    epochs = [take(folder, 0), take(folder, 0)]
-    put_new(folder / "x", b"one")
-    put_new(folder / "x", b"one")  # its own put, tried again
+    folder = open_directory(home)
+    epochs = [acquire_lease(folder, 0), acquire_lease(folder, 0)]
+    put_if_absent(folder / "x", b"one")
+    put_if_absent(folder / "x", b"one")  # its own put, tried again
     with pytest.raises(FileExistsError):
-        put_new(folder / "x", b"two")
+        put_if_absent(folder / "x", b"two")
     return epochs, (folder / "x").read_text()
 
 
@@ -253,12 +253,12 @@ def test_remote_put_new_succeeds_for_one_writer(home: str) -> None:
 
 
 def newest_of(home: str) -> dict[str, torch.Tensor]:
-    path = checkpoints(open_folder(home))[-1]
+    path = list_checkpoints(open_directory(home))[-1]
     manifest = read_manifest(path)
     contents = parse_contents(manifest)
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
     wanted = {
-        name: list(overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
+        name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
     read_shards(path / manifest["inside"], contents, wanted)

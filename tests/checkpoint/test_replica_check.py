@@ -9,7 +9,7 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.monitor.test_anomaly import faults
 from tests.small import Overrides, train_rank
-from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.manifest import list_checkpoints
 
 # A thousandth more of a gradient, on rank 1, in step 3: no spike, and nobody notices.
 WRONG = faults({"kind": "corrupt", "passing": 3, "factor": 1.001})
@@ -59,7 +59,7 @@ def test_replica_check_differing_copy_is_named(
     with pytest.raises(RankError, match=said) as caught:
         run(tmp_path, store_path, ranks, *layout, *WRONG)
     assert "in step 4" in str(caught.value)
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
 
 
 def test_replica_check_interval_is_kept(store_path: Path, tmp_path: Path) -> None:

@@ -32,19 +32,19 @@ from weft.checkpoint import manifest
 from weft.checkpoint.manager import CheckpointManager, _delete_old
 from weft.checkpoint.manifest import (
     CheckpointError,
-    Superseded,
+    LeaseLost,
+    acquire_lease,
     checkpoint_step,
-    checkpoints,
-    committed,
-    leases,
+    list_checkpoints,
+    list_committed,
+    list_leases,
     read_manifest,
-    take,
 )
 from weft.checkpoint.save_schedule import CheckpointSchedule, young_interval
-from weft.checkpoint.state_dict import named_parameters
-from weft.checkpoint.storage import put_new
+from weft.checkpoint.state_dict import trainable_parameters
+from weft.checkpoint.storage import put_if_absent
 from weft.config.schema import CheckpointSection
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.monitor.faults import install_faults, listeners
 from weft.train.loop import train
 
@@ -52,7 +52,7 @@ from weft.train.loop import train
 def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
     """The state at the save, which training changes before anything of it is written."""
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(Path(folder), 9, background=background)
+    saver = CheckpointManager(Path(folder), 9, async_save=background)
     before = everything(parts, optimizer)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 1.0, "rank": this_rank().rank}
     install_faults(
@@ -61,7 +61,7 @@ def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], 
         Path(folder),
     )
     saver.save(parts, optimizer, {"step": 1, "samples": 8})
-    for _, param in named_parameters(parts):
+    for _, param in trainable_parameters(parts):
         param.grad = torch.ones_like(param.data)
     optimizer.step()
     saver.wait()
@@ -76,7 +76,7 @@ def toml(fault: dict[str, Any]) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_path: Path) -> None:
     for before, stall, write in run_ranks(write_late, ranks, str(tmp_path), True):
-        on_disk = read_state(checkpoints(tmp_path)[-1])
+        on_disk = read_state(list_checkpoints(tmp_path)[-1])
         assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
         assert write > 1.0 > stall
 
@@ -84,7 +84,7 @@ def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_pat
 def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
     """Without waiting in between, so that each must wait for the one before."""
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(Path(folder), 9, background=True)
+    saver = CheckpointManager(Path(folder), 9, async_save=True)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 0.5, "passing": 2}
     install_faults(
         small_job(("resilience.faults", toml(slow))).resilience.faults,
@@ -93,7 +93,7 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
     )
     states = []
     for step in range(1, 6):
-        for _, param in named_parameters(parts):
+        for _, param in trainable_parameters(parts):
             param.grad = torch.full_like(param.data, 1e-3 * step)
         optimizer.step()
         states.append(everything(parts, optimizer))
@@ -104,7 +104,7 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
 
 def test_saver_saves_one_at_a_time_and_close_waits(tmp_path: Path) -> None:
     states = run_ranks(save_several, 2, str(tmp_path))[0]
-    saved = checkpoints(tmp_path)
+    saved = list_checkpoints(tmp_path)
     assert [checkpoint_step(path) for path in saved] == [1, 2, 3, 4, 5]
     for path, state in zip(saved, states, strict=True):
         on_disk = read_state(path)
@@ -114,7 +114,7 @@ def test_saver_saves_one_at_a_time_and_close_waits(tmp_path: Path) -> None:
 def test_saver_replicas_share_the_writing(tmp_path: Path) -> None:
     """Every copy is written once, by now this rank, now that."""
     run_ranks(save_replicas, 4, str(tmp_path))
-    (path,) = checkpoints(tmp_path)
+    (path,) = list_checkpoints(tmp_path)
     sizes = [file["bytes"] for file in read_manifest(path)["files"]]
     assert len(sizes) == 4, sizes
     assert max(sizes) < 3 * min(sizes), sizes
@@ -140,11 +140,11 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
+        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
 
 def steps_saved(run: Path) -> list[int]:
-    return [checkpoint_step(path) for path in checkpoints(run / "checkpoints")]
+    return [checkpoint_step(path) for path in list_checkpoints(run / "checkpoints")]
 
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
@@ -211,9 +211,9 @@ def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
     section = CheckpointSection(interval="auto", mtbf_hours=mtbf_hours)
     saves, steps = CheckpointSchedule(section, 100, lambda text: None), []
     for step in range(101, 500):
-        if saves.due(step):
+        if saves.is_due(step):
             # Ranks measure different costs and must come to one answer.
-            saves.saved(step, stalls[this_rank().rank], 0.0, 1.0 + this_rank().rank)
+            saves.record_save(step, stalls[this_rank().rank], 0.0, 1.0 + this_rank().rank)
             steps.append(step)
     return steps
 
@@ -238,7 +238,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
     assert saved[0] == 10
     assert saved[-1] == 24
     assert len(saved) > 5
-    assert "holds training up for" in (tmp_path / "said-0").read_text()
+    assert "a save blocks training for" in (tmp_path / "said-0").read_text()
 
 
 # --------------------------------------------------------------------------- whose the run is
@@ -248,7 +248,7 @@ def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
     home = Path(folder)
     saver = CheckpointManager(home, 9)
-    saver.take(step)
+    saver.acquire_lease(step)
     parts, optimizer = stepped(1e-3 * saver.epoch)
     for step in range(first, last + 1):
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
@@ -257,7 +257,9 @@ def take_and_save(folder: str, step: int, first: int, last: int) -> int:
 
 
 def saves_of(folder: Path) -> list[tuple[int, int]]:
-    return [(checkpoint_step(path), read_manifest(path)["epoch"]) for path in checkpoints(folder)]
+    return [
+        (checkpoint_step(path), read_manifest(path)["epoch"]) for path in list_checkpoints(folder)
+    ]
 
 
 def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None
     assert saves_of(tmp_path) == [(1, 1), (2, 1)]
     run_ranks(take_and_save, 2, str(tmp_path), 2, 3, 3)
     assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3)]
-    assert leases(tmp_path) == [(1, 0), (2, 2), (3, 2)]
+    assert list_leases(tmp_path) == [(1, 0), (2, 2), (3, 2)]
     # The new branch has come past what was abandoned, which may go.
     run_ranks(take_and_save, 1, str(tmp_path), 3, 4, 5)
     assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3), (4, 4), (5, 4)]
@@ -277,23 +279,23 @@ def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None
 def be_superseded(folder: str) -> str:
     home = Path(folder)
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(home, 9, background=True)
-    saver.take(0)
+    saver = CheckpointManager(home, 9, async_save=True)
+    saver.acquire_lease(0)
     saver.save(parts, optimizer, {"step": 1, "samples": 8})
     saver.wait()
-    take(home, 1)  # another incarnation, while this one was asleep ...
+    acquire_lease(home, 1)  # another incarnation, while this one was asleep ...
     (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... which is saving, too
     saver.save(parts, optimizer, {"step": 2, "samples": 16})
-    with pytest.raises(Superseded) as caught:
+    with pytest.raises(LeaseLost) as caught:
         saver.wait()
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseLost):
         saver.should_retry()
     return str(caught.value)
 
 
 def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
     for message in run_ranks(be_superseded, 2, str(tmp_path)):
-        assert "another process has taken over the run" in message
+        assert "another process has acquired the run's lease" in message
         assert '"process": ' in message
     assert sorted(os.listdir(tmp_path)) == [
         ".tmp-step-00000002-theirs",
@@ -306,29 +308,29 @@ def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
 def test_checkpoints_committed_after_a_takeover_do_not_count(tmp_path: Path) -> None:
     """It had looked for its lease just before another one took the run."""
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
-    take(tmp_path, 2)
+    acquire_lease(tmp_path, 2)
     assert saves_of(tmp_path) == [(1, 1), (2, 1)]
 
 
 def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path) -> None:
     """After the last look at the leases, and before older checkpoints go."""
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
-    take(tmp_path, 0)
+    acquire_lease(tmp_path, 0)
     _delete_old(tmp_path, 2)
-    assert [checkpoint_step(path) for path in committed(tmp_path)] == [1, 2, 3]
+    assert [checkpoint_step(path) for path in list_committed(tmp_path)] == [1, 2, 3]
 
 
 def test_checkpoints_damaged_lease_raises(tmp_path: Path) -> None:
     """It may say that a branch is abandoned: nothing is guessed."""
-    take(tmp_path, 0)
+    acquire_lease(tmp_path, 0)
     for text in ("", "{", "[]", '{"step": "x"}'):
         (tmp_path / "lease-000001.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"lease-000001\.json: is damaged"):
-            checkpoints(tmp_path)
+        with pytest.raises(CheckpointError, match=r"lease-000001\.json: the lease is damaged"):
+            list_checkpoints(tmp_path)
 
 
 def take_many(folder: str) -> list[int]:
-    return [manifest._take(Path(folder), 0) for _ in range(20)]
+    return [manifest._acquire_lease(Path(folder), 0) for _ in range(20)]
 
 
 def test_take_by_several_at_once_gives_distinct_epochs(tmp_path: Path) -> None:
@@ -345,12 +347,12 @@ def test_put_new_of_two_writers_one_succeeds(
 
     def meanwhile(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "link", link)
-        put_new(path, b"theirs")
+        put_if_absent(path, b"theirs")
         link(source, target)
 
     monkeypatch.setattr(os, "link", meanwhile)
     with pytest.raises(FileExistsError):
-        put_new(path, b"ours")
+        put_if_absent(path, b"ours")
     assert path.read_bytes() == b"theirs"
     assert os.listdir(tmp_path) == ["lease"]
 
@@ -367,7 +369,7 @@ def test_put_new_temporary_file_deleted_is_made_again(
         link(source, target)
 
     monkeypatch.setattr(os, "link", meanwhile)
-    put_new(path, b"ours")
+    put_if_absent(path, b"ours")
     assert path.read_bytes() == b"ours"
     assert os.listdir(tmp_path) == ["lease"]
 
@@ -376,18 +378,18 @@ def lose_the_folder(folder: str) -> tuple[list[str], int]:
     """Save, lose the folder, save twice: what was said. Then somebody else takes the run."""
     home, said = Path(folder) / "checkpoints", []
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(home, 9, say=said.append)
+    saver = CheckpointManager(home, 9, log=said.append)
     for step in (0, 0):  # of the second epoch
-        saver.take(step)
+        saver.acquire_lease(step)
     for step in (1, 2, 3):
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
         saver.wait()
         if step == 1:
             shutil.rmtree(home)
     saver.should_retry()
-    assert leases(home) == [(1, 0), (2, 0)]
-    epoch = take(home, 3)
-    with pytest.raises(Superseded):
+    assert list_leases(home) == [(1, 0), (2, 0)]
+    epoch = acquire_lease(home, 3)
+    with pytest.raises(LeaseLost):
         saver.save(parts, optimizer, {"step": 4, "samples": 32})
     return said, epoch
 
@@ -396,7 +398,9 @@ def test_saver_folder_deleted_restores_lease_and_fencing(tmp_path: Path) -> None
     ((said, epoch),) = run_ranks(lose_the_folder, 1, str(tmp_path))
     assert epoch == 3
     (warning,) = said
-    assert f"{tmp_path}/checkpoints: it was deleted while the run was training" in warning
+    assert (
+        f"{tmp_path}/checkpoints: the directory was deleted while the run was training" in warning
+    )
     assert saves_of(tmp_path / "checkpoints") == [(2, 2), (3, 2)]
 
 
@@ -405,17 +409,17 @@ def lose_the_folder_to_another(folder: str) -> str:
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9)
     for step in (0, 0):
-        saver.take(step)
+        saver.acquire_lease(step)
     shutil.rmtree(home)
-    assert take(home, 0) == 1 < saver.epoch
-    with pytest.raises(Superseded) as caught:
+    assert acquire_lease(home, 0) == 1 < saver.epoch
+    with pytest.raises(LeaseLost) as caught:
         saver.save(parts, optimizer, {"step": 1, "samples": 8})
     return str(caught.value)
 
 
 def test_saver_folder_deleted_and_taken_by_another_is_superseded(tmp_path: Path) -> None:
     (said,) = run_ranks(lose_the_folder_to_another, 1, str(tmp_path))
-    assert "another process has taken over the run: lease-000001.json" in said
+    assert "another process has acquired the run's lease: lease-000001.json" in said
     assert os.listdir(tmp_path / "checkpoints") == ["lease-000001.json"]
 
 
@@ -453,7 +457,7 @@ def last_save_fails(times: int) -> tuple[str, str]:
 
 
 def train_impatiently(overrides: Overrides, store: str, said: str) -> None:
-    store_module.PAUSES = (0, 0, 0)
+    store_module.RETRY_DELAYS = (0, 0, 0)
     train_and_listen(overrides, store, said)
 
 
@@ -463,7 +467,7 @@ def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Pa
     run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
     assert steps_saved(run) == [3, 6, 8]
     said = (tmp_path / "said-0").read_text()
-    assert said.count("it is the last save of the run") == 3
+    assert said.count("retrying the final save of the run") == 3
     assert "No space left on device" in said
 
 
@@ -473,9 +477,9 @@ def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path
     with pytest.raises(RankError) as caught:
         run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
     said = str(caught.value)
-    assert "step 8, the last of this start, could not be saved in 4 attempts" in said
+    assert "the final save at step 8 failed in 4 attempts" in said
     assert "No space left on device" in said
-    assert f"steps 7 to 8 are lost; the last good checkpoint is {run}/checkpoints/step-0" in said
+    assert f"steps 7 to 8 are lost; the last checkpoint is {run}/checkpoints/step-0" in said
     assert steps_saved(run) == [3, 6]
     assert not list((run / "checkpoints").glob(".tmp-*"))
 
@@ -497,7 +501,7 @@ def test_train_data_unreadable_on_one_rank_saves_then_fails(
     assert "OSError: [Errno 5]" in str(caught.value)
     assert "step 5 is saved" in str(caught.value)
     assert steps_saved(run) == [3, 5]
-    assert read_manifest(checkpoints(run / "checkpoints")[-1])["samples"] == 40
+    assert read_manifest(list_checkpoints(run / "checkpoints")[-1])["samples"] == 40
     run_ranks(train_rank, 2, overrides, str(store_path))
     straight = tmp_path / "straight"
     run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(straight))], str(store_path))
@@ -534,7 +538,7 @@ def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -
             _, errors = sleeping.communicate(timeout=60)
         finally:
             sleeping.kill()
-    assert "another process has taken over the run" in errors
+    assert "another process has acquired the run's lease" in errors
     assert not list((run / "checkpoints").glob("abandoned-*"))
     again = newest_state(run)
     assert all(again[name].equal(tensor) for name, tensor in finished.items())

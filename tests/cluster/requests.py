@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cluster.submit import Request, words_of
+from weft.cluster.submit import JobRequest, node_command
 from weft.config.errors import ConfigError
 from weft.config.reader import read_job
 
@@ -17,7 +17,7 @@ def request(
     recipe: str = "demo",
     nodes: tuple[int, int] = (1, 1),
     devices: int = 0,
-) -> Request:
+) -> JobRequest:
     """A request by the words that somebody would have typed."""
     given = list(overrides)
     if options:
@@ -26,8 +26,8 @@ def request(
     assert not problems
     folder = Path("/fsx/small-run")
     asked = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
-    words = words_of(recipe, given, folder, asked, "auto")
-    return Request("small-run", words, job, nodes, devices, folder)
+    words = node_command(recipe, given, folder, asked, "auto")
+    return JobRequest("small-run", words, job, nodes, devices, folder)
 
 
 def said(problems: list[ConfigError]) -> str:

@@ -22,13 +22,18 @@ from tests.cluster.conftest import ONE_RANK, WEFT, run_joined, run_weft
 from tests.cluster.test_node_checks import GPU, GPUS
 from tests.cluster.test_rendezvous import free_port
 from weft.cli.main import main
-from weft.cluster import MISTAKE, SICK
-from weft.cluster.device_benchmark import best_burst, measure
-from weft.cluster.doctor import SICK_NODES, folders, gather, visible_gpus
+from weft.cluster import UNHEALTHY, USAGE_ERROR
+from weft.cluster.device_benchmark import measure_devices, time_cpu_burst
+from weft.cluster.doctor import (
+    UNHEALTHY_NODES_DIR,
+    collect_job_facts,
+    count_visible_gpus,
+    job_directories,
+)
 from weft.cluster.node_checks import CHECKS
 from weft.cluster.node_facts import Facts
-from weft.cluster.probes import locks, try_endpoint, try_folder
-from weft.cluster.probes import run as run_tool
+from weft.cluster.probes import probe_directory, probe_endpoint, supports_locks
+from weft.cluster.probes import run_tool as run_tool
 from weft.config.reader import read_job
 
 pytestmark = pytest.mark.timeout(300, method="signal")
@@ -108,11 +113,11 @@ def test_doctor_json_has_findings_and_facts(
 
 
 def test_doctor_several_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == MISTAKE
+    assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == USAGE_ERROR
     said = capsys.readouterr().err
     assert "2 problems" in said
     assert "'run.nodes'" in said
-    assert main(["doctor", "--nodes", "many"]) == MISTAKE
+    assert main(["doctor", "--nodes", "many"]) == USAGE_ERROR
     assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
 
 
@@ -135,11 +140,11 @@ def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> Non
 
 @pytest.mark.system
 def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure("cuda", 1, 1, False, 60)  # there is none here
+    found = measure_devices("cuda", 1, 1, False, 60)  # there is none here
     assert found.device == "cuda"
     assert found.error.startswith("process 0: ")
     began = time.monotonic()
-    assert measure("cpu", 2, 1, False, 0.05).error == "not done within 0 s: process 0, 1"
+    assert measure_devices("cpu", 2, 1, False, 0.05).error == "no result within 0 s: process 0, 1"
     assert time.monotonic() - began < 20
 
 
@@ -158,7 +163,7 @@ def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> Non
         took.append(time.perf_counter() - began)
 
     try:
-        seconds, share = best_burst(spin, 1, 0.5)
+        seconds, share = time_cpu_burst(spin, 1, 0.5)
     finally:
         for one in others:
             one.kill()
@@ -172,28 +177,30 @@ def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> Non
 
 
 def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) -> None:
-    found = try_folder("run.dir", tmp_path / "a" / "b", 1 << 20)
+    found = probe_directory("run.dir", tmp_path / "a" / "b", 1 << 20)
     assert (found.error, found.locks, found.links) == ("", True, True)
     assert found.write > 0
     assert found.read > 0
     assert list(tmp_path.iterdir()) == []
-    assert "cannot be written" in try_folder("run.dir", Path("/proc/nothing"), 1 << 20).error
-    assert try_folder("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # but no traceback
+    assert "cannot be written" in probe_directory("run.dir", Path("/proc/nothing"), 1 << 20).error
+    assert (
+        probe_directory("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""
+    )  # but no traceback
 
 
 def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system that grants every lock, or has none."""
     file = tmp_path / "file"
     file.touch()
-    assert locks(file)
+    assert supports_locks(file)
     monkeypatch.setattr("fcntl.flock", lambda file, how: None)
-    assert not locks(file)
+    assert not supports_locks(file)
 
     def refuse(file: Any, how: int) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    assert not locks(file)
+    assert not supports_locks(file)
 
 
 def test_folders_of_a_job_are_only_the_named_ones() -> None:
@@ -203,13 +210,16 @@ def test_folders_of_a_job_are_only_the_named_ones() -> None:
         ("checkpoint.local_dir", "/dev/shm/y"),
     ]
     job, _, _ = read_job("demo", given)
-    assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local_dir", Path("/dev/shm/y"))]
+    assert job_directories(job) == [
+        ("run.dir", Path("/x")),
+        ("checkpoint.local_dir", Path("/dev/shm/y")),
+    ]
 
 
 def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
-    assert try_endpoint(f"localhost:{free_port()}") == "free"
-    assert "known" in try_endpoint("no-such-host.invalid:29400")
-    assert "invalid literal" in try_endpoint("localhost:port")
+    assert probe_endpoint(f"localhost:{free_port()}") == "free"
+    assert "known" in probe_endpoint("no-such-host.invalid:29400")
+    assert "invalid literal" in probe_endpoint("localhost:port")
 
 
 @pytest.mark.system
@@ -224,11 +234,11 @@ def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.Monke
 
         threading.Thread(target=hang_up, daemon=True).start()
         endpoint = f"127.0.0.1:{there.getsockname()[1]}"
-        assert try_endpoint(endpoint) == "answers"
+        assert probe_endpoint(endpoint) == "answers"
         monkeypatch.setattr("weft.cluster.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
         job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
-        facts = gather(job)
-        assert (facts.meeting, facts.others) == ("nobody answers there as a launcher does", ())
+        facts = collect_job_facts(job)
+        assert (facts.meeting, facts.others) == ("no weft launcher answers there", ())
         there.shutdown(socket.SHUT_RDWR)
 
 
@@ -242,8 +252,8 @@ def test_visible_gpus_follow_cuda_visible_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_gpus(Facts(gpus=GPUS)) == count
-    assert visible_gpus(Facts()) == 0
+    assert count_visible_gpus(Facts(gpus=GPUS)) == count
+    assert count_visible_gpus(Facts()) == 0
 
 
 @pytest.mark.system
@@ -262,13 +272,13 @@ def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         # In a process of its own: the client starts threads, after which no test may fork.
         script = (
-            "import sys; from weft.checkpoint.storage import open_folder\n"
-            "from weft.cluster.probes import try_store\n"
-            "place = open_folder('s3://bucket'); place.fs.mkdir('bucket')\n"
-            "found = try_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"
+            "import sys; from weft.checkpoint.storage import open_directory\n"
+            "from weft.cluster.probes import probe_store\n"
+            "place = open_directory('s3://bucket'); place.fs.mkdir('bucket')\n"
+            "found = probe_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"
             "assert not found.error and found.once and found.write > 0 and found.read > 0, found\n"
             "assert place.fs.find('bucket') == [], place.fs.find('bucket')\n"
-            "found = try_store('checkpoint.dir', 's3://nowhere/run', 8 << 20)\n"
+            "found = probe_store('checkpoint.dir', 's3://nowhere/run', 8 << 20)\n"
             "assert 'NoSuchBucket' in found.error, found\n"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -281,15 +291,15 @@ def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.system
 def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None:
     command = [*arguments, *ONE_RANK, "--train.steps", "2", "--resilience.preflight", "true"]
-    earlier = tmp_path / "run" / SICK_NODES / "n7"
+    earlier = tmp_path / "run" / UNHEALTHY_NODES_DIR / "n7"
     earlier.parent.mkdir(parents=True)
     earlier.touch()  # it has been mended
     statuses, out = run_joined(command, tmp_path, 1, SLURMD_NODENAME="n7")
     assert statuses == [0], out
-    assert "was checked in" in out
+    assert "checked node" in out
     (log,) = (tmp_path / "run" / "logs").glob("doctor-*.json")
     assert len(json.loads(log.read_text())["findings"]) > len(CHECKS) / 2
-    assert list((tmp_path / "run" / SICK_NODES).iterdir()) == []
+    assert list((tmp_path / "run" / UNHEALTHY_NODES_DIR).iterdir()) == []
 
 
 @pytest.mark.system
@@ -307,12 +317,12 @@ def test_preflight_sick_node_starts_no_ranks(
         status, out, err = done.returncode, done.stdout, done.stderr
     else:
         status, out, err = finish(run(command, tmp_path, **sick))
-    assert status == (SICK if launcher == "weft" else 1), out + err
-    assert f"does not take part (exit status {SICK})" in out
+    assert status == (UNHEALTHY if launcher == "weft" else 1), out + err
+    assert f"is unhealthy and does not train (exit status {UNHEALTHY})" in out
     assert "NCCL_SOCKET_IFNAME=nowhere" in out
     assert "is not fit to train" in err or launcher == "weft"
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert "nowhere" in (tmp_path / "run" / SICK_NODES / "n7").read_text()
+    assert "nowhere" in (tmp_path / "run" / UNHEALTHY_NODES_DIR / "n7").read_text()
 
 
 @pytest.mark.slow
@@ -325,11 +335,11 @@ def test_preflight_other_nodes_train_without_a_sick_one(
     sick = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
     fit = run(command, tmp_path, SLURMD_NODENAME="n0")
     status, out, err = finish(sick)
-    assert status == SICK, out + err
+    assert status == UNHEALTHY, out + err
     status, out, err = finish(fit)
     assert status == 0, out + err
-    assert "1 node train" in out
-    assert [path.name for path in (tmp_path / "run" / SICK_NODES).iterdir()] == ["n1"]
+    assert "training on 1 node" in out
+    assert [path.name for path in (tmp_path / "run" / UNHEALTHY_NODES_DIR).iterdir()] == ["n1"]
 
 
 NVIDIA_SMI = """\
@@ -356,7 +366,7 @@ def test_preflight_node_that_became_sick_does_not_restart(
     path = f"{tool.parent}:{os.environ['PATH']}"
     command = [*arguments, *more, "--resilience.faults", FAILS_ONCE]
     status, out, err = finish(run(command, tmp_path, PATH=path))
-    assert status == SICK, out + err
-    assert "was checked in" in out
+    assert status == UNHEALTHY, out + err
+    assert "checked node" in out
     assert "rank 1 failed: SIGKILL" in err
     assert "GPU 0: 1 uncorrected memory errors" in out

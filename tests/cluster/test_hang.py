@@ -24,8 +24,8 @@ from tests.cluster.test_watchdog import faults, seen
 from tests.harness import run_ranks
 from weft.cli.main import main
 from weft.cluster import HUNG
-from weft.cluster.hang import explain, seen_in_dump
-from weft.cluster.watchdog import Call, Seen, verdict, write_evidence
+from weft.cluster.hang import inspect_run, parse_flight_recorder
+from weft.cluster.watchdog import OpenCollective, RankState, diagnose_hang, write_evidence
 from weft.config.errors import InvalidConfig
 from weft.monitor.heartbeat import process_began, ranks_text
 from weft.parallel.private_hooks import configure_flight_recorder
@@ -47,9 +47,10 @@ def build(groups, section):
     return optimizer
 """
 SKIPPED = (
-    r"the ranks are at odds: rank 0 waits in broadcast no\. (\d+) of dp_shard \(ranks 0, 1\) "
-    r"\(step 12, updating the weights\), .*; rank 1 went past broadcast no\. \1 of dp_shard "
-    r"\(ranks 0, 1\) \(the last one there was no\. \d+\), in which rank 0 waits\n"
+    r"the ranks call different collectives: "
+    r"rank 0 waits in broadcast no\. (\d+) of dp_shard \(ranks 0, 1\) "
+    r"\(step 12, updating the parameters\), .*; rank 1 skipped broadcast no\. \1 of dp_shard "
+    r"\(ranks 0, 1\) \(its last one there was no\. \d+\), in which rank 0 waits\n"
 )
 OPTIONS = [
     "--train.steps",
@@ -63,7 +64,7 @@ OPTIONS = [
 
 def ask(folder: Path, *options: str) -> str:
     with redirect_stdout(io.StringIO()) as said:
-        assert main(["debug", "hang", str(folder / "run"), *options]) == 0
+        assert main(["hang", str(folder / "run"), *options]) == 0
     return said.getvalue()
 
 
@@ -98,13 +99,16 @@ def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
     assert done.returncode == HUNG, done.stderr
     said = ask(tmp_path)
     assert re.match(SKIPPED, said), said
-    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in said
+    assert (
+        f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the watchdog ended the run"
+        in said
+    )
     (mine,) = re.findall(
         r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
     )  # rank 0's alone
     assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
     assert "run/logs/rank-1.log" in said
-    assert "the same command goes on from" in said
+    assert "run the same command to resume from" in said
 
     (evidence,) = (tmp_path / "run/logs").glob("hang-*.json")
     explained = json.loads(evidence.read_text())
@@ -122,7 +126,7 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     deadline = time.monotonic() + 120
     while not re.match(SKIPPED, said := ask(tmp_path)):  # it comes to its twelfth step
         assert time.monotonic() < deadline, said
-    assert "seen now, in 2 of 2 ranks; none has moved for" in said
+    assert "observed now, in 2 of 2 ranks; none has made progress for" in said
     assert re.match(SKIPPED, ask(tmp_path)), "the second time"
     (mine,) = re.findall(
         r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
@@ -138,12 +142,12 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     whole = json.loads(file.read_text())
     other = {"time": time.time(), "host": "b", "world_size": 2, "ended": False}
     theirs = json.loads(ask(tmp_path, "--json"))["ranks"][1]
-    other["ranks"] = [{name: theirs[name] for name in Seen._fields}]
+    other["ranks"] = [{name: theirs[name] for name in RankState._fields}]
     file.write_text(json.dumps(whole | {"ranks": whole["ranks"][:1]}))
     said = ask(tmp_path)
-    assert "seen now, in 1 of 2 ranks" in said
-    assert "who is missing is on another host" in said
-    assert "run this there, too" in said
+    assert "observed now, in 1 of 2 ranks" in said
+    assert "the missing rank is on another host" in said
+    assert "run this command on the other hosts, too" in said
     for age, found in ((0, True), (3600, False)):  # an hour ago it was another hang
         (logs / "hang-b.json").write_text(json.dumps(other | {"time": time.time() - age}))
         said = ask(tmp_path)
@@ -153,12 +157,12 @@ def test_debug_hang_live_run_names_a_skipped_collective(
         left.unlink()
     file.write_text(json.dumps(whole))
     assert "in exchange" in said
-    assert "step_timeout is 0: the run stands until somebody ends it" in said
+    assert "step_timeout is 0: the run hangs until you end it" in said
     assert process.poll() is None
     kill(process)
     said = ask(tmp_path)
-    assert said.startswith("no hang: the run was stopped at step 11 of 100000, or killed\n")
-    assert "goes on from" in said
+    assert said.startswith("no hang: the run was stopped or killed at step 11 of 100000\n")
+    assert "resume from" in said
 
 
 @pytest.mark.slow
@@ -170,7 +174,7 @@ def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Pat
         while "rank 1 is slow, and makes steps" not in (said := ask(tmp_path)):
             assert time.monotonic() < deadline, said  # on a busy machine others are slow, too
             time.sleep(1)
-        assert re.match(r"the run moves: it is in steps? \d+", said)
+        assert re.match(r"no hang: the run makes progress, in steps? \d+", said)
     finally:
         kill(process)
 
@@ -178,7 +182,7 @@ def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Pat
 def test_debug_hang_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["debug", "hang", str(tmp_path)]) == 2
+    assert main(["hang", str(tmp_path)]) == 2
     assert "is not the folder of a run; name the one with job.toml" in capsys.readouterr().err
 
 
@@ -195,17 +199,17 @@ def made(folder: Path) -> Path:
 def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
     """What there is, is told."""
     run_ = made(tmp_path)
-    assert "no rank of this run has ever come to its first step" in str(explain(run_))
+    assert "no rank of this run has reached its first step" in str(inspect_run(run_))
     (run_ / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
-    assert "the run was stopped at step 7 of 1000, or killed" in str(explain(run_))
+    assert "the run was stopped or killed at step 7 of 1000" in str(inspect_run(run_))
     error = {"rank": 1, "time": 5.0, "kind": "OSError", "message": "no disk (in step 8)"}
     error |= {"foreseen": False, "transient": True, "traceback": "t", "where": "in step 8"}
     (run_ / "logs" / "rank-1.error.json").write_text(json.dumps(error))
-    said = str(explain(run_))
+    said = str(inspect_run(run_))
     assert "no hang: rank 1 failed: OSError: no disk (in step 8)" in said
     assert "logs/rank-1.log" in said
     (run_ / "metrics.jsonl").write_text('{"step": 1000, "loss": 1.0}\n')
-    assert "the run is complete, at step 1000" in str(explain(run_))
+    assert "the run is complete, at step 1000" in str(inspect_run(run_))
 
 
 def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> None:
@@ -213,13 +217,15 @@ def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> No
     contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this one began later than that
     host = {"time": 1.0, "host": socket.gethostname(), "world_size": 1, "ranks": [contact]}
     (run_ / "logs" / f"ranks-{socket.gethostname()}.json").write_text(json.dumps(host))
-    assert str(explain(run_)).startswith("no hang: the run was stopped")
+    assert str(inspect_run(run_)).startswith("no hang: the run was stopped")
 
 
-def at(rank: int, group: str, number: int, name: str, ranks: list[int], **changes: object) -> Seen:
+def at(
+    rank: int, group: str, number: int, name: str, ranks: list[int], **changes: object
+) -> RankState:
     """A rank that waits in a collective, having done the one before."""
     done = {group: number - 1} | {key: int(str(value)) for key, value in changes.items()}
-    call = Call(group, number, name, [[8]], ranks)
+    call = OpenCollective(group, number, name, [[8]], ranks)
     return seen(rank, calls=[call], done=done)
 
 
@@ -232,7 +238,11 @@ def test_explain_evidence_of_several_hosts_is_merged(
     here = [at(rank, "all ranks", 42, "all_reduce", everyone) for rank in (0, 1)]
     there = [
         at(2, "all ranks", 42, "all_reduce", everyone),
-        seen(3, calls=[Call(far, 9, "broadcast", [[8]], [2, 3])], done={"all ranks": 41, far: 8}),
+        seen(
+            3,
+            calls=[OpenCollective(far, 9, "broadcast", [[8]], [2, 3])],
+            done={"all ranks": 41, far: 8},
+        ),
     ]
     there[1] = there[1]._replace(step=8)
     for host, ranks in (("a", here), ("b", there)):
@@ -240,28 +250,28 @@ def test_explain_evidence_of_several_hosts_is_merged(
         write_evidence(run_, ranks, 4, ended=True)
     assert {path.name for path in (run_ / "logs").iterdir()} == {"hang-a.json", "hang-b-2.json"}
     alone = json.loads((run_ / "logs" / "hang-a.json").read_text())
-    assert "who is missing is on another host" in alone["verdict"]
-    explained = explain(run_)
+    assert "the missing rank is on another host" in alone["verdict"]
+    explained = inspect_run(run_)
     assert explained.missing == [3]
     assert (
-        "rank 3 went past all_reduce no. 42 of all ranks (the last one there was no. 41), "
+        "rank 3 skipped all_reduce no. 42 of all ranks (its last one there was no. 41), "
         "in which ranks 0-2 wait" in explained.verdict
     )
     assert "by the watchdogs of a, b: 4 of 4 ranks" in explained.source
     (run_ / "logs" / "hang-b-2.json").unlink()
-    assert "nothing was left by ranks 2, 3" in str(explain(run_))
+    assert "no evidence of ranks 2, 3" in str(inspect_run(run_))
 
 
-def test_verdict_rank_behind_is_not_said_to_be_past() -> None:
-    """A rank that makes one too many is at odds; the other one has gone past it."""
+def test_verdict_rank_behind_has_not_skipped_a_collective() -> None:
+    """A rank that is further and calls another collective has skipped one."""
     zero = at(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
     one = at(1, "all ranks", 42, "broadcast", [0, 1])
-    missing, sentence = verdict([zero, one], 2)
+    missing, sentence = diagnose_hang([zero, one], 2)
     assert missing == [0]
-    assert "; rank 0 went past broadcast no. 42 of all ranks" in sentence
+    assert "; rank 0 skipped broadcast no. 42 of all ranks" in sentence
     assert sentence.endswith("in which rank 1 waits")
     # Nobody is further than the other: only what each waits in is said.
-    missing, sentence = verdict([zero._replace(step=7), one], 2)
+    missing, sentence = diagnose_hang([zero._replace(step=7), one], 2)
     assert "went past" not in sentence
 
 
@@ -283,14 +293,14 @@ def dump_one() -> bytes:
 
 def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
     data = run_ranks(dump_one, 2)[0]
-    one = seen_in_dump(5, data)
+    one = parse_flight_recorder(5, data)
     assert one.calls is not None
     assert [(call.group, call.number, call.name) for call in one.calls] == [
         ("group 1", 1, "all_reduce")  # gloo does not tell it the ranks
     ]
     run_ = made(tmp_path)
     (run_ / "logs" / "flight-rank-0").write_bytes(data)
-    explained = explain(run_)
+    explained = inspect_run(run_)
     assert "all_reduce no. 1 of group 1" in explained.verdict
     assert "by NCCL: 1 of 1 ranks" in explained.source
 
@@ -309,8 +319,8 @@ def test_seen_in_dump_hostile_pickle_runs_nothing(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidConfig, match="is no dump of torch's Flight Recorder"):
-        seen_in_dump(0, data)
+    with pytest.raises(InvalidConfig, match="is not a dump of torch's Flight Recorder"):
+        parse_flight_recorder(0, data)
     assert not (tmp_path / "evil").exists()
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.cluster.requests import fake_tool, own_recipe, request, said
 from weft.cluster import kubernetes, submit
-from weft.cluster.submit import alive
+from weft.cluster.submit import is_active
 from weft.config.errors import WeftError
 from weft.train.environment import detect_environment
 
@@ -62,7 +62,7 @@ KINDS = {
 def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
     asked = (REQUESTS | KINDS)[name]
-    assert kubernetes.problems(asked) == []
+    assert kubernetes.find_problems(asked) == []
     assert kubernetes.check(kubernetes.render(asked)) == []
 
 
@@ -76,7 +76,7 @@ def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None
     assert wrong.endswith("restartPolice")
     assert kubernetes.check(text.replace("backoffLimit: 6", "backoffLimit: six"))
     assert kubernetes.check(text.replace("action: FailJob", "action: Explode"))
-    assert "is none of" in kubernetes.check(text.replace("kind: TrainJob", "kind: TrianJob"))[0]
+    assert "is not one of" in kubernetes.check(text.replace("kind: TrainJob", "kind: TrianJob"))[0]
 
 
 def test_trainjob_manifest_has_what_was_asked_for() -> None:
@@ -170,14 +170,14 @@ def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
 
 
 def test_problems_each_mistake_is_reported() -> None:
-    text = said(kubernetes.problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
+    text = said(kubernetes.find_problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
     for part in ("claim: is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
 
 
 def test_problems_name_with_a_leading_digit_is_refused() -> None:
     asked = replace(REQUESTS["cpu"], name="405b")
-    assert "begins with a letter" in said(kubernetes.problems(asked))
+    assert "must begin with a letter" in said(kubernetes.find_problems(asked))
 
 
 @pytest.mark.system
@@ -204,9 +204,9 @@ esac"""
     (tmp_path / "job").write_text(json.dumps({"status": {"conditions": failed}}))
     assert kubernetes.status(id) == "failed: no luck"
     assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
-    assert "600 s to save" in kubernetes.stop(id)
+    assert "600 s to save" in kubernetes.cancel(id)
     (tmp_path / "job").write_text("")  # as --ignore-not-found has it
-    assert not alive(gone := kubernetes.status(id)), gone
+    assert not is_active(gone := kubernetes.status(id)), gone
     made = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
     assert made[:2] == [
@@ -226,7 +226,7 @@ def test_submit_existing_object_is_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", "echo trainjob/small-run")
-    with pytest.raises(WeftError, match="there is a trainjob small-run already"):
+    with pytest.raises(WeftError, match="trainjob small-run already exists"):
         kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
     assert calls.read_text().count("\n") == 1
 
@@ -246,17 +246,17 @@ def test_submit_failure_deletes_what_was_created(
 @pytest.mark.parametrize("cluster", ["kubernetes", "skypilot", "sagemaker"])
 def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: str) -> None:
     """Else runs of two directories would be one on the nodes, without a word."""
-    module = submit.cluster(cluster)
+    module = submit.get_cluster(cluster)
     asked = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
     wanted = "use another --run.dir, such as /fsx/small-run"
-    assert wanted in said(module.problems(asked))
-    assert wanted not in said(module.problems(request(IMAGE, options=OPTIONS)))
+    assert wanted in said(module.find_problems(asked))
+    assert wanted not in said(module.find_problems(request(IMAGE, options=OPTIONS)))
 
 
 def test_render_says_where_the_run_is() -> None:
     head = kubernetes.render(REQUESTS["gpu"]).splitlines()[:2]
-    assert head[0].endswith("its folder is /runs/small-run in the claim.")
-    assert head[1].startswith("# It is not in /fsx/small-run of this machine")
+    assert head[0].endswith("its directory is /runs/small-run in the claim.")
+    assert head[1].startswith("# /fsx/small-run on the submitting machine")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_train_one_layout_after_another_resumes(arguments: list[str], tmp_path: 
 
     for turn, layout in enumerate(CHAIN):
         said = train(layout, 3 * turn + 3)
-        assert ("going on from" in said) == (turn > 0)
+        assert ("resuming from" in said) == (turn > 0)
     train("", 3 * len(CHAIN), "--run.dir", "alone")
     ours, theirs = records(tmp_path / "run"), records(tmp_path / "alone")
     assert [r["step"] for r in ours] == list(range(1, 3 * len(CHAIN) + 1))

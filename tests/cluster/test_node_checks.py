@@ -15,22 +15,22 @@ from weft.cluster.node_checks import (
     VARIABLES,
     Variable,
     check_variables,
-    examine,
-    interfaces_for,
+    match_interfaces,
+    run_checks,
 )
 from weft.cluster.node_facts import (
-    ASKED,
+    GPU_FIELDS,
     TIMED_OUT,
     Adapter,
+    DeviceMeasurements,
+    Directory,
     Facts,
-    Folder,
-    Measured,
     Node,
-    Store,
-    gpus_in,
-    topology_in,
+    ObjectStore,
+    parse_gpus,
+    parse_topology,
 )
-from weft.cluster.probes import adapters, control_group, mount_of, plugin
+from weft.cluster.probes import find_mount, find_ofi_plugin, list_adapters, read_cgroup_limits
 
 GIB = 2**30
 
@@ -77,7 +77,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1175a3b7-8a7c-4b42-8b11-e09c8d7ad5c0)
 SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 FI_INFO = "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\n    version: 122.0\n"
 
-MEASURED = Measured(
+MEASURED = DeviceMeasurements(
     device="cuda",
     nccl=(2, 29, 2),
     flops=(740e12,) * 8,
@@ -94,7 +94,7 @@ EFA = tuple(
     Adapter(f"rdmap{n}s0", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
     for n in range(32)
 )
-RUN = Folder("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
+RUN = Directory("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
 
 # A node of two, of DGX H100 with InfiniBand.
 HEALTHY = Facts(
@@ -141,7 +141,7 @@ AWS = replace(
 def gpus(**changes: str) -> str:
     """With another value of the third one."""
     lines = GPUS.splitlines()
-    cells = dict(zip(ASKED, lines[3].split(", "), strict=True)) | changes
+    cells = dict(zip(GPU_FIELDS, lines[3].split(", "), strict=True)) | changes
     return "\n".join([*lines[:3], ", ".join(cells.values()), *lines[4:]])
 
 
@@ -154,7 +154,7 @@ def folder(**changes: Any) -> dict[str, Any]:
 
 
 def store(**changes: Any) -> dict[str, Any]:
-    there = Store("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
+    there = ObjectStore("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
     return {"stores": (replace(there, **changes),)}
 
 
@@ -170,13 +170,13 @@ HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
 CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("versions", {"gpus": GPUS.replace("580.65.06", "560.35.03")}, "bad", "too old"),
     ("versions", {"cuda": ""}, "bad", "without CUDA"),
-    ("versions", {"smi": SMI.replace("13.0", "12.8")}, "note", "knows CUDA 12.8"),
+    ("versions", {"smi": SMI.replace("13.0", "12.8")}, "note", "supports CUDA 12.8"),
     ("versions", {"torch": "", "cuda": ""}, "bad", "torch is missing"),
     ("nccl", measured(nccl=(2, 28, 3)), "warning", "resiliency"),
     ("nccl", measured(nccl=(2, 18, 1)), "warning", "corrupt"),
     ("devices", {"gpus": TIMED_OUT}, "bad", "does not answer"),
     ("devices", {"gpus": "", "measured": None}, "bad", "8 GPUs have device files"),
-    ("devices", {"gpus": ""}, "note", "8 GPUs, and no nvidia-smi"),
+    ("devices", {"gpus": ""}, "note", "8 GPUs, but no nvidia-smi"),
     (
         "devices",
         {"gpus": "", "device_files": 0, **measured(flops=(), error="no CUDA")},
@@ -186,11 +186,11 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("devices", {"device_files": 9}, "note", "of 9 with device files"),
     ("devices", {"gpus": gpus(name="NVIDIA A10G")}, "warning", "A10G, NVIDIA H100"),
     ("devices", {"gpus": gpus(used="40112")}, "warning", "GPU 3: 40,112 MiB"),
-    ("devices", {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is divided"),
+    ("devices", {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is partitioned"),
     ("devices", measured(error="process 3: CUDA error"), "bad", "process 3: CUDA error"),
     ("health", {"gpus": gpus(ecc="2")}, "bad", "GPU 3: 2 uncorrected"),
-    ("health", {"remapped": "00000000:1B:00.0, 0, 1"}, "bad", "cannot be remapped"),
-    ("health", {"remapped": "00000000:1B:00.0, 1, 0"}, "warning", "waits"),
+    ("health", {"remapped": "00000000:1B:00.0, 0, 1"}, "bad", "remapping a memory row failed"),
+    ("health", {"remapped": "00000000:1B:00.0, 1, 0"}, "warning", "pending"),
     (
         "health",
         {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."},
@@ -209,12 +209,12 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("clocks", measured(clocks=gpus(reasons="0x4")), "note", "power cap"),
     ("clocks", measured(clocks=gpus(width="8")), "warning", "8 of 16 PCIe lanes"),
     ("clocks", {"gpus": gpus(reasons="0x8"), "measured": None}, "bad", "slowdown"),
-    ("speed", measured(same=(True,) * 7 + (False,)), "bad", "device 7: the same"),
+    ("speed", measured(same=(True,) * 7 + (False,)), "bad", "device 7: repeated"),
     ("speed", measured(flops=(300e12,) * 8), "bad", "38% and 93%"),
     ("speed", measured(bandwidth=(2e12,) * 8), "warning", "93% and 60%"),
-    ("speed", measured(flops=(740e12,) * 7 + (655e12,)), "warning", "device 7: products"),
-    ("topology", {"topology": UNLINKED}, "bad", "these have NVLink"),
-    ("topology", {"topology": HALF_LINKED}, "warning", "not all alike"),
+    ("speed", measured(flops=(740e12,) * 7 + (655e12,)), "warning", "device 7: matmul"),
+    ("topology", {"topology": UNLINKED}, "bad", "these GPUs have NVLink"),
+    ("topology", {"topology": HALF_LINKED}, "warning", "the links differ"),
     ("topology", {"topology": TOPOLOGY.replace("PIX", "SYS")}, "note", "same PCIe"),
     (
         "topology",
@@ -223,10 +223,10 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "GPU 1: Link 1",
     ),
     ("all-reduce", measured(right=False), "bad", "sum over ranks is wrong"),
-    ("all-reduce", measured(busbw=250e9), "warning", "69% of what"),
-    ("all-reduce", measured(busbw=21e9), "bad", "6% of what"),
+    ("all-reduce", measured(busbw=250e9), "warning", "69% of the link"),
+    ("all-reduce", measured(busbw=21e9), "bad", "6% of the link"),
     ("peer copies", measured(pairs=((2, 3, 40e9), (3, 4, 380e9))), "warning", "GPU 2 to 3"),
-    ("rdma", {"adapters": ()}, "warning", "speak TCP"),
+    ("rdma", {"adapters": ()}, "warning", "over TCP"),
     (
         "rdma",
         {"adapters": (*INFINIBAND[:7], replace(INFINIBAND[7], state="1: DOWN"))},
@@ -234,46 +234,51 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "not active: mlx5_7",
     ),
     ("rdma", {"modules": ()}, "note", "nvidia_peermem"),
-    ("efa", {"adapters": EFA, "libfabric": "libfabric: 1.22"}, "bad", "has no efa"),
+    ("efa", {"adapters": EFA, "libfabric": "libfabric: 1.22"}, "bad", "no efa provider"),
     ("efa", {"adapters": EFA}, "warning", "no fi_info"),
     ("efa", {"adapters": EFA, "efa_provider": FI_INFO}, "warning", "plug-in for EFA"),
     (
         "efa",
         {"adapters": tuple(replace(one, rdma_read=False) for one in EFA)},
         "warning",
-        "no RDMA read",
+        "lack RDMA read",
     ),
-    ("memory", {"limit": 64 * GIB}, "warning", "64 GiB; the GPUs have 637 GiB"),
+    (
+        "memory",
+        {"limit": 64 * GIB},
+        "warning",
+        "limited to 64 GiB by the cgroup; the GPUs have 637 GiB",
+    ),
     ("memory", {"available": 100 * GIB, "gpus": ""}, "warning", "100 GiB available"),
     ("shared memory", {"shm": 2**26, "shm_free": 2**26}, "bad", "0.0625 GiB free"),
     ("shared memory", {"shm": 2**31, "shm_free": 2**31}, "warning", "2 GiB free"),
     ("limits", {"memlock": 8 << 20}, "bad", "8,192 KiB"),
     ("limits", {"nofile": 1024}, "warning", "1,024 open files"),
     ("cores", {"usable": 16}, "warning", "16 of 224"),
-    ("cores", {"quota": 4.0}, "bad", "4 of 224 may be used (by the control group)"),
-    ("time", {"clock_in_step": False}, "warning", "follows no other"),
-    ("time", {"clock_in_step": False, "nodes": 1}, "note", "follows no other"),
-    ("folders", folder(error="cannot be written: Read-only"), "bad", "Read-only"),
-    ("folders", folder(locks=False), "bad", "has no locks"),
-    ("folders", folder(options="rw,localflock"), "warning", "on this node only"),
-    ("folders", folder(links=False), "bad", "no hard links"),
-    ("folders", folder(free=GIB), "warning", "room for 1 GiB"),
-    ("folders", folder(files=12), "warning", "and 12 files"),
-    ("folders", folder(kind="ext4"), "bad", "each node has its own"),
-    ("folders", folder(kind="ext4", key="data.cache_dir"), "warning", "has its own"),
-    ("folders", folder(key="checkpoint.local_dir"), "warning", "on the network"),
-    ("folders", folder(write=50e6), "warning", "takes 32 min"),
-    ("folders", {**folder(kind="tmpfs"), "nodes": 1}, "note", "is memory"),
+    ("cores", {"quota": 4.0}, "bad", "4 of 224 usable (limited by the cgroup)"),
+    ("time", {"clock_in_step": False}, "warning", "not synchronized"),
+    ("time", {"clock_in_step": False, "nodes": 1}, "note", "not synchronized"),
+    ("directories", folder(error="cannot be written: Read-only"), "bad", "Read-only"),
+    ("directories", folder(locks=False), "bad", "no file locks"),
+    ("directories", folder(options="rw,localflock"), "warning", "on this node only"),
+    ("directories", folder(links=False), "bad", "no hard links"),
+    ("directories", folder(free=GIB), "warning", "only 1 GiB"),
+    ("directories", folder(files=12), "warning", "and 12 inodes"),
+    ("directories", folder(kind="ext4"), "bad", "each node has its own"),
+    ("directories", folder(kind="ext4", key="data.cache_dir"), "warning", "has its own"),
+    ("directories", folder(key="checkpoint.local_dir"), "warning", "is a network file system"),
+    ("directories", folder(write=50e6), "warning", "takes 32 min"),
+    ("directories", {**folder(kind="tmpfs"), "nodes": 1}, "note", "in memory"),
     ("stores", store(error="ClientError: 403"), "bad", "ClientError: 403"),
-    ("stores", store(once=False), "bad", "overwrites"),
-    ("meeting", {"meeting": "Name or service not known"}, "bad", "not known"),
-    ("meeting", {"address": "127.0.1.1"}, "bad", "a is 127.0.1.1 to itself"),
-    ("nodes", others(A), "bad", "1 of 2 came"),
-    ("nodes", {**others(A), "least_nodes": 1}, "note", "1 of 2 came"),
+    ("stores", store(once=False), "bad", "ignores conditional writes"),
+    ("rendezvous", {"meeting": "Name or service not known"}, "bad", "not known"),
+    ("rendezvous", {"address": "127.0.1.1"}, "bad", "a resolves to 127.0.1.1"),
+    ("nodes", others(A), "bad", "1 of 2 joined"),
+    ("nodes", {**others(A), "least_nodes": 1}, "note", "1 of 2 joined"),
     ("nodes", others(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
-    ("nodes", others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "3500.0 ms apart"),
+    ("nodes", others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "by 3500.0 ms"),
     ("variables", {"variables": {"NCCL_SOCKET_IFNAME": "en"}}, "bad", "none of lo"),
-    ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "ens5"}}, "bad", "none of lo"),
+    ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "ens5"}}, "bad", "not one of lo"),
     ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "bad", "other nodes"),
     ("variables", {"variables": {"OMP_NUM_THREADS": "300"}}, "warning", "224 cores"),
     ("variables", {"variables": {"NCCL_IB_DISABLE": "1"}}, "bad", "TCP"),
@@ -297,16 +302,16 @@ def test_checks_each_have_a_test_case() -> None:
 @pytest.mark.parametrize("facts", [HEALTHY, AWS], ids=["InfiniBand", "EFA"])
 def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
     facts = replace(facts, **store())
-    found = examine(facts)
+    found = run_checks(facts)
     assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
     silent = {name for name, check in CHECKS.items() if not list(check(facts))}
     assert silent == (set() if facts.has_efa else {"efa"})
-    assert not any("control group" in one.seen for one in found)
+    assert not any("cgroup" in one.seen for one in found)
 
 
 def test_examine_unknown_facts_are_not_judged() -> None:
     """As of a container without /proc, tools and devices."""
-    assert {one.severity for one in examine(Facts(torch="2.13.0"))} == {"ok"}
+    assert {one.severity for one in run_checks(Facts(torch="2.13.0"))} == {"ok"}
 
 
 def test_examine_nonfatal_driver_error_is_a_warning() -> None:
@@ -315,31 +320,31 @@ def test_examine_nonfatal_driver_error_is_a_warning() -> None:
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
     assert one.severity == "warning"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=None))
-    assert "no memory errors, what the driver noted is not known" in one.seen
+    assert "no memory errors, driver faults unknown" in one.seen
 
 
 def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
-    unknown = {name: "[N/A]" for name in ASKED if name not in ("index", "name", "driver")}
-    found = examine(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+    unknown = {name: "[N/A]" for name in GPU_FIELDS if name not in ("index", "name", "driver")}
+    found = run_checks(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
     assert {one.severity for one in found} == {"ok"}
 
 
 def test_examine_slow_cpu_is_no_bad_finding() -> None:
-    slow = Measured(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
+    slow = DeviceMeasurements(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
-    assert {one.severity for one in examine(facts)} == {"ok", "note"}
+    assert {one.severity for one in run_checks(facts)} == {"ok", "note"}
 
 
 @pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
 def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
     """Nor is what its processes say to each other, however slow."""
-    here = Measured(
+    here = DeviceMeasurements(
         flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
     )
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=here)
-    found = {one.check: one for one in examine(facts) if one.check in ("speed", "all-reduce")}
+    found = {one.check: one for one in run_checks(facts) if one.check in ("speed", "all-reduce")}
     assert {one.severity for one in found.values()} == {severity}
-    busy = "not judged: the machine is busy: others had 69% of the processor time"
+    busy = "not checked: the machine is busy: other processes used 69% of the CPU time"
     assert all((busy in one.seen) == (severity == "note") for one in found.values())
     assert all(bool(one.remedy) == (severity == "note") for one in found.values())
 
@@ -375,7 +380,7 @@ def test_examine_old_efa_plugin_needs_more_variables() -> None:
     assert [one.severity for one in check_variables(old)] == ["ok"]
 
 
-@pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.on}")
+@pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.network}")
 def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     names = {
         "RDMAV_.*": "RDMAV_HUGEPAGES_SAFE",
@@ -386,7 +391,7 @@ def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     name = names.get(row.name, row.name)
     candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO")
     wrong = next(value for value in candidates if re.fullmatch(row.values, value))
-    facts = AWS if "efa" in row.on else HEALTHY
+    facts = AWS if "efa" in row.network else HEALTHY
     found = list(check_variables(replace(facts, variables={name: wrong})))
     assert [(one.severity, row.why in one.seen) for one in found] == [(row.severity, True)]
     unset = list(check_variables(replace(facts, variables={})))
@@ -405,20 +410,20 @@ def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     ],
 )
 def test_interfaces_are_chosen_as_by_nccl(value: str, expected: list[str]) -> None:
-    assert interfaces_for(value, ("lo", "eth0", "eth1", "ib0")) == expected
+    assert match_interfaces(value, ("lo", "eth0", "eth1", "ib0")) == expected
 
 
 # --------------------------------------------------------------------------- reading
 
 
 def test_gpus_in_other_lines_are_skipped() -> None:
-    assert len(gpus_in(GPUS)) == 8
-    assert gpus_in(GPUS)[5] | {"index": "5", "memory": "81559"} == gpus_in(GPUS)[5]
-    assert gpus_in("No devices were found\n") == []
+    assert len(parse_gpus(GPUS)) == 8
+    assert parse_gpus(GPUS)[5] | {"index": "5", "memory": "81559"} == parse_gpus(GPUS)[5]
+    assert parse_gpus("No devices were found\n") == []
 
 
 def test_topology_underlined_head_is_read() -> None:
-    joined = topology_in(TOPOLOGY)
+    joined = parse_topology(TOPOLOGY)
     assert joined["GPU0", "GPU3"] == "NV18"
     assert joined["GPU2", "NIC2"] == "PIX"
     assert joined["NIC3", "GPU0"] == "SYS"
@@ -430,20 +435,20 @@ def test_mount_of_a_path_is_the_innermost() -> None:
         "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
         "40 22 0:35 / /my\\040data rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,nolock\n"
     )
-    assert mount_of(Path("/home/x"), mounts) == ("ext4", "rw,discard")
-    assert mount_of(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
+    assert find_mount(Path("/home/x"), mounts) == ("ext4", "rw,discard")
+    assert find_mount(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
     mounts += "41 22 0:36 / /Läufe rw - lustre fs@tcp:/x rw,flock\n"
-    assert mount_of(Path("/Läufe/x"), mounts) == ("lustre", "rw,flock")
+    assert find_mount(Path("/Läufe/x"), mounts) == ("lustre", "rw,flock")
 
 
 def test_efa_plugin_is_found_with_its_version(tmp_path: Path) -> None:
-    assert plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
+    assert find_ofi_plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
     library = tmp_path / "lib" / f"{platform.machine()}-linux-gnu" / "libnccl-net.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"\0\0NET/OFI Initializing aws-ofi-nccl 1.13.2-aws\0")
-    assert plugin([str(tmp_path)]) == "1.13.2"
+    assert find_ofi_plugin([str(tmp_path)]) == "1.13.2"
     library.write_bytes(b"\0")
-    assert plugin([str(tmp_path)]) == "?"
+    assert find_ofi_plugin([str(tmp_path)]) == "?"
 
 
 def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
@@ -455,14 +460,14 @@ def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
     (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
     (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
     (tmp_path / "without_a_port").mkdir()
-    found = list(adapters(tmp_path))
+    found = list(list_adapters(tmp_path))
     assert found == [
         Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True),
         Adapter("without_a_port"),
     ]
     (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(found), modules=("nvidia_peermem",)))
     assert (one.severity, "not active: without_a_port" in one.seen) == ("warning", True)
-    assert list(adapters(tmp_path / "nowhere")) == []
+    assert list(list_adapters(tmp_path / "nowhere")) == []
 
 
 def test_cgroup_limits_of_both_versions_are_read(tmp_path: Path) -> None:
@@ -470,11 +475,11 @@ def test_cgroup_limits_of_both_versions_are_read(tmp_path: Path) -> None:
     job = root / "slurm" / "job_7"
     job.mkdir(parents=True)
     own.write_text("0::/slurm/job_7/step_0\n")
-    assert control_group(own, root) == (0, 0.0)
+    assert read_cgroup_limits(own, root) == (0, 0.0)
     (job / "memory.max").write_text("68719476736\n")
     (root / "slurm" / "memory.max").write_text("max\n")
     (job / "cpu.max").write_text("800000 100000\n")
-    assert control_group(own, root) == (64 * GIB, 8.0)
+    assert read_cgroup_limits(own, root) == (64 * GIB, 8.0)
 
     old = root / "memory" / "job"
     old.mkdir(parents=True)
@@ -485,6 +490,6 @@ def test_cgroup_limits_of_both_versions_are_read(tmp_path: Path) -> None:
     (cpu / "cpu.cfs_quota_us").write_text("-1\n")
     (cpu / "cpu.cfs_period_us").write_text("100000\n")
     own.write_text("4:memory:/job\n2:cpu,cpuacct:/\n")
-    assert control_group(own, root) == (GIB, 0.0)
+    assert read_cgroup_limits(own, root) == (GIB, 0.0)
     (cpu / "cpu.cfs_quota_us").write_text("150000\n")
-    assert control_group(own, root) == (GIB, 1.5)
+    assert read_cgroup_limits(own, root) == (GIB, 1.5)

@@ -27,7 +27,7 @@ from tests.cluster.test_launcher import wait_for
 from tests.harness import run_ranks
 from tests.small import records, train_rank
 from weft.cluster import REQUEUE
-from weft.cluster.rendezvous import RendezvousHandler, is_here, open_rendezvous
+from weft.cluster.rendezvous import RendezvousHandler, is_local_endpoint, open_rendezvous
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.parallel.private import create_tcp_store
@@ -70,31 +70,31 @@ def begin(function: Callable[[], T]) -> Future[T]:
 
 
 class Node:
-    """A launcher's part in the meeting, in a thread, and what was asked of its ranks."""
+    """A launcher in a thread, with the requests to its ranks."""
 
     def __init__(self, port: int, counts: tuple[int, ...], same: dict[str, Any]) -> None:
-        self.asked: list[str] = []
-        self.meeting = open_rendezvous(
+        self.requests: list[str] = []
+        self.rendezvous = open_rendezvous(
             f"localhost:{port}",
             "test",
             counts,
             same,
-            kill=lambda: self.asked.append("kill"),
-            save=lambda: self.asked.append("save"),
-            say=self.asked.append,
+            kill_ranks=lambda: self.requests.append("kill"),
+            stop_ranks=lambda: self.requests.append("save"),
+            log=self.requests.append,
         )
 
     def joining(self) -> Future[RendezvousInfo]:
-        return begin(self.meeting.next_rendezvous)
+        return begin(self.rendezvous.next_rendezvous)
 
     def join(self) -> int:
-        """How many nodes train then."""
+        """Join, and return the number of nodes that train."""
         return self.joining().result(60).world_size
 
     def watch(self) -> bool:
         """What the agent does while ranks run."""
-        self.meeting.num_nodes_waiting()
-        return bool({"kill", "save"}.intersection(self.asked))
+        self.rendezvous.num_nodes_waiting()
+        return bool({"kill", "save"}.intersection(self.requests))
 
 
 @pytest.fixture
@@ -108,7 +108,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
         return made[-1]
 
     yield node
-    wait([begin(partial(each.meeting.end, None)) for each in made], 20)  # what still waits, ends
+    wait(
+        [begin(partial(each.rendezvous.end_run, None)) for each in made], 20
+    )  # what still waits, ends
 
 
 @pytest.mark.slow
@@ -119,29 +121,29 @@ def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) ->
     until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
     first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
     (third,) = (node for node in trio if node not in (first, second))
-    until(lambda: third.asked, "the third stands by")
-    assert third.asked == ["standing by: of 3 nodes 2 can be used"]
+    until(lambda: third.requests, "the third stands by")
+    assert third.requests == ["this node stands by: the run can use 2 of 3 nodes"]
     assert {each.result(0).world_size for each in joining if each.done()} == {2}
     time.sleep(2)
     assert not first.watch()
     assert not second.watch()
     # One leaves in good order: the other's ranks are killed, and the third takes its place.
-    first.meeting.leave()
+    first.rendezvous.leave()
     until(second.watch, "that one has left", 10)
-    assert "kill" in second.asked
+    assert "kill" in second.requests
     began = time.monotonic()
     assert second.join() == 2
     assert time.monotonic() - began < 30
     until(lambda: all(each.done() for each in joining), "the third trains")
-    assert third.meeting.nodes == 2
+    assert third.rendezvous.num_nodes == 2
     # One fails for good: the other hears why.
-    second.asked.clear()
-    third.meeting.end({"rank": 1})
+    second.requests.clear()
+    third.rendezvous.end_run({"rank": 1})
     until(second.watch, "the end", 10)
-    assert "kill" in second.asked
+    assert "kill" in second.requests
     with pytest.raises(RendezvousClosedError):
         second.join()
-    assert second.meeting.verdict() == {"rank": 1}
+    assert second.rendezvous.get_failure() == {"rank": 1}
 
 
 def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
@@ -154,7 +156,7 @@ def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
     assert not first.watch()
     joining.append(third.joining())
     until(first.watch, "that more have come", 10)
-    assert first.asked == ["1 node train", "save"]
+    assert first.requests == ["training on 1 node", "save"]
     assert first.join() == 3
     assert [each.result(60).world_size for each in joining] == [3, 3]
 
@@ -166,10 +168,10 @@ def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
         assert each.result(60).world_size == 2
     time.sleep(2)
     assert not pair[0].watch()
-    pair[1].meeting._stop_heartbeats()
+    pair[1].rendezvous._stop_heartbeats()
     began = time.monotonic()
     until(pair[0].watch, "that one is lost", 30)
-    assert "kill" in pair[0].asked
+    assert "kill" in pair[0].requests
     assert time.monotonic() - began > 2
     assert pair[0].join() == 1
 
@@ -185,20 +187,20 @@ def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None
 
 @pytest.mark.slow
 def test_meet_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -> None:
-    """Where the meeting place survives the run, the same command begins anew."""
+    """A rendezvous that survives the run does not prevent another start."""
     first = nodes(1, 2, lr=1)
     first.join()
-    first.meeting.end(None)
-    assert first.meeting.verdict() is None
+    first.rendezvous.end_run(None)
+    assert first.rendezvous.get_failure() is None
     assert nodes(1, 2, lr=2).join() == 1
 
 
 def test_is_this_host_recognises_its_addresses() -> None:
-    assert is_here("localhost:29400")
-    assert is_here("127.0.0.1")
-    assert is_here(f"{socket.gethostname()}:1")
-    assert not is_here("192.0.2.1:29400")  # of RFC 5737, nobody's
-    assert not is_here("nowhere.invalid:29400")
+    assert is_local_endpoint("localhost:29400")
+    assert is_local_endpoint("127.0.0.1")
+    assert is_local_endpoint(f"{socket.gethostname()}:1")
+    assert not is_local_endpoint("192.0.2.1:29400")  # of RFC 5737, nobody's
+    assert not is_local_endpoint("nowhere.invalid:29400")
 
 
 @pytest.mark.slow
@@ -215,7 +217,7 @@ def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
     node, ports = nodes(1, 2), set[int]()
     for _ in range(2):
         place = node.joining().result(60).bootstrap_store_info
-        assert node.meeting.use_agent_store
+        assert node.rendezvous.use_agent_store
         create_tcp_store(place.master_addr, place.master_port, False).set("key", "value")
         with pytest.raises(OSError, match="in use"):
             socket.create_server((place.master_addr, place.master_port))
@@ -249,16 +251,17 @@ def test_node_range_invalid_numbers_are_refused() -> None:
     four = plan("1:4")
     assert four.node_counts == (1, 2, 4)
     assert (four.world_size, four.local_world_size) == (8, 2)
-    assert "of 3 nodes only 2 can be used: train.global_batch_size = 8: does not divide" in str(
-        four.warnings
+    assert (
+        "of 3 nodes the run can use only 2, because train.global_batch_size = 8 is not div"
+        in str(four.warnings)
     )
     assert plan("2").node_counts == (2,)
-    with pytest.raises(InvalidConfig, match=r"does not divide over the 6"):
+    with pytest.raises(InvalidConfig, match=r"is not divisible by 6"):
         plan("3")
     for wrong in ("4:1", "0", "1:", "many"):
         with pytest.raises(InvalidConfig, match=r"run.nodes = \"?.*neither a number"):
             plan(wrong)
-    with pytest.raises(InvalidConfig, match=r"run.rendezvous = \"auto\": several nodes"):
+    with pytest.raises(InvalidConfig, match=r"run.rendezvous = \"auto\": a run on several nodes"):
         plan("2", ("run.rendezvous", "auto"))
 
 
@@ -268,10 +271,10 @@ STEPS = 160
 # Slow until it is told to hurry: what the tests do must happen before the end.
 SLEEPY = """
 import os, time
-from weft.optim.optimizer import adamw
+from weft.optim.optimizer import build_adamw
 
 def build(groups, optim):
-    optimizer = adamw(groups, optim)
+    optimizer = build_adamw(groups, optim)
     def step(*args, **kwargs):
         if not os.path.exists("hurry"):
             time.sleep(0.5)
@@ -316,7 +319,7 @@ class Cluster:
             with socket.socket() as probe:
                 return probe.connect_ex(("localhost", self.port)) == 0
 
-        until(listens, "the meeting place")
+        until(listens, "the rendezvous")
 
     def step(self) -> int:
         there = records(self.folder / "run")
@@ -357,21 +360,21 @@ def test_train_lost_and_new_nodes_continue_the_run(
     cluster.start("a", "--nodes", "1:2")
     cluster.until_hosting()
     cluster.start("b", "--nodes", "1:2")
-    cluster.until_said("a", "2 nodes train")
+    cluster.until_said("a", "training on 2 nodes")
     wait_for(tmp_path / "run", 12)
     # A node is lost with all that runs on it.
     before = cluster.step()
-    alone = cluster.said("a").count("1 node train")
+    alone = cluster.said("a").count("training on 1 node")
     cluster.processes["b"].kill()
     began = time.monotonic()
-    cluster.until_said("a", "1 node train", alone + 1)
+    cluster.until_said("a", "training on 1 node", alone + 1)
     print(f"lost: noticed and met again after {time.monotonic() - began:.1f} s")
     cluster.until_step_after(before + 3)
     print(f"lost: three new steps after {time.monotonic() - began:.1f} s")
     # It comes back: nothing is lost, for the ranks save before they meet.
     began = time.monotonic()
     cluster.start("b again", "--nodes", "1:2")
-    cluster.until_said("b again", "2 nodes train")
+    cluster.until_said("b again", "training on 2 nodes")
     print(f"back: met after {time.monotonic() - began:.1f} s, with starting it")
     saved = records(tmp_path / "run")[-1]
     at = cluster.step()
@@ -381,7 +384,9 @@ def test_train_lost_and_new_nodes_continue_the_run(
     cluster.processes["b again"].send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert cluster.wait("b again") == REQUEUE
-    assert "stopped and saved; the same command goes on from" in cluster.said("b again")
+    assert "saved a checkpoint and stopped; run the same command to resume from" in cluster.said(
+        "b again"
+    )
     at = cluster.step()
     cluster.until_step_after(at + 3)
     print(f"left: three new steps after {time.monotonic() - began:.1f} s")
@@ -439,8 +444,8 @@ def test_train_lost_rendezvous_ends_and_resumes(cluster: Cluster, tmp_path: Path
     assert cluster.wait("b") == REQUEUE
     print(f"ended after {time.monotonic() - began:.1f} s")
     said = cluster.said("b")
-    assert f"the meeting place of the nodes, localhost:{cluster.port}, is gone" in said
-    assert f"the same command goes on from {tmp_path}/run/checkpoints" in said
+    assert f"lost the rendezvous endpoint localhost:{cluster.port}" in said
+    assert f"run the same command to resume from {tmp_path}/run/checkpoints" in said
 
 
 @pytest.mark.slow

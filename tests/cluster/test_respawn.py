@@ -1,4 +1,4 @@
-"""A command that asks a model on several ranks."""
+"""Commands that run a model on several ranks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 
 from weft.monitor.heartbeat import process_began
 
-ASKS = """
+SCRIPT = """
 import sys
 from types import SimpleNamespace
-from weft.cluster import respawn as again
-# In torchrun's place a process that tells its number and sleeps.
+from weft.cluster import respawn
+# Replaces torchrun by a process that prints its id and sleeps.
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-again.PYTHON = [sys.executable, "-c", SLEEPS]
-again.on_every_rank(SimpleNamespace(world_size=2, threads=1, device="cpu"), [], None)
+respawn.PYTHON = [sys.executable, "-c", SLEEPS]
+respawn.run_on_all_ranks(SimpleNamespace(world_size=2, num_threads=1, device="cpu"), [], None)
 """
 
 
-def test_on_every_rank_killed_command_leaves_no_ranks() -> None:
-    asking = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, text=True)
-    assert asking.stdout is not None
-    child = int(asking.stdout.readline())
+def test_run_on_all_ranks_killed_command_leaves_no_ranks() -> None:
+    command = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    child = int(command.stdout.readline())
     assert process_began(child)
-    asking.kill()
-    asking.wait()
+    command.kill()
+    command.wait()
     deadline = time.monotonic() + 20
     while process_began(child):
         assert time.monotonic() < deadline

@@ -14,7 +14,7 @@ from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, wait_for
 from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
 from tests.small import losses, newest_state, records, train_rank
-from weft.cluster.launcher import Failure, judge
+from weft.cluster.launcher import Failure, record_failure
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -52,7 +52,7 @@ def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     done = run_weft([*arguments, "--resilience.faults", faults], tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed: SIGKILL: the process was killed by a signal" in done.stderr
-    assert f"starting again from {tmp_path}/run/checkpoints/step-00000010" in done.stderr
+    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in done.stderr
     assert "Traceback" not in done.stderr
     assert lives(tmp_path) == 2
     again, before = records(tmp_path / "run")[11]["time"], records(tmp_path / "run")[10]["time"]
@@ -76,14 +76,11 @@ def test_restart_third_death_uses_up_the_budget(
     done = run(command, tmp_path, timeout=200)
     assert done.returncode == 1
     assert done.stderr.count("failed: SIGKILL") == 3
-    assert done.stderr.count("starting again from") == 2
+    assert done.stderr.count("restarting from") == 2
     last = done.stderr[done.stderr.rindex("weft: rank") :]
     assert last.startswith("weft: rank 1 failed: SIGKILL")
-    assert (
-        "not started again: the 2 restarts an hour of resilience.max_restarts_per_hour are used up"
-        in last
-    )
-    assert f"goes on from {tmp_path}/run/checkpoints" in last
+    assert "not restarted: resilience.max_restarts_per_hour = 2 restarts are used up" in last
+    assert f"resume from {tmp_path}/run/checkpoints" in last
     assert run(command, tmp_path).returncode == 0
     check_against_undisturbed(tmp_path, store_path)
 
@@ -96,7 +93,7 @@ def test_restart_runtime_error_is_tried_once_more(
     done = run([*arguments, *STEPS, "--resilience.faults", fault], tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed: RuntimeError: injected fault at step" in done.stderr
-    assert "starting again from" in done.stderr
+    assert "restarting from" in done.stderr
     check_against_undisturbed(tmp_path, store_path)
 
 
@@ -105,20 +102,20 @@ def failure(kind: str = "SIGKILL", where: str = "", transient: bool = True) -> F
 
 
 def test_judge_failures_gives_hope_within_the_budget() -> None:
-    hopeful = judge(failure(), [], 3)
+    hopeful = record_failure(failure(), [], 3)
     assert hopeful.transient
-    assert not hopeful.hopeless
-    assert not judge(failure(), [], 0).transient
-    assert not judge(failure(transient=False), [], 3).transient
+    assert not hopeful.no_retry_reason
+    assert not record_failure(failure(), [], 0).transient
+    assert not record_failure(failure(transient=False), [], 3).transient
     # The same twice in a row is no accident; elsewhere, or something else, may be one.
     before = [(time.monotonic(), failure("RuntimeError", "in step 7"))]
-    assert judge(failure("RuntimeError", "in step 7"), before[:], 3).hopeless
-    assert not judge(failure("RuntimeError", "in step 8"), before[:], 3).hopeless
-    assert not judge(failure("OSError", "in step 7"), before[:], 3).hopeless
+    assert record_failure(failure("RuntimeError", "in step 7"), before[:], 3).no_retry_reason
+    assert not record_failure(failure("RuntimeError", "in step 8"), before[:], 3).no_retry_reason
+    assert not record_failure(failure("OSError", "in step 7"), before[:], 3).no_retry_reason
     # An hour later the budget is whole again.
     for age, used_up in ((0, True), (3500, True), (3700, False)):
         past = [(time.monotonic() - age, failure()) for _ in range(3)]
-        assert bool(judge(failure(), past, 3).hopeless) == used_up
+        assert bool(record_failure(failure(), past, 3).no_retry_reason) == used_up
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.conftest import Finished, run_joined
 from tests.small import newest_state, records
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cli.main import main
 from weft.cluster.start import rollback
 from weft.config.errors import InvalidConfig
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy 
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [checkpoint_step(path) for path in checkpoints(folder / "run/checkpoints")]
+    return [checkpoint_step(path) for path in list_checkpoints(folder / "run/checkpoints")]
 
 
 @pytest.mark.system
@@ -37,8 +37,8 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
     monkeypatch.chdir(tmp_path)
     assert main(["rollback", "run", "10"]) == 0
     said = capsys.readouterr().out
-    assert "goes on from" in said
-    assert "no longer: [15, 20]" in said
+    assert "resume from" in said
+    assert "dropped the checkpoints of steps [15, 20]" in said
     assert steps_of(tmp_path) == [5, 10]
 
     statuses, out = run_joined(finished.command, tmp_path, 2)

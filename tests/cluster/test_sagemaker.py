@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.requests import own_recipe, request, said
 from weft.cluster import sagemaker
-from weft.cluster.sagemaker_entry import Container, train_words
+from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.config.errors import WeftError
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
@@ -43,7 +43,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_is_valid_for_the_service_model(name: str) -> None:
-    assert sagemaker.problems(REQUESTS[name]) == []
+    assert sagemaker.find_problems(REQUESTS[name]) == []
     assert sagemaker.check(sagemaker.render(REQUESTS[name])) == []
 
 
@@ -58,13 +58,13 @@ def test_request_with_mistakes_is_refused_by_the_model() -> None:
         sagemaker.check(json.dumps({k: v for k, v in right.items() if k != "RoleArn"}))
     )
     assert ".RoleArn: " in wrong(RoleArn="arn:aws:iam::1:user/somebody-or-other")
-    assert ".HyperParameters: 101 long, at most 100" in wrong(
+    assert ".HyperParameters: length 101 exceeds 100" in wrong(
         HyperParameters={str(number): "" for number in range(101)}
     )
-    assert ".HyperParameters.a: 2501 long" in wrong(HyperParameters={"a": "x" * 2501})
+    assert ".HyperParameters.a: length 2501" in wrong(HyperParameters={"a": "x" * 2501})
     resources = right["ResourceConfig"] | {"InstanceType": "ml.p99.xlarge"}
-    assert "'ml.p99.xlarge' is none of" in wrong(ResourceConfig=resources)
-    assert sagemaker.check("{")[0].startswith("no JSON")
+    assert "'ml.p99.xlarge' is not one of" in wrong(ResourceConfig=resources)
+    assert sagemaker.check("{")[0].startswith("is not valid JSON")
 
 
 def test_request_has_what_was_asked_for() -> None:
@@ -106,7 +106,7 @@ def test_request_hyperparameters_make_the_same_job() -> None:
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
-    words = train_words(list(parameters.items()), host)
+    words = train_arguments(list(parameters.items()), host)
     assert dict(zip(words[1::2], words[2::2], strict=True)) == {
         "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
         "--run.dir": "/opt/ml/checkpoints",
@@ -139,14 +139,14 @@ def test_request_mistake_is_reported_for_its_own_key() -> None:
         IMAGE,
         options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
     )
-    launch = asked.job.launch.model_copy(update={"time": "soon"})
+    launch = asked.job.launch.model_copy(update={"time_limit": "soon"})
     asked = replace(asked, job=asked.job.model_copy(update={"launch": launch}))
-    assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time_limit"]
+    assert [problem.key for problem in sagemaker.find_problems(asked)] == ["launch.time_limit"]
 
 
 def test_request_each_mistake_is_reported() -> None:
     options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
-    text = said(sagemaker.problems(request(options=options, nodes=(1, 2))))
+    text = said(sagemaker.find_problems(request(options=options, nodes=(1, 2))))
     for part in ("role: is missing", "instance_type", "bucket", "spot", "volume", "wait"):
         assert f"launch.options.{part}" in text
     for part in ("security_groups", "run.nodes", "launch.image", "gpu"):
@@ -264,7 +264,7 @@ def test_status_of_a_job_is_described(service: Service) -> None:
         assert sagemaker.status(ARN) == line
     assert service.asked[-1] == ("DescribeTrainingJob", {"TrainingJobName": "small-run-1"})
     service.answers["StopTrainingJob"] = [(200, {})]
-    assert "two minutes to save" in sagemaker.stop(ARN)
+    assert "two minutes to save" in sagemaker.cancel(ARN)
     assert service.asked[-1] == ("StopTrainingJob", {"TrainingJobName": "small-run-1"})
 
 

@@ -28,16 +28,16 @@ import pytest
 
 from tests.harness import ROOT
 from tests.small import SMALL, records
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster.sagemaker_entry import (
     Container,
-    as_weft_has_it,
-    cleaned,
-    container_of,
-    first_cause,
-    hyperparameters,
-    pairs_of,
-    train_words,
+    clean_environment,
+    describe_root_cause,
+    detect_container,
+    parse_arguments,
+    parse_toolkit_value,
+    read_hyperparameters,
+    train_arguments,
     write_failure,
 )
 from weft.config.errors import InvalidConfig, WeftError
@@ -119,27 +119,31 @@ def test_entry_values_written_by_the_toolkit_are_read() -> None:
         "--activation_checkpoint.x",
         "True",
     ]
-    assert pairs_of(arguments) == [
+    assert parse_arguments(arguments) == [
         ("recipe", "demo"),
         ("parallel.dp_shard", "2"),
         ("activation_checkpoint.x", "true"),
     ]
-    assert as_weft_has_it("['tensorboard', 'a:b']") == '["tensorboard", "a:b"]'
-    assert as_weft_has_it("[{'kind': 'raise', 'rank': 1}]") == '[{"kind" = "raise", "rank" = 1}]'
-    assert as_weft_has_it("web/=0.7,code/=0.3") == "web/=0.7,code/=0.3"
-    assert as_weft_has_it("[not python") == "[not python"
+    assert parse_toolkit_value("['tensorboard', 'a:b']") == '["tensorboard", "a:b"]'
+    assert (
+        parse_toolkit_value("[{'kind': 'raise', 'rank': 1}]") == '[{"kind" = "raise", "rank" = 1}]'
+    )
+    assert parse_toolkit_value("web/=0.7,code/=0.3") == "web/=0.7,code/=0.3"
+    assert parse_toolkit_value("[not python") == "[not python"
 
 
 def test_entry_word_without_a_value_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="--b: is not --key value"):
-        pairs_of(["--a", "1", "--b"])
+        parse_arguments(["--a", "1", "--b"])
     with pytest.raises(InvalidConfig, match="-k: is not --key value"):
-        pairs_of(["-k", "1"])
+        parse_arguments(["-k", "1"])
 
 
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = alone(tmp_path, training=tmp_path / "data")
-    words = train_words([("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container)
+    words = train_arguments(
+        [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
+    )
     assert words[0] == "demo"
     assert pairs(words) == {
         "--train.steps": "5",
@@ -153,30 +157,30 @@ def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
     recipe.write_text('extends = "demo"\n[run]\ndir = "/fsx/run"\n')
     container = alone(tmp_path, training=tmp_path / "data")
     given = [("recipe", str(recipe)), ("data.path", "s3://bucket/web")]
-    assert pairs(train_words(given, container)) == {"--data.path": "s3://bucket/web"}
+    assert pairs(train_arguments(given, container)) == {"--data.path": "s3://bucket/web"}
 
 
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="recipe: is missing; give the hyperparameter recipe"):
-        train_words([("train.steps", "5")], alone(tmp_path))
+    with pytest.raises(InvalidConfig, match="recipe: is missing; set the hyperparameter recipe"):
+        train_arguments([("train.steps", "5")], alone(tmp_path))
 
 
 def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:
     two = Container(("a", "b"), "a", {}, tmp_path, tmp_path / "model", tmp_path / "failure")
-    with pytest.raises(InvalidConfig, match=r"checkpoint\.dir = .*each of the 2 hosts has"):
-        train_words([("recipe", "demo")], two)
+    with pytest.raises(InvalidConfig, match=r"checkpoint\.dir = .*is not shared by the 2 hosts"):
+        train_arguments([("recipe", "demo")], two)
     given = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
-    assert pairs(train_words(given, two))["--checkpoint.dir"] == "s3://bucket/run"
+    assert pairs(train_arguments(given, two))["--checkpoint.dir"] == "s3://bucket/run"
 
 
 def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
     parameters = {"recipe": "demo", "debug.deterministic": True, "sagemaker_program": "train.py"}
     configure(tmp_path, "algo-2", ["algo-2", "algo-1"], parameters, {"training": tmp_path})
     base = {"SAGEMAKER_BASE_DIR": str(tmp_path)}
-    found = container_of(base)
+    found = detect_container(base)
     assert (found.hosts, found.host) == (("algo-1", "algo-2"), "algo-2")
-    assert hyperparameters(tmp_path) == [("recipe", "demo"), ("debug.deterministic", "true")]
-    assert found == container_of(
+    assert read_hyperparameters(tmp_path) == [("recipe", "demo"), ("debug.deterministic", "true")]
+    assert found == detect_container(
         base
         | {
             "SM_HOSTS": '["algo-1", "algo-2"]',
@@ -186,14 +190,14 @@ def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
             "SM_OUTPUT_DIR": f"{tmp_path}/output",
         }
     )
-    with pytest.raises(WeftError, match="this is no SageMaker training job"):
-        container_of({"SAGEMAKER_BASE_DIR": str(tmp_path / "nowhere")})
+    with pytest.raises(WeftError, match="this is not a SageMaker training job"):
+        detect_container({"SAGEMAKER_BASE_DIR": str(tmp_path / "nowhere")})
 
 
 def test_entry_harmful_exports_of_the_toolkit_are_removed() -> None:
     toolkit = {"NCCL_IB_DISABLE": "1", "RDMAV_FORK_SAFE": "1", "FI_PROVIDER": "efa"}
-    assert cleaned(toolkit) == (toolkit, [])  # somebody else's: meant so
-    left, harmful = cleaned(toolkit | {"SM_TRAINING_ENV": "{}"})
+    assert clean_environment(toolkit) == (toolkit, [])  # somebody else's: meant so
+    left, harmful = clean_environment(toolkit | {"SM_TRAINING_ENV": "{}"})
     assert left == {"FI_PROVIDER": "efa", "SM_TRAINING_ENV": "{}"}
     assert harmful == ["NCCL_IB_DISABLE", "RDMAV_FORK_SAFE"]
 
@@ -204,13 +208,15 @@ def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
         report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
         report |= {"foreseen": False, "transient": True, "where": ""}
         (tmp_path / f"logs/rank-{rank}.error.json").write_text(json.dumps(report))
-    assert first_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith("rank 1: MemoryError: m\n\nt")
-    assert first_cause(tmp_path, 1, ["last word\n"], 20.0) == "last word"
-    assert first_cause(tmp_path, 1, [], 20.0) == "weft train ended with status 1"
+    assert describe_root_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith(
+        "rank 1: MemoryError: m\n\nt"
+    )
+    assert describe_root_cause(tmp_path, 1, ["last word\n"], 20.0) == "last word"
+    assert describe_root_cause(tmp_path, 1, [], 20.0) == "weft train exited with status 1"
     tail = ["x\n", "weft: rank 1 failed: SIGKILL: killed\n", "  log: l\n"]
-    assert first_cause(tmp_path, 1, tail, 5.0).startswith("weft: rank 1 failed: SIGKILL")
-    assert "killed by SIGKILL, perhaps" in first_cause(tmp_path, -9, [], 5.0)
-    assert "goes on from its newest checkpoint" in first_cause(tmp_path, 75, [], 5.0)
+    assert describe_root_cause(tmp_path, 1, tail, 5.0).startswith("weft: rank 1 failed: SIGKILL")
+    assert "killed by SIGKILL, possibly" in describe_root_cause(tmp_path, -9, [], 5.0)
+    assert "run the same job to resume" in describe_root_cause(tmp_path, 75, [], 5.0)
     failure = tmp_path / "output/failure"
     write_failure(failure, "first")
     write_failure(failure, "second")
@@ -323,7 +329,7 @@ def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path)
         processes.append(as_toolkit(base, tmp_path / "source"))
     for status, said in ended(processes):
         assert status == 0, said
-    assert [checkpoint_step(path) for path in checkpoints(shared)] == [10, 20]
+    assert [checkpoint_step(path) for path in list_checkpoints(shared)] == [10, 20]
     assert records(bases[0] / "checkpoints")[-1]["step"] == 20
     assert "data.path" in (bases[0] / "checkpoints/job.toml").read_text()
     assert [(base / "output/success").exists() for base in bases] == [True, True]
@@ -414,14 +420,14 @@ def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> No
     process.send_signal(signal.SIGTERM)
     [(status, said)] = ended([process])
     assert status == 75, said
-    assert (tmp_path / "output/failure").read_text().startswith("stopped and saved")
-    step = checkpoint_step(checkpoints(tmp_path / "checkpoints/checkpoints")[-1])
+    assert (tmp_path / "output/failure").read_text().startswith("saved a checkpoint and stopped")
+    step = checkpoint_step(list_checkpoints(tmp_path / "checkpoints/checkpoints")[-1])
     assert 0 < step < 3000
     (tmp_path / "output/failure").unlink()
     parameters |= {"train.steps": step + 5}
     configure(tmp_path, "algo-1", ["algo-1"], parameters)
     [(status, said)] = ended([as_container(tmp_path)])
     assert status == 0, said
-    assert f"going on from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in said
+    assert f"resuming from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in said
     assert records(tmp_path / "checkpoints")[-1]["step"] == step + 5
     assert (tmp_path / "model/model.safetensors").exists()

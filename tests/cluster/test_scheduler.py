@@ -11,36 +11,43 @@ import yaml
 from tests.cluster.requests import own_recipe as a_recipe
 from tests.cluster.requests import request, said
 from weft.cluster.scheduler import (
-    WHOLE,
+    INTEGER_PATTERN,
     Option,
+    build_command,
+    build_script,
     check_name,
-    command,
-    common_problems,
-    own_recipe,
-    script,
-    seconds,
+    check_options,
+    parse_duration,
+    run_cli,
+    standalone_recipe,
     to_yaml,
-    tool,
 )
 from weft.config.errors import WeftError
 from weft.config.reader import read_job
 
 
 def test_seconds_of_a_duration_are_parsed() -> None:
-    assert seconds("1-02:03:04") == 93784
-    assert seconds("48:00:00") == 172800
+    assert parse_duration("1-02:03:04") == 93784
+    assert parse_duration("48:00:00") == 172800
     for text in ("90", "1:00", "00:60:00", "1-", "-1:00:00"):
         with pytest.raises(ValueError, match="must be D-HH:MM:SS or HH:MM:SS"):
-            seconds(text)
+            parse_duration(text)
 
 
 def test_common_problems_several_mistakes_are_reported_at_once() -> None:
     asked = request(
         ("launch.time_limit", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"}
     )
-    known = {"bucket": Option("where to"), "role": Option("who"), "disk": Option("", WHOLE, "no")}
-    text = said(common_problems(asked, known, ["bucket"], r"\w+"))
-    assert "launch.options.buckte = \"b\": is no option here; did you mean 'bucket'?" in text
+    known = {
+        "bucket": Option("where to"),
+        "role": Option("who"),
+        "disk": Option("", INTEGER_PATTERN, "no"),
+    }
+    text = said(check_options(asked, known, ["bucket"], r"\w+"))
+    assert (
+        "launch.options.buckte = \"b\": is not an option of this cluster; did you mean 'bucket'?"
+        in text
+    )
     assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
     assert "launch.options.role" in text
     assert 'launch.options.disk = "x": no' in text
@@ -49,7 +56,7 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
 
 def test_command_has_the_words_of_the_request() -> None:
     asked = request(("train.steps", "5"), ("run.dir", "here"), ("launch.image", "i"), nodes=(2, 4))
-    assert command(asked, "r.toml", {"run.dir": "/runs/x"}) == [
+    assert build_command(asked, "r.toml", {"run.dir": "/runs/x"}) == [
         *("weft", "train", "r.toml", "--train.steps", "5"),
         *("--run.dir", "/runs/x", "--run.nodes", "2:4"),
     ]
@@ -58,17 +65,19 @@ def test_command_has_the_words_of_the_request() -> None:
 def test_script_runs_the_command(tmp_path: Path) -> None:
     """Whatever quotes there are in the words."""
     words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
-    text = script(["cd /", "x=1"], words)
+    text = build_script(["cd /", "x=1"], words)
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == words[2:]
-    assert subprocess.run(["bash", "-c", script(["false"], words)], check=False).returncode == 1
+    assert (
+        subprocess.run(["bash", "-c", build_script(["false"], words)], check=False).returncode == 1
+    )
 
 
 def test_own_recipe_is_self_contained(tmp_path: Path) -> None:
     """It is what it was, less what is of the machine where it was."""
-    assert own_recipe(request()) is None
+    assert standalone_recipe(request()) is None
     recipe = a_recipe(tmp_path)
-    text = own_recipe(request(recipe=recipe))
+    text = standalone_recipe(request(recipe=recipe))
     assert text is not None
     (tmp_path / "alone.toml").write_text(text)
     job, _, problems = read_job(str(tmp_path / "alone.toml"))
@@ -88,10 +97,10 @@ def test_yaml_round_trip_is_exact_and_readable() -> None:
 
 @pytest.mark.system
 def test_tool_missing_or_failing_is_reported() -> None:
-    with pytest.raises(WeftError, match=r"no-such-tool is not installed.*: get it"):
-        tool("no-such-tool", "get", remedy="get it")
+    with pytest.raises(WeftError, match=r"no-such-tool is not installed.*; get it"):
+        run_cli("no-such-tool", "get", remedy="get it")
     with pytest.raises(WeftError, match=r"ls /no/such/place: .*[Nn]o such file"):
-        tool("ls", "/no/such/place", remedy="")
+        run_cli("ls", "/no/such/place", remedy="")
 
 
 def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
@@ -102,7 +111,7 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
     )
     overrides = [("run.cluster", "4x4xH200"), ("train.steps", "9"), ("model.dim", "64")]
     asked = request(*overrides, recipe=recipe, nodes=(4, 4))
-    text = own_recipe(asked)
+    text = standalone_recipe(asked)
     assert text is not None
     tree = tomllib.loads(text)
     assert tree["run"] == {"cluster": "4x4xH200"}

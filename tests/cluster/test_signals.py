@@ -15,9 +15,9 @@ import torch.distributed.elastic.multiprocessing.api as multiprocessing
 from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_joined, run_weft
 from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, undisturbed, wait_for
 from tests.small import losses, newest_state, records
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster import FAILED, REQUEUE
-from weft.cluster.launcher import status
+from weft.cluster.rank_exit import process_status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -35,7 +35,7 @@ def begin(command: list[str], folder: Path, step: int) -> Started:
 def workers(process: subprocess.Popen[str] | Started) -> list[int]:
     """The ranks of a run, in order."""
     everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    found = [pid for pid in everyone if status(pid).get("PPid") == str(process.pid)]
+    found = [pid for pid in everyone if process_status(pid).get("PPid") == str(process.pid)]
 
     def rank(pid: int) -> int:
         pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -70,7 +70,7 @@ def test_signal_in_training_saves_and_asks_for_requeue(
         os.kill(pid, number)
     assert process.wait(timeout=60) == REQUEUE
     said = process.stdout + process.stderr
-    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert "Traceback" not in said
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
 
@@ -85,11 +85,11 @@ def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == REQUEUE
     said = process.stdout + process.stderr
-    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
     assert "Traceback" not in said
-    assert "Ctrl-C: the ranks finish the step and save" in said
-    assert f"stopped and saved; the same command goes on from {saved}" in said
+    assert "Ctrl-C: the ranks finish this step, save a checkpoint and stop" in said
+    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in said
     assert "\n  weft train demo --model.num_layers 2" in said
 
 
@@ -100,7 +100,7 @@ def test_time_limit_stops_and_resumes_bit_for_bit(
     limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "4", "--optim.schedule", "linear"]
     done = run_weft([*limited, "--resilience.time_limit", "0.001"], tmp_path)
     assert done.returncode == REQUEUE, done.stderr
-    assert "stopped and saved; the same command goes on from" in done.stdout
+    assert "saved a checkpoint and stopped; run the same command to resume from" in done.stdout
     assert len(losses(tmp_path / "run")) < 4
     statuses, out = run_joined(limited, tmp_path, 1)
     assert statuses == [0], out
@@ -151,7 +151,7 @@ def test_signal_before_the_first_step_ends_a_run_that_can_start_again(
     command = [*arguments, "--train.steps", "100000"]
     process = Started(command, tmp_path)
     ready = time.monotonic() + 120
-    while not int(status(process.pid)["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
+    while not int(process_status(process.pid)["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
         assert time.monotonic() < ready
         time.sleep(0.05)
     time.sleep(seconds)
@@ -178,10 +178,10 @@ def test_signal_to_torchrun_saves_the_step(
     )
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == FAILED
-    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
     said = (tmp_path / "log").read_text()
-    assert f"stopped and saved; the same command goes on from {saved}" in said
+    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in said
 
 
 @pytest.mark.slow
@@ -193,9 +193,12 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     limited = [*command, "--resilience.time_limit", "0.001"]
     done = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == FAILED
-    (saved,) = checkpoints(tmp_path / "run/checkpoints")
-    assert f"stopped and saved; the same command goes on from {saved}" in done.stdout
-    assert done.stderr.count("stopped and saved; the same command goes on") == 2
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
+    assert (
+        f"saved a checkpoint and stopped; run the same command to resume from {saved}"
+        in done.stdout
+    )
+    assert done.stderr.count("saved a checkpoint and stopped; run the same command to resume") == 2
     assert done.stderr.count(f"exitcode  : {REQUEUE}") == 2
     done = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
@@ -203,7 +206,7 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     # It would not let them end.
     done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == FAILED
-    assert "resilience.time_limit = 0.001: torchrun would start the ranks again" in done.stderr
+    assert "resilience.time_limit = 0.001: makes torchrun restart the ranks" in done.stderr
 
 
 def test_torch_agent_asks_the_private_function_for_its_signal() -> None:

@@ -41,7 +41,7 @@ def task(text: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_task_is_valid_for_the_schemas(name: str) -> None:
-    assert skypilot.problems(REQUESTS[name]) == []
+    assert skypilot.find_problems(REQUESTS[name]) == []
     assert skypilot.check(skypilot.render(REQUESTS[name])) == []
 
 
@@ -73,7 +73,7 @@ def test_check_with_a_wrapper_of_sky_is_skipped(
     """Its first line names a shell, which cannot run the check: no mistake of the task's."""
     fake_tool(tmp_path, monkeypatch, "sky", "")
     assert skypilot.check(skypilot.render(REQUESTS["gpu"])) == []
-    assert "not checked against SkyPilot's schemas, by /bin/sh" in capsys.readouterr().err
+    assert "not checked against SkyPilot's schemas (/bin/sh" in capsys.readouterr().err
 
 
 def test_task_has_what_was_asked_for() -> None:
@@ -143,7 +143,7 @@ def test_task_each_mistake_is_reported() -> None:
     asked = request(
         options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
     )
-    text = said(skypilot.problems(asked))
+    text = said(skypilot.find_problems(asked))
     for part in ("accelerator: is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
         assert part in text
 
@@ -162,7 +162,7 @@ def test_submit_calls_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert skypilot.status(id) == "running: 2x[H100:8]"
     assert skypilot.status("other") == "waiting: pending"
     assert list(skypilot.logs(id, follow=False)) == ["line"]
-    assert "last checkpoint" in skypilot.stop(id)
+    assert "last checkpoint" in skypilot.cancel(id)
     made = calls.read_text().splitlines()
     assert made[0] == f"jobs launch -y -d -n small-run {tmp_path}/run.yaml"
     assert made[-2:] == [

@@ -18,7 +18,7 @@ from tests.cluster.conftest import WEFT
 from tests.harness import ROOT, run_ranks
 from tests.slurm import Slurm, until
 from tests.small import SMALL, records, train_rank
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "-"),
@@ -27,10 +27,10 @@ pytestmark = [
 
 SLEEPY = """
 import os, time
-from weft.optim.optimizer import adamw
+from weft.optim.optimizer import build_adamw
 
 def build(groups, optim):
-    optimizer = adamw(groups, optim)
+    optimizer = build_adamw(groups, optim)
     def step(*args, **kwargs):
         if not os.path.exists("hurry"):
             time.sleep(0.5)
@@ -68,7 +68,7 @@ class Launcher:
 
     def weft(self, *words: str, status: int = 0) -> str:
         done = subprocess.run(
-            [*WEFT, "launch", *words],
+            [*WEFT, *words],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -80,10 +80,10 @@ class Launcher:
         return done.stdout + done.stderr
 
     def launch(self, *words: str, status: int = 0) -> str:
-        return self.weft("demo", "--on", "slurm", *self.words, *words, status=status)
+        return self.weft("launch", "demo", "--on", "slurm", *self.words, *words, status=status)
 
     def status(self) -> str:
-        return self.weft("status", "run").strip()
+        return self.weft("job", "status", "run").strip()
 
     def until_said(self, text: str, seconds: float = 240) -> str:
         deadline = time.monotonic() + seconds
@@ -144,12 +144,12 @@ def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: P
     # A second one would train in the same folder.
     again = launcher.launch("--nodes", "2", status=2)
     assert f"job {number[1]} (slurm) is already there" in again
-    followed = launcher.weft("logs", "run", "--follow")
-    assert followed.count("2 nodes train") == 1  # of two nodes the first speaks
+    followed = launcher.weft("job", "logs", "run", "--follow")
+    assert followed.count("training on 2 nodes") == 1  # of two nodes the first speaks
     assert "2 CPU ranks (dp_shard 2)" in followed
     assert f"job {number[1]}: ended: completed" in launcher.until_said("ended")
-    assert launcher.weft("logs", "run") == followed
-    assert "has ended already" in launcher.weft("stop", "run")
+    assert launcher.weft("job", "logs", "run") == followed
+    assert "has ended already" in launcher.weft("job", "cancel", "run")
     check_against_undisturbed(tmp_path, store_path, 20)
 
 
@@ -183,9 +183,9 @@ def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--train.steps", "400")
     launcher.until_step(12)
     assert "running on n[0-1]" in launcher.status()
-    assert "is told to save and end" in launcher.weft("stop", "run")
-    assert "ended: stopped and saved" in launcher.until_said("ended")
-    saved = checkpoint_step(checkpoints(launcher.run / "checkpoints")[-1])
+    assert "is told to save and end" in launcher.weft("job", "cancel", "run")
+    assert "ended: saved a checkpoint and stopped" in launcher.until_said("ended")
+    saved = checkpoint_step(list_checkpoints(launcher.run / "checkpoints")[-1])
     assert 12 <= saved == launcher.step() < 400
     time.sleep(10)
     assert "ended" in launcher.status()
@@ -197,7 +197,7 @@ def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
     slow = ["--launch.setup", '["sleep 15"]']
     launcher.launch("--nodes", "1", *slow)
     launcher.until_said("running on")
-    assert "is told to save and end" in launcher.weft("stop", "run")
+    assert "is told to save and end" in launcher.weft("job", "cancel", "run")
     launcher.until_said("ended")
     time.sleep(5)
     assert "ended" in launcher.status()
@@ -227,8 +227,8 @@ def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_p
 def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
     assert "waiting: pending, BeginTime" in launcher.status()
-    assert "has printed nothing" in launcher.weft("logs", "run", status=1)
-    assert "taken out of the queue" in launcher.weft("stop", "run")
+    assert "has printed nothing" in launcher.weft("job", "logs", "run", status=1)
+    assert "taken out of the queue" in launcher.weft("job", "cancel", "run")
     assert "ended: cancelled" in launcher.status()
 
 
@@ -247,8 +247,8 @@ def test_slurm_preempted_job_is_requeued_and_resumes(
     assert number[0] in said
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
-    assert launcher.out().count("going on from") == 1  # of two nodes the first speaks
-    assert "stopped and saved" in launcher.out()
+    assert launcher.out().count("resuming from") == 1  # of two nodes the first speaks
+    assert "saved a checkpoint and stopped" in launcher.out()
     check_against_undisturbed(tmp_path, store_path, 60)
 
 
@@ -264,7 +264,7 @@ def test_slurm_time_limit_requeues_and_resumes(
     launcher.until_said("started again 1 times")
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended", 400)
-    assert "going on from" in launcher.out()
+    assert "resuming from" in launcher.out()
     check_against_undisturbed(tmp_path, store_path, 160)
 
 
@@ -272,7 +272,7 @@ def test_slurm_time_limit_requeues_and_resumes(
 def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "1", "--data.path", "/no/such/file")
     assert "ended: failed, exit status 2" in launcher.until_said("ended")
-    assert "/no/such/file" in launcher.weft("logs", "run")
+    assert "/no/such/file" in launcher.weft("job", "logs", "run")
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
     # The meeting place is on the first node.  Here both are the host of that name: it comes first.
     setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
     launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)
-    until(lambda: "2 nodes train" in launcher.out(), "both nodes", 120)
+    until(lambda: "training on 2 nodes" in launcher.out(), "both nodes", 120)
     launcher.until_step(launcher.step() + 5)
     assert "running on n[0-1]" in launcher.status()
     launcher.cluster.kill("n1")

@@ -14,7 +14,7 @@ import pytest
 from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
-from weft.cluster.submit import Launched, Request, request
+from weft.cluster.submit import JobRequest, SubmittedJob, build_request
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.config.schema import Job
@@ -37,29 +37,32 @@ def launch(*words: str) -> int:
     return main(["launch", *words])
 
 
+def job(*words: str) -> int:
+    return main(["job", *words])
+
+
 def script(*words: str, recipe: str = "demo") -> str:
     overrides = [(k.removeprefix("--"), v) for k, v in zip(words[::2], words[1::2], strict=True)]
-    return slurm.render(request("slurm", recipe, overrides, (), lambda _: Machine("cpu", 2)))
+    return slurm.render(build_request("slurm", recipe, overrides, (), lambda _: Machine("cpu", 2)))
 
 
 def test_launch_several_mistakes_are_reported_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
-    more = ["--launch.time_limit", "1 day", "--launch.image", "a/b", "--follow"]
+    more = ["--launch.time_limit", "1 day", "--launch.image", "a/b"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
     assert launch("demo", "--on", "slum", *words) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
     assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
     message = capsys.readouterr().err
     for each in (
-        "--follow = true: is for weft launch logs",
         "train.step = 5: unknown key",
         'optim.lr = "x"',
         "parallel.tp = 3",
         'launch.time_limit = "1 day": must be D-HH:MM:SS',
         'launch.image = "a/b"',
-        'launch.options.nodes = "3": is for weft to say; use --nodes',
+        'launch.options.nodes = "3": is an option that weft sets; use --nodes',
         "launch.options.Partition",
     ):
         assert each in message
@@ -72,14 +75,9 @@ def test_launch_several_mistakes_are_reported_at_once(
     [
         (["demo"], "--on: is missing; known: kubernetes"),
         (["dem", "--on", "slurm"], "no such recipe"),
-        (["demo", "--on", "slurm"], "does not tell what a node has; use --run.cluster"),
+        (["demo", "--on", "slurm"], "does not describe the nodes; use --run.cluster"),
         (["demo", "--on", "slurm", "--run.cluster", "8xH100"], "is not a cluster"),
         (["demo", "--on", "slurm", "--run.device", "cpu", "--nodes", "0"], "neither a number"),
-        (["demo", "x", "--on", "slurm"], "did you mean 'weft launch status x'?"),
-        (["status"], "RUN: is missing"),
-        (["status", "."], "has no launch.json"),
-        (["stop", ".", "--train.steps", "5"], 'train.steps = "5": is not for this'),
-        (["status", ".", "--follow"], "--follow = true: is for weft launch logs"),
     ],
 )
 def test_launch_each_mistake_is_reported(
@@ -93,7 +91,7 @@ def test_launch_each_mistake_is_reported(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "does not tell what a node has"),
+        ([], "does not describe the nodes"),
         (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp = 3"),
     ],
 )
@@ -111,20 +109,20 @@ def test_launched_damaged_record_is_reported(
 ) -> None:
     for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
         (tmp_path / "launch.json").write_text(text)
-        assert launch("status", ".") == 2
-        assert "launch.json is damaged" in capsys.readouterr().err
+        assert job("status", ".") == 2
+        assert "has a damaged launch.json" in capsys.readouterr().err
 
 
 @pytest.mark.system
 def test_submit_without_slurm_commands_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
+    """A dry run works anywhere; a failed submission leaves no files."""
     words = ["demo", "--on", "slurm", "--run.device", "cpu"]
     assert launch(*words, "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=demo\n")
     assert launch(*words) == 1
-    assert "sbatch is not installed, or not in $PATH: use a host of" in capsys.readouterr().err
+    assert "sbatch is not installed, or not in $PATH; use a host of" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["bin"]
 
 
@@ -155,7 +153,7 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
     --run.dir {tmp_path}/runs/demo
 status=$?
 
-# Stopped and saved: the same command goes on.
+# Stopped and saved: requeue this job to resume.
 if [ $status -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -307,8 +305,8 @@ def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path
 def test_render_of_a_directory_with_a_newline_raises(tmp_path: Path) -> None:
     """However a request was made: nothing of it leaves its line."""
     folder = tmp_path / "x\ntouch pwned"
-    asked = Request("x", ("weft", "train", "demo"), Job(), (1, 1), 0, folder)
-    with pytest.raises(WeftError, match="cannot be written into a line of a batch script"):
+    asked = JobRequest("x", ("weft", "train", "demo"), Job(), (1, 1), 0, folder)
+    with pytest.raises(WeftError, match="does not fit into one line of a batch script"):
         slurm.render(asked)
 
 
@@ -386,12 +384,20 @@ def test_launch_preflight_shorthand_is_accepted(capsys: pytest.CaptureFixture[st
     assert "ExcNodeList" in message
 
 
-def test_launch_status_refuses_options_of_submission(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("word", ["status", "logs", "cancel"])
+def test_job_run_that_was_not_submitted_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Least of all one that would seem to make 'stop' harmless."""
-    monkeypatch.setattr(Launched, "of", lambda folder: pytest.fail("it was looked for"))
-    assert launch("stop", "run", "--dry-run", "--on", "slurm") == 2
-    said = capsys.readouterr().err
-    assert "--dry-run = true: is for handing in only" in said
-    assert '--on = "slurm": is for handing in only' in said
+    assert job(word, str(tmp_path)) == 2
+    assert "has no launch.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--on=slurm", "--train.steps=5"])
+def test_job_cancel_refuses_options_of_launch(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all one that would seem to make 'cancel' harmless."""
+    monkeypatch.setattr(SubmittedJob, "load", lambda folder: pytest.fail("it was looked for"))
+    with pytest.raises(SystemExit):
+        job("cancel", "run", option)
+    assert option.partition("=")[0] in capsys.readouterr().err

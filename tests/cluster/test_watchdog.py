@@ -19,7 +19,13 @@ from tests.harness import run_ranks
 from tests.small import losses
 from weft.cli.main import main
 from weft.cluster import FAILED, HUNG, REQUEUE
-from weft.cluster.watchdog import Call, Seen, Watched, main_stack, verdict
+from weft.cluster.watchdog import (
+    OpenCollective,
+    RankProbe,
+    RankState,
+    diagnose_hang,
+    parse_main_stack,
+)
 from weft.monitor.heartbeat import Contact, beat, measured, start, step_limit
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -43,15 +49,15 @@ def faults(**fields: object) -> list[str]:
 
 
 def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> None:
-    """It is told, at the right time, in the log and on the terminal."""
+    """Check that the log and the terminal report the hang in time."""
     assert re.search(f"weft: the run hangs: {pattern}", stderr), stderr
-    assert "the same command goes on from" in stderr
+    assert "run the same command to resume from" in stderr
     logs = tmp_path / "run" / "logs"
     reports = [json.loads((logs / f"rank-{rank}.error.json").read_text()) for rank in (0, 1)]
     assert LIMIT < min(report["time"] for report in reports) - since < LIMIT + 2
     log = re.search(r"log: (\S*rank-\d\.log)", stderr)
     assert log is not None
-    assert re.search(f"the watchdog: {pattern}", Path(log[1]).read_text())
+    assert re.search(f"watchdog: {pattern}", Path(log[1]).read_text())
     host = socket.gethostname()
     names = {path.name for path in logs.iterdir()} - {"fault-0.happened"}
     assert names == {"launcher.log", f"ranks-{host}.json", f"hang-{host}.json"} | {
@@ -103,11 +109,14 @@ def test_watchdog_missing_rank_is_named_and_the_run_ends(
     assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
     # Afterwards, from the evidence that the watchdog has left.
     capsys.readouterr()
-    assert main(["debug", "hang", str(tmp_path / "run")]) == 0
+    assert main(["hang", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert re.match(sentence, shown), shown
-    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in shown
-    assert main(["debug", "hang", str(tmp_path / "run"), "--json"]) == 0
+    assert (
+        f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the watchdog ended the run"
+        in shown
+    )
+    assert main(["hang", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == [fault["rank"]]
 
 
@@ -138,7 +147,12 @@ def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_pat
     assert since is not None
     one = r"rank 0 waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\) \(step \d+, [a-z ]+\)"
     other = r"rank 1 waits in broadcast no\. \d+ of dp_shard \(ranks 0, 1\) \(step 30, updating"
-    check_sentence(f"the ranks are at odds: {one}, {other}", tmp_path, done.stderr, float(since[1]))
+    check_sentence(
+        f"the ranks call different collectives: {one}, {other}",
+        tmp_path,
+        done.stderr,
+        float(since[1]),
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +215,7 @@ def workers_of(pid: int) -> list[int]:
 # --------------------------------------------------------------------------- the pieces
 
 
-def seen(rank: int, **changes: object) -> Seen:
+def seen(rank: int, **changes: object) -> RankState:
     """A rank that waits in all_reduce no. 42."""
     values = {
         "step": 7,
@@ -209,10 +223,10 @@ def seen(rank: int, **changes: object) -> Seen:
         "seconds": 5.0,
         "state": "S (sleeping)",
         "channel": "futex_wait",
-        "calls": [Call("all ranks", 42, "all_reduce", [[8]])],
+        "calls": [OpenCollective("all ranks", 42, "all_reduce", [[8]])],
         "stack": ['File "/site/torch/distributed/distributed_c10d.py", line 3 in all_reduce'],
     }
-    return Seen(rank, **(values | changes))  # type: ignore[arg-type]
+    return RankState(rank, **(values | changes))  # type: ignore[arg-type]
 
 
 HERE = ['File "/home/me/mine/loader.py", line 12 in __next__']
@@ -242,9 +256,9 @@ VERDICTS = [
         "in step 7, waiting for data; the other waits in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0), seen(1), seen(2, calls=[Call("all ranks", 42, "broadcast", [[8]])])],
+        [seen(0), seen(1), seen(2, calls=[OpenCollective("all ranks", 42, "broadcast", [[8]])])],
         [2],
-        "the ranks are at odds: "
+        "the ranks call different collectives: "
         "rank 0 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
         "rank 1 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
         "rank 2 waits in broadcast no. 42 of all ranks (step 7, forward and backward)",
@@ -254,19 +268,19 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("ranks", "missing", "sentence"), VERDICTS)
 def test_verdict_names_the_missing_ranks(
-    ranks: list[Seen], missing: list[int], sentence: str
+    ranks: list[RankState], missing: list[int], sentence: str
 ) -> None:
-    assert verdict(ranks, len(ranks)) == (missing, sentence)
+    assert diagnose_hang(ranks, len(ranks)) == (missing, sentence)
 
 
 def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
     """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
     waits = seen(1, calls=[])
-    missing, sentence = verdict([seen(0), waits], 4)
+    missing, sentence = diagnose_hang([seen(0), waits], 4)
     assert missing == []
     assert "every rank of this host waits" in sentence
-    assert "who is missing is on another host" in sentence
-    assert "no rank is missing" in verdict([seen(0), waits], 2)[1]
+    assert "the missing rank is on another host" in sentence
+    assert "no rank is missing" in diagnose_hang([seen(0), waits], 2)[1]
 
 
 def test_step_limit_depends_on_the_measured_step() -> None:
@@ -313,13 +327,13 @@ def test_beat_writes_step_limit_and_site() -> None:
 def watch_myself() -> list[bool]:
     contact = start(0, 5.0, 10)
     measured(0.1)
-    watched = Watched(Contact(*contact))
+    probe = RankProbe(Contact(*contact))
     late = []
     for seconds in (0.0, 0.2, 4.9, 0.2):
         beat("step", 1) if not late else None
-        late.append(watched.look(seconds))
+        late.append(probe.is_late(seconds))
     beat("step", 2)
-    late.append(watched.look(100.0))  # a new line is never late
+    late.append(probe.is_late(100.0))  # a new line is never late
     return late
 
 
@@ -333,4 +347,7 @@ def test_main_stack_is_read_from_faulthandler_output() -> None:
         'Current thread 0x02 (most recent call first):\n  File "a b.py", line 3 in g\n'
         '  File "x.py", line 4 in <module>\n'
     )
-    assert main_stack(text) == ['File "a b.py", line 3 in g', 'File "x.py", line 4 in <module>']
+    assert parse_main_stack(text) == [
+        'File "a b.py", line 3 in g',
+        'File "x.py", line 4 in <module>',
+    ]

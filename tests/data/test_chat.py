@@ -26,11 +26,18 @@ from tests.chat import (
 )
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse
+from weft.data.chat import (
+    ChatEncoder,
+    EncodedConversation,
+    Example,
+    InvalidConversation,
+    load_chat_template,
+    parse_line,
+)
 from weft.data.conversations import check_chat, prepare_conversations
-from weft.data.dataset import Dataset, open_text
-from weft.data.inspect import inspect
-from weft.data.prepare import prepare_text
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.inspect import inspect_dataset
+from weft.data.prepare import prepare_data
 from weft.data.token_store import SplitName, Store
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "<b>&'"}}}
@@ -48,24 +55,24 @@ def section(path: Path | str, tokenizer: Path, **more: Any) -> DataSection:
     return DataSection.model_validate(values)
 
 
-def writer(tokenizer: Path, **more: Any) -> Writer:
-    return Writer(str(tokenizer), load_template(section(Path("x"), tokenizer, **more)))
+def writer(tokenizer: Path, **more: Any) -> ChatEncoder:
+    return ChatEncoder(str(tokenizer), load_chat_template(section(Path("x"), tokenizer, **more)))
 
 
-def encode(of: Writer, example: Example) -> Encoded:
-    [found] = of.encode([of.write(example)])
+def encode(of: ChatEncoder, example: Example) -> EncodedConversation:
+    [found] = of.encode([of.render_with_spans(example)])
     return found
 
 
-def pieces(of: Writer, found: Encoded) -> list[tuple[str, int]]:
+def pieces(of: ChatEncoder, found: EncodedConversation) -> list[tuple[str, int]]:
     """Every token with its mask."""
     names = [of.tokenizer.id_to_token(token) for token in found.tokens.tolist()]
-    return list(zip(names, found.learned.astype(int).tolist(), strict=True))
+    return list(zip(names, found.loss_mask.astype(int).tolist(), strict=True))
 
 
-def learned_text(of: Writer, found: Encoded) -> list[str]:
-    """The text of each run of learned tokens."""
-    edges = np.flatnonzero(np.diff(found.learned.astype(int), prepend=0, append=0)).reshape(-1, 2)
+def trained_text(of: ChatEncoder, found: EncodedConversation) -> list[str]:
+    """Return the text of each run of trained tokens."""
+    edges = np.flatnonzero(np.diff(found.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [
         of.tokenizer.decode(found.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges
     ]
@@ -94,7 +101,7 @@ def test_chat_token_ids_equal_those_of_transformers(
     if name == "marked" and conversation != "turns":
         # There a turn begins with blanks, which a byte-level tokenizer says are of no token, so
         # that transformers loses them.
-        assert found.learned.astype(int).tolist() == expected["assistant_masks"]
+        assert found.loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> None:
@@ -103,14 +110,14 @@ def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> Non
     tokenizer = write_tokenizer(tmp_path, LLAMA)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     messages = [TURNS[0], CALL, message("tool", "4"), message("assistant", "It is 4.")]
-    [example] = parse(json.dumps({"messages": messages, "tools": [TOOL]}).encode(), False)
+    [example] = parse_line(json.dumps({"messages": messages, "tools": [TOOL]}).encode(), False)
     ours = writer(tokenizer)
     found = encode(ours, example)
     assert found.tokens.tolist() == theirs.apply_chat_template(messages, tools=[TOOL])["input_ids"]
-    assert learned_text(ours, found) == ['{\n "name": "add"\n}<|eot_id|>', "It is 4.<|eot_id|>"]
+    assert trained_text(ours, found) == ['{\n "name": "add"\n}<|eot_id|>', "It is 4.<|eot_id|>"]
 
 
-# --------------------------------------------------------------------------- what is learned
+# --------------------------------------------------------------------------- loss mask
 
 
 def test_chat_mask_is_right_for_each_token(tmp_path: Path) -> None:
@@ -145,13 +152,13 @@ def test_chat_mask_is_right_for_each_token(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_chat_learned_tokens_are_the_assistants_turns(
+def test_chat_loss_mask_covers_the_assistant_turns(
     name: str, expected: list[str], tmp_path: Path
 ) -> None:
     ours = writer(write_tokenizer(tmp_path, TEMPLATES[name]))
-    assert learned_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
+    assert trained_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
     # Of a preference, only what comes after the prompt.
-    assert learned_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
+    assert trained_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
 
 
 def test_chat_template_with_and_without_marks_learns_the_same(tmp_path: Path) -> None:
@@ -163,17 +170,17 @@ def test_chat_template_with_and_without_marks_learns_the_same(tmp_path: Path) ->
     for messages in CONVERSATIONS.values():
         a, b = (encode(each, Example(messages, None, 0)) for each in (marked, cut))
         assert a.tokens.tolist() == b.tokens.tolist()
-        assert a.learned.tolist() == b.learned.tolist()
+        assert a.loss_mask.tolist() == b.loss_mask.tolist()
 
 
 def test_chat_turns_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     ours = writer(write_tokenizer(tmp_path, REASONING))
     thought = message("assistant", "4", reasoning="two and two")
-    one = parse(json.dumps({"messages": [TURNS[0], thought]}).encode(), False)[0]
-    assert learned_text(ours, encode(ours, one)) == ["<think>two and two</think>4<|im_end|>"]
-    two = parse(json.dumps({"messages": [TURNS[0], thought, *TURNS[2:]]}).encode(), False)[0]
-    with pytest.raises(Malformed, match=r"no generation blocks.*\(message 2\)"):
-        ours.write(two)
+    one = parse_line(json.dumps({"messages": [TURNS[0], thought]}).encode(), False)[0]
+    assert trained_text(ours, encode(ours, one)) == ["<think>two and two</think>4<|im_end|>"]
+    two = parse_line(json.dumps({"messages": [TURNS[0], thought, *TURNS[2:]]}).encode(), False)[0]
+    with pytest.raises(InvalidConversation, match=r"no generation blocks.*\(message 2\)"):
+        ours.render_with_spans(two)
 
 
 # --------------------------------------------------------------------------- lines
@@ -190,17 +197,17 @@ def test_chat_turns_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
 )
 def test_chat_prompt_and_answer_pairs_are_conversations(line: dict[str, Any]) -> None:
     expected = [message("user", "a?"), message("assistant", "b")]
-    assert parse(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
+    assert parse_line(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
 
 
 def test_chat_surrogate_pairs_become_one_character() -> None:
-    [example] = parse(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
+    [example] = parse_line(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
     assert example.messages[0]["content"] == "\U0001f642"
 
 
 def test_chat_system_and_input_fields_are_read() -> None:
     line = {"system": "s", "instruction": "a", "input": "i", "output": "b"}
-    [example] = parse(json.dumps(line).encode(), False)
+    [example] = parse_line(json.dumps(line).encode(), False)
     assert [m["content"] for m in example.messages] == ["s", "a\n\ni", "b"]
 
 
@@ -225,24 +232,24 @@ def test_chat_system_and_input_fields_are_read() -> None:
     ],
 )
 def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
-    chosen, rejected = parse(json.dumps(line).encode(), True)
+    chosen, rejected = parse_line(json.dumps(line).encode(), True)
     assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
     assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
 
 
 BAD = {
     '{"messages": [': "is not JSON",
-    "[1]": "is no JSON object",
+    "[1]": "is not a JSON object",
     '{"text": "x"}': "has no messages",
     '{"messages": []}': "empty conversation",
     '{"messages": [{"content": "x"}]}': "message 1 has no role",
     '{"messages": [{"role": "wizard", "content": "x"}]}': "the role 'wizard'",
     '{"messages": [{"role": "assistant"}]}': "message 1 has no content",
-    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant's turn",
-    '{"messages": [7]}': "message 1 is no JSON object",
-    '{"prompt": 3, "response": "x"}': "prompt is no text",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
+    '{"messages": [7]}': "message 1 is not a JSON object",
+    '{"prompt": 3, "response": "x"}': "prompt is not a string",
     '{"prompt": "a", "chosen": "x", "rejected": "y"}': "use data.format preferences",
-    r'{"prompt": "\ud83d", "response": "x"}': "half of a character",
+    r'{"prompt": "\ud83d", "response": "x"}': "has a lone surrogate",
     "\udcff": "is not UTF-8",
 }
 
@@ -253,17 +260,17 @@ def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
     text = "\n".join([good, "", *BAD, good])
     (tmp_path / "bad.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InvalidConfig) as caught:
-        prepare_text(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
+        prepare_data(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
     [problem] = caught.value.problems
     lines = problem.rule.splitlines()
-    assert lines[0] == f"{len(BAD)} lines are no conversation:"
+    assert lines[0] == f"has {len(BAD)} lines that are not a conversation:"
     for number, (line, what) in enumerate(list(BAD.items())[:10], 3):
         assert lines[number - 2].startswith(f"  bad.jsonl:{number}: "), line
         assert what in lines[number - 2]
     assert lines[-1] == "  and 3 more"
     for line, what in BAD.items():
-        with pytest.raises(Malformed, match=what):
-            parse(line.encode("utf-8", "surrogateescape"), False)
+        with pytest.raises(InvalidConversation, match=what):
+            parse_line(line.encode("utf-8", "surrogateescape"), False)
     assert not list((tmp_path / "cache").rglob("*.bin*"))
 
 
@@ -271,22 +278,22 @@ def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
     ("line", "what"),
     [
         ({"prompt": "a", "chosen": "b"}, "has no rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, "prompt is neither"),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, "chosen or rejected is neither"),
-        ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant's turn"),
+        ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant turn"),
     ],
 )
 def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> None:
-    with pytest.raises(Malformed, match=what):
-        parse(json.dumps(line).encode(), True)
+    with pytest.raises(InvalidConversation, match=what):
+        parse_line(json.dumps(line).encode(), True)
 
 
 def test_chat_error_raised_by_a_template_has_its_place(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
     with pytest.raises(InvalidConfig, match=r"a\.jsonl:2: .*must alternate") as caught:
-        prepare_text(section(file, tokenizer), tmp_path / "cache")
+        prepare_data(section(file, tokenizer), tmp_path / "cache")
     assert "tokenizer_config.json" in caught.value.problems[0].remedy
     assert {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()} == {"lock"}
 
@@ -294,39 +301,39 @@ def test_chat_error_raised_by_a_template_has_its_place(tmp_path: Path) -> None:
 def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     text = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     ours = writer(write_tokenizer(tmp_path, text))
-    with pytest.raises(Malformed, match=r"unsafe"):
-        ours.write(Example(TURNS, None, 0))
+    with pytest.raises(InvalidConversation, match=r"unsafe"):
+        ours.render_with_spans(Example(TURNS, None, 0))
     ours = writer(write_tokenizer(tmp_path / "b", "{{ messages.append(1) }}"))
-    with pytest.raises(Malformed, match=r"not safely|unsafe"):
-        ours.write(Example(TURNS, None, 0))
+    with pytest.raises(InvalidConversation, match=r"not safely|unsafe"):
+        ours.render_with_spans(Example(TURNS, None, 0))
 
 
 def test_load_template_finds_each_source(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path, "in the config")
-    source = load_template(section(Path("x"), tokenizer)).sources
+    source = load_chat_template(section(Path("x"), tokenizer)).sources
     assert source == {"default": "in the config"}
     several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     write_tokenizer(tmp_path, "", chat_template=several)
-    template = load_template(section(Path("x"), tokenizer))
+    template = load_chat_template(section(Path("x"), tokenizer))
     assert template.sources == {"default": "d", "tool_use": "t"}
     assert template.render(Example(TURNS, [TOOL], 0), 1, False) == "t"
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface/chat_template.jinja").write_text("of the import")
-    assert load_template(section(Path("x"), tokenizer)).sources == {"default": "of the import"}
+    assert load_chat_template(section(Path("x"), tokenizer)).sources == {"default": "of the import"}
     (tmp_path / "chat_template.jinja").write_text("beside")
-    assert load_template(section(Path("x"), tokenizer)).sources == {"default": "beside"}
+    assert load_chat_template(section(Path("x"), tokenizer)).sources == {"default": "beside"}
     (tmp_path / "mine.jinja").write_text("mine")
     chosen = section(Path("x"), tokenizer, chat_template=str(tmp_path / "mine.jinja"))
-    assert load_template(chosen).sources == {"default": "mine"}
+    assert load_chat_template(chosen).sources == {"default": "mine"}
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "rule"),
     [
-        ({"tokenizer": "train"}, "data.tokenizer", "is for text"),
+        ({"tokenizer": "train"}, "data.tokenizer", "is only for text"),
         ({"chat_template": "/nowhere.jinja"}, "data.chat_template", "does not exist"),
         ({"path": "python-stdlib"}, "data.path", "holds no conversations"),
-        ({"path": "hf://:config"}, "data.path", "is no data set's name"),
+        ({"path": "hf://:config"}, "data.path", "is not the name of a dataset"),
         ({"path": "/nowhere.jsonl"}, "data.path", "does not exist"),
     ],
 )
@@ -355,7 +362,7 @@ def test_chat_mistakes_in_a_mixture_name_its_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "rule"),
-    [("{% if %}", "is no chat template: line 1"), ("", "neither chat_template.jinja nor")],
+    [("{% if %}", "is not a chat template: line 1"), ("", "neither chat_template.jinja nor")],
 )
 def test_chat_without_a_template_is_refused(template: str, rule: str, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "m", template)
@@ -383,55 +390,55 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     (tmp_path / "data/c.jsonl.zst").write_bytes(zstandard.compress(packed))
     (tmp_path / "data/README.md").write_text("not a conversation")
     chosen = section(tmp_path / "data", tokenizer, validation_fraction=0.1)
-    text = prepare_text(chosen, tmp_path / "cache")
+    text = prepare_data(chosen, tmp_path / "cache")
     store = text.sources[0].store
     assert store.manifest.kind == "chat"
     assert store.manifest.files == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
     ours, seen = writer(tokenizer), {}
     for split in ("train", "validation"):
         begin = 0
-        stream, learned = store.tokens(split), store.learned(split)
-        assert learned is not None
+        stream, loss_mask = store.tokens(split), store.loss_mask(split)
+        assert loss_mask is not None
         for end, file, line in store.index(split).tolist():
             at = np.array([begin])
-            tokens, mask = (s.window(at, end - begin)[0] for s in (stream, learned))
+            tokens, mask = (s.read_windows(at, end - begin)[0] for s in (stream, loss_mask))
             expected = lines[[0, 20, 40][file] + line - 1] if (file, line) != (0, 21) else lines[3]
             found = encode(ours, Example(expected["messages"], None, 0))
             assert tokens.tolist() == found.tokens.tolist()
-            assert mask.tolist() == found.learned.astype(int).tolist()
+            assert mask.tolist() == found.loss_mask.astype(int).tolist()
             seen[file, line] = split
             begin = end
-        assert begin == len(stream) == len(learned)
+        assert begin == len(stream) == len(loss_mask)
     assert len(seen) == 61
     assert list(seen.values()).count("validation") in (6, 7)
     assert seen[0, 4] == seen[0, 21]  # copies are on one side
 
     # The next time it is there; and as a store of its own.
     before = {file: file.stat().st_mtime_ns for file in store.path.iterdir()}
-    again = prepare_text(chosen, tmp_path / "cache")
-    assert again.fingerprint == text.fingerprint == open_text(store.path).fingerprint
+    again = prepare_data(chosen, tmp_path / "cache")
+    assert again.fingerprint == text.fingerprint == open_dataset(store.path).fingerprint
     assert {file: file.stat().st_mtime_ns for file in store.path.iterdir()} == before
-    own = prepare_text(section(store.path, tokenizer), tmp_path / "other")
+    own = prepare_data(section(store.path, tokenizer), tmp_path / "other")
     assert own.fingerprint == text.fingerprint
     # Another template is another store.
     (tmp_path / "t.jinja").write_text(CHATML)
-    other = prepare_text(
+    other = prepare_data(
         chosen.model_copy(update={"chat_template": str(tmp_path / "t.jinja")}), tmp_path / "cache"
     )
     assert other.fingerprint != text.fingerprint
-    # What is learned is part of the content.
+    # The loss mask is part of the content.
     file = store.path / "train-00000.learned"
     file.write_bytes(b"\1" * file.stat().st_size)
     with pytest.raises(InvalidConfig, match=r"train-00000\.learned is damaged"):
-        prepare_text(section(store.path, tokenizer), tmp_path / "other")
+        prepare_data(section(store.path, tokenizer), tmp_path / "other")
 
 
-def test_data_inspect_shows_learned_tokens(tmp_path: Path) -> None:
+def test_data_inspect_shows_trained_tokens(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
     file = write_lines(tmp_path / "a.jsonl", [conversation(i) for i in range(10)])
-    text = prepare_text(section(file, tokenizer), tmp_path / "cache")
-    lines = list(inspect(text, 2))
-    assert any("tokens of a document" in line for line in lines)
+    text = prepare_data(section(file, tokenizer), tmp_path / "cache")
+    lines = list(inspect_dataset(text, 2))
+    assert any("tokens per document" in line for line in lines)
     [at] = [i for i, line in enumerate(lines) if line == "-- a.jsonl:1"]
     said = (
         "<|im_start|>user\nit is what 0?<|im_end|>\n<|im_start|>assistant\n[[it is 0<|im_end|>]]\n"
@@ -445,13 +452,17 @@ def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
     whole = "".join(json.dumps(conversation(i)) + "\n" for i in range(100)).encode()
     squeezed, packed = gzip.compress(whole), zstandard.compress(whole)
     for name, data, rule in (
-        ("a.jsonl.gz", squeezed[: len(squeezed) // 2], "the compressed file is cut off"),
+        ("a.jsonl.gz", squeezed[: len(squeezed) // 2], "the compressed file is truncated"),
         ("b.jsonl.gz", b"no gzip", r"b\.jsonl\.gz:1: the compressed file is damaged"),
         ("c.jsonl.zst", b"no zstd", r"c\.jsonl\.zst:1: the compressed file is damaged"),
-        ("d.jsonl.zst", packed[:-3], "the compressed file is cut off"),
-        ("e.jsonl.zst", packed + packed[:5], r"e\.jsonl\.zst:101: the compressed file is cut off"),
+        ("d.jsonl.zst", packed[:-3], "the compressed file is truncated"),
+        (
+            "e.jsonl.zst",
+            packed + packed[:5],
+            r"e\.jsonl\.zst:101: the compressed file is truncated",
+        ),
         ("f.jsonl", whole.decode().encode("utf-16"), "the file is UTF-16"),
-        ("g.jsonl", b'{"messages": "' + b"x" * (50 << 20) + b'"}', "messages is no list"),
+        ("g.jsonl", b'{"messages": "' + b"x" * (50 << 20) + b'"}', "messages is not a list"),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InvalidConfig, match=rule):
@@ -504,7 +515,7 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
     ):
         chosen = section(path, tokenizer, validation_fraction=0.1)
         assert check_chat(chosen) == []
-        stores[path] = prepare_text(chosen, tmp_path / "cache").sources[0].store
+        stores[path] = prepare_data(chosen, tmp_path / "cache").sources[0].store
     # A table's row is another text than a line, so others may be held out; of all it is the same.
     everything = {
         tuple(sorted(tokens_of(store, "train") + tokens_of(store, "validation")))
@@ -516,7 +527,7 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
 
 def tokens_of(store: Store, split: SplitName) -> list[tuple[int, ...]]:
     ends = store.index(split)[:, 0].tolist()
-    found = store.tokens(split).window(np.array([0]), ends[-1])[0].tolist()
+    found = store.tokens(split).read_windows(np.array([0]), ends[-1])[0].tolist()
     return [tuple(found[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
@@ -534,7 +545,7 @@ def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:
         prepare_conversations(chosen, tmp_path / "cache")
     rows = [{"messages": [{"role": "user", "content": b"\xff"}]}] * 2
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(InvalidConfig, match=r"a\.parquet:1: is no JSON: .*bytes"):
+    with pytest.raises(InvalidConfig, match=r"a\.parquet:1: is not JSON-serializable: .*bytes"):
         prepare_conversations(chosen, tmp_path / "cache")
 
 

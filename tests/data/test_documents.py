@@ -19,9 +19,9 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import documents as reading
 from weft.data import workers
-from weft.data.prepare import prepare, prepare_text
+from weft.data.prepare import prepare_data, prepare_store
 from weft.data.prepared_cache import Progress
-from weft.data.token_shards import PIECE_BYTES, in_pieces
+from weft.data.token_shards import CHUNK_BYTES, split_chunks
 from weft.data.token_store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def section(path: Path | str, **changes: object) -> DataSection:
 
 def decoded(store: Store, name: str) -> list[str]:
     stream = store.tokens(name)  # type: ignore[arg-type]
-    ids = stream.window(np.array([0]), len(stream))[0]
+    ids = stream.read_windows(np.array([0]), len(stream))[0]
     ends = np.flatnonzero(ids == store.manifest.separator)
     parts = np.split(ids, ends + 1)[:-1]
     tokenizer = store.tokenizer()  # read once
@@ -58,14 +58,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "READ_ALONE_BYTES", 1)
-    monkeypatch.setattr(reading, "ENCODE_ALONE_BYTES", 1)
+    monkeypatch.setattr(reading, "MIN_PARALLEL_READ_BYTES", 1)
+    monkeypatch.setattr(reading, "MIN_PARALLEL_ENCODE_BYTES", 1)
     monkeypatch.setattr(workers, "num_cores", lambda: 2)
 
 
 def test_prepare_each_document_is_whole_in_one_split(tmp_path: Path) -> None:
     given = texts(800)
-    store = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
+    store = prepare_store(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
     train, held = decoded(store, "train"), decoded(store, "validation")
     assert sorted(train + held) == sorted(given)
     assert (store.manifest.train.documents, store.manifest.validation.documents) == (
@@ -84,14 +84,14 @@ def test_prepare_by_several_processes_equals_one(tmp_path: Path, several_process
         write_lines(folder / f"{n}.jsonl", texts(120, n))
     (folder / "g.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
     (folder / "README.md").write_text("about them")
-    store = prepare(section(folder), tmp_path / "two", shard_bytes=SHARD)
+    store = prepare_store(section(folder), tmp_path / "two", shard_bytes=SHARD)
     assert len(store.manifest.train.shards) > 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "num_cores", lambda: 1)
-        alone = prepare(section(folder), tmp_path / "one", shard_bytes=SHARD)
+        alone = prepare_store(section(folder), tmp_path / "one", shard_bytes=SHARD)
     assert contents(store.path) == contents(alone.path)
     # Where a shard ends changes no document.
-    large = prepare(section(folder), tmp_path / "one")
+    large = prepare_store(section(folder), tmp_path / "one")
     assert len(large.manifest.train.shards) < len(store.manifest.train.shards)
     for name in ("train", "validation"):
         assert decoded(large, name) == decoded(store, name)
@@ -99,9 +99,9 @@ def test_prepare_by_several_processes_equals_one(tmp_path: Path, several_process
 
 def test_prepare_more_documents_move_none_to_another_split(tmp_path: Path) -> None:
     given = texts(400)
-    one = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
+    one = prepare_store(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
     more = [*texts(60, 1), *given, *texts(60, 2), *given[:100]]
-    two = prepare(section(write_lines(tmp_path / "y.jsonl", more)), tmp_path / "c")
+    two = prepare_store(section(write_lines(tmp_path / "y.jsonl", more)), tmp_path / "c")
     assert set(decoded(one, "validation")) <= set(decoded(two, "validation"))
     assert set(decoded(one, "train")) <= set(decoded(two, "train"))
     assert not set(decoded(two, "train")) & set(decoded(two, "validation"))  # nor do copies
@@ -109,38 +109,40 @@ def test_prepare_more_documents_move_none_to_another_split(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Path) -> None:
-    store = prepare(
+    store = prepare_store(
         section(write_lines(tmp_path / "x.jsonl", texts(count)), validation_fraction=0.001),
         tmp_path / "c",
     )
     assert store.manifest.validation.documents == 1
     assert store.manifest.train.documents == count - 1
-    again = prepare(section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c")
+    again = prepare_store(section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c")
     assert again == store
     write_lines(tmp_path / "x.jsonl", ["alone"])
     with pytest.raises(InvalidConfig, match="too little text"):
-        prepare(section(tmp_path / "x.jsonl"), tmp_path / "c")
+        prepare_store(section(tmp_path / "x.jsonl"), tmp_path / "c")
 
 
 def test_prepare_unchanged_file_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(300))
-    store = prepare(section(file), tmp_path / "c")
-    changed = prepare(section(file, text_field="text", validation_fraction=0.2), tmp_path / "c")
+    store = prepare_store(section(file), tmp_path / "c")
+    changed = prepare_store(
+        section(file, text_field="text", validation_fraction=0.2), tmp_path / "c"
+    )
     assert changed.path != store.path
     with monkeypatch.context() as patch:
-        patch.setattr("weft.data.documents.documents", None)  # nothing can be read
-        assert prepare(section(file), tmp_path / "c") == store
+        patch.setattr("weft.data.documents.read_documents", None)  # nothing can be read
+        assert prepare_store(section(file), tmp_path / "c") == store
     write_lines(file, texts(301))
-    assert prepare(section(file), tmp_path / "c").path != store.path
+    assert prepare_store(section(file), tmp_path / "c").path != store.path
 
 
 def test_prepare_mixture_of_formats_shares_a_tokenizer(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "web.jsonl", texts(300))
     (tmp_path / "book.txt").write_text("A book of another kind.\n" * 500)
     mixture = {str(lines): 1.0, str(tmp_path / "book.txt"): 1.0}
-    text = prepare_text(section("python-stdlib", mixture=mixture), tmp_path / "c")
+    text = prepare_data(section("python-stdlib", mixture=mixture), tmp_path / "c")
     hashes = {source.store.manifest.tokenizer_hash for source in text.sources}
     assert len(hashes) == 1
     learnt = text.sources[0].store.tokenizer().get_vocab()
@@ -150,17 +152,17 @@ def test_prepare_mixture_of_formats_shares_a_tokenizer(tmp_path: Path) -> None:
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from weft.data.prepare import prepare
+from weft.data.prepare import prepare_store
 from weft.data import documents, workers
 from weft.config.schema import DataSection
-documents.READ_ALONE_BYTES = documents.ENCODE_ALONE_BYTES = 1
+documents.MIN_PARALLEL_READ_BYTES = documents.MIN_PARALLEL_ENCODE_BYTES = 1
 workers.num_cores = lambda: int(sys.argv[4])
 def die(progress):
     made = list(Path(sys.argv[2]).glob("stores/*/*-*.json"))
-    if progress.message == "tokenising" and len(made) > 6:
+    if progress.message == "tokenizing" and len(made) > 6:
         os.kill(os.getpid(), signal.SIGKILL)
 if __name__ == "__main__":
-    prepare(DataSection(path=sys.argv[1], vocab_size=300), Path(sys.argv[2]), die,
+    prepare_store(DataSection(path=sys.argv[1], vocab_size=300), Path(sys.argv[2]), die,
             shard_bytes=int(sys.argv[3]))
 """
 
@@ -171,7 +173,7 @@ def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_p
     folder.mkdir()
     write_lines(folder / "0.jsonl", texts(400))
     (folder / "1.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
-    whole = prepare(section(folder), tmp_path / "one", shard_bytes=SHARD)
+    whole = prepare_store(section(folder), tmp_path / "one", shard_bytes=SHARD)
     (tmp_path / "kill.py").write_text(KILL)
     arguments = [tmp_path / "kill.py", folder, tmp_path / "two", SHARD, cores]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -182,7 +184,7 @@ def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_p
     before = {file.name: file.stat().st_mtime_ns for file in half.glob("*-*.bin")}
     assert not (half / "store.json").exists()
     assert 3 <= len(before) < len(list(whole.path.glob("*-*.bin")))
-    resumed = prepare(section(folder), tmp_path / "two", shard_bytes=SHARD)
+    resumed = prepare_store(section(folder), tmp_path / "two", shard_bytes=SHARD)
     assert contents(resumed.path) == contents(whole.path)
     kept = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
     assert len(kept) >= len(before) - 2 * cores  # at most those without a receipt are made again
@@ -193,14 +195,14 @@ def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl.gz"
     lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
     file.write_bytes(gzip.compress(lines))
-    store = prepare(section(file), tmp_path / "c", shard_bytes=SHARD)
+    store = prepare_store(section(file), tmp_path / "c", shard_bytes=SHARD)
     before = contents(store.path)
     assert len(store.manifest.train.shards) > 5
     for number in (0, 2, 3, 5):
         (store.path / f"train-00000-{number:05d}.json").unlink()
     sorted(store.path.glob("validation-*.bin"))[1].unlink()
     (store.path / "store.json").unlink()
-    prepare(section(file), tmp_path / "c", shard_bytes=SHARD)
+    prepare_store(section(file), tmp_path / "c", shard_bytes=SHARD)
     assert contents(store.path) == before
 
 
@@ -209,7 +211,7 @@ def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
 
 def refused(tmp_path: Path, path: Path | str, **changes: object) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        prepare(section(path, **changes), tmp_path / "c")
+        prepare_store(section(path, **changes), tmp_path / "c")
     assert not list((tmp_path / "c").glob("*/*")), "something was left behind"
     return str(caught.value)
 
@@ -225,7 +227,7 @@ def test_prepare_broken_line_behind_many_is_found_quickly(
     assert "x.jsonl, line 200000: is not JSON: Invalid control character" in refusal or (
         "x.jsonl, line 200000: is not JSON: Unterminated string" in refusal
     )
-    assert "a line or row is no document" in refusal
+    assert "a line or row that is not a document" in refusal
     assert time.monotonic() - began < 12  # some 0.8 on a quiet machine
 
 
@@ -238,15 +240,15 @@ def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"text": "x"}\n' * 1000)
     (folder / "c.jsonl.gz").write_bytes(whole[:-8])  # all lines are there, but not the checksum
     refusal = refused(tmp_path, folder)
-    assert "22 lines or rows are no document" in refusal
+    assert "has 22 lines or rows that are not a document" in refusal
     assert "a.jsonl, line 2: has no field 'text'; it has body" in refusal
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
     assert "and 12 more" in refusal
-    assert "--data.invalid_utf8 skip" in refusal
-    assert "in data.text_field (chats: data.format chat)" in refusal
+    assert "data.invalid_utf8=skip" in refusal
+    assert "set data.text_field to the field with the text (for chats: data.format=chat)" in refusal
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").unlink()
-    assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)
+    assert "c.jsonl.gz, line 1001: the compressed file is truncated" in refused(tmp_path, folder)
 
 
 def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     assert "the column 'n' holds int64, not text" in refused(
         tmp_path, tmp_path / "x.parquet", text_field="n"
     )
-    assert prepare(section(tmp_path / "x.parquet", text_field="content"), tmp_path / "d")
+    assert prepare_store(section(tmp_path / "x.parquet", text_field="content"), tmp_path / "d")
     (tmp_path / "bad.parquet").write_bytes(b"no Parquet")
     assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
 
@@ -277,21 +279,21 @@ def test_prepare_table_without_rows_is_refused(tmp_path: Path) -> None:
 def test_prepare_empty_documents_are_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", [*texts(30), "", " \n", ""])
     said: list[str] = []
-    store = prepare(section(file), tmp_path / "c", lambda p: said.append(p.message))
+    store = prepare_store(section(file), tmp_path / "c", lambda p: said.append(p.message))
     assert store.manifest.empty_documents == 3
     places = "; ".join(f"x.jsonl, line {number}" for number in (31, 32, 33))
-    assert f"left out 3 that are empty: {places}" in said
+    assert f"skipped 3 documents that are empty: {places}" in said
     write_lines(file, ["", ""])
-    assert "holds no documents but 2 empty ones" in refused(tmp_path / "other", file)
+    assert "holds no documents except 2 empty ones" in refused(tmp_path / "other", file)
 
 
 def test_prepare_invalid_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(50))
     with file.open("ab") as out:
         out.write(b'{"text": "bad \xff"}\n')
-    skipped = prepare(section(file, invalid_utf8="skip"), tmp_path / "c")
+    skipped = prepare_store(section(file, invalid_utf8="skip"), tmp_path / "c")
     assert (skipped.manifest.skipped_files, skipped.manifest.replaced_files) == (1, 0)
-    replaced = prepare(section(file, invalid_utf8="replace"), tmp_path / "c")
+    replaced = prepare_store(section(file, invalid_utf8="replace"), tmp_path / "c")
     assert (replaced.manifest.skipped_files, replaced.manifest.replaced_files) == (0, 1)
     assert "bad \ufffd" in decoded(replaced, "train") + decoded(replaced, "validation")
 
@@ -306,11 +308,11 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from weft.data.prepare import prepare\n"
+        "from weft.data.prepare import prepare_store\n"
         "from weft.config.schema import DataSection\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
-        "store = prepare(section, Path(sys.argv[2]))\n"
+        "store = prepare_store(section, Path(sys.argv[2]))\n"
         "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "assert store.manifest.train.bytes + store.manifest.validation.bytes > 50_000_000\n"
         "print((after - before) // 1024)\n"
@@ -325,8 +327,8 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
     )
     assert int(done.stdout) < 10 * 52
     data = book.encode()
-    pieces = list(in_pieces(data))
-    assert max(end - begin for begin, end in pieces) <= PIECE_BYTES
+    pieces = list(split_chunks(data))
+    assert max(end - begin for begin, end in pieces) <= CHUNK_BYTES
     assert b"".join(data[begin:end] for begin, end in pieces) == data
 
 
@@ -338,5 +340,5 @@ def test_prepare_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
             write_lines(file, texts(60))
 
     with pytest.raises(InvalidConfig, match="changed while it was being prepared"):
-        prepare(section(file), tmp_path / "c", spoil)
+        prepare_store(section(file), tmp_path / "c", spoil)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))

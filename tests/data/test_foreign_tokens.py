@@ -10,11 +10,11 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.loader import IGNORE, samples_of
-from weft.data.prepare import prepare, prepare_text
-from weft.data.prepared_cache import Progress, open_verified
+from weft.data.loader import IGNORE_INDEX, build_mixture
+from weft.data.prepare import prepare_data, prepare_store
+from weft.data.prepared_cache import Progress, open_verified_store
 from weft.data.token_store import Store, open_store
-from weft.data.tokenizer import separator_id, train_tokenizer
+from weft.data.tokenizer import find_separator, train_tokenizer
 
 CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -29,7 +29,7 @@ def tokenizer(tmp_path: Path) -> Path:
 def separator(tokenizer: Path) -> int:
     from weft.data.tokenizer import load_tokenizer
 
-    return separator_id(load_tokenizer(tokenizer)[0], "")
+    return find_separator(load_tokenizer(tokenizer)[0], "")
 
 
 def documents(count: int, end: int | None, top: int = 280) -> list[list[int]]:
@@ -65,13 +65,13 @@ def silent(progress: Progress) -> None:
 
 def open_it(path: Path | str, tokenizer: Path, tmp_path: Path, **more: object) -> Store:
     given = {"path": str(path), "tokenizer": str(tokenizer)} | more
-    return prepare(DataSection.model_validate(given), tmp_path / "c")
+    return prepare_store(DataSection.model_validate(given), tmp_path / "c")
 
 
 def ids(store: Store) -> list[int]:
     """Of both splits, in the order of the files."""
     streams = [store.tokens("train"), store.tokens("validation")]
-    return [i for s in streams for i in s.window(np.array([0]), len(s))[0].tolist()]
+    return [i for s in streams for i in s.read_windows(np.array([0]), len(s))[0].tolist()]
 
 
 def flat(given: list[list[int]]) -> list[int]:
@@ -93,14 +93,14 @@ def test_prepare_megatron_tokens_are_used_in_place(
     assert manifest.train.documents + manifest.validation.documents == 300
     assert 0.04 < manifest.validation.tokens / len(flat(given)) < 0.06
     assert ids(store)[manifest.train.tokens - 1] == manifest.separator  # cut between documents
-    assert open_verified(store.path, tmp_path / "c", silent) == store
+    assert open_verified_store(store.path, tmp_path / "c", silent) == store
     # A copy of the same tokens would have the same content, wherever it lies.
     with (tmp_path / "m_document.bin").open("r+b") as file:
         file.write(b"\1")
     with pytest.raises(
         InvalidConfig, match=r"m_document\.bin is damaged.* restore .*m_document\.bin"
     ):
-        open_verified(store.path, tmp_path / "c", silent)
+        open_verified_store(store.path, tmp_path / "c", silent)
     (tmp_path / "m_document.bin").write_bytes(b"short")
     with pytest.raises(InvalidConfig, match="has 5 bytes"):
         open_store(store.path)
@@ -172,19 +172,21 @@ def test_best_fit_takes_what_comes_after_the_last_separator(
         write_llm_c(tmp_path / f"{name}.bin", flat(part))
     chosen = {"path": str(tmp_path / "*.bin"), "tokenizer": str(tokenizer), "packing": "best_fit"}
     section = DataSection.model_validate(chosen)
-    text = prepare_text(section, tmp_path / "c")
+    text = prepare_data(section, tmp_path / "c")
     for split, every in (("train", flat(given)), ("validation", [5, 6, 7, 8])):
-        [samples] = samples_of(text, split, 64, section, 0).sources  # type: ignore[arg-type]
-        targets = samples.rows(np.arange(len(samples))).targets_BT
+        [samples] = build_mixture(text, split, 64, section, 0).sources  # type: ignore[arg-type]
+        targets = samples.get_batch(np.arange(len(samples))).targets_BT
         # Each token but the first of a document is a target, once.
         firsts = [0] + [place + 1 for place, token in enumerate(every[:-1]) if token == end]
         rest = [token for place, token in enumerate(every) if place not in firsts]
-        assert sorted(targets[targets != IGNORE].tolist()) == sorted(rest)
+        assert sorted(targets[targets != IGNORE_INDEX].tolist()) == sorted(rest)
 
 
 def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 3, 4, separator(tokenizer)], "<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(InvalidConfig, match=r"too few tokens \(5\): nothing is left to hold out"):
+    with pytest.raises(
+        InvalidConfig, match=r"too few tokens \(5\): none is left for the validation set"
+    ):
         open_it(tmp_path / "x.bin", tokenizer, tmp_path)
 
 
@@ -200,9 +202,9 @@ def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None
     section = DataSection(
         mixture={str(folder): 1.0, str(tmp_path / "words.txt"): 1.0}, tokenizer=str(tokenizer)
     )
-    text = prepare_text(section, tmp_path / "c")
-    mixture = samples_of(text, "train", 16, section, 0)
-    rows = mixture.sources[0].rows(np.arange(4)).tokens_BT
+    text = prepare_data(section, tmp_path / "c")
+    mixture = build_mixture(text, "train", 16, section, 0)
+    rows = mixture.sources[0].get_batch(np.arange(4)).tokens_BT
     assert rows.flatten().tolist() == given[:64]
     assert text.sources[0].store.manifest.validation.tokens == 300
 
@@ -210,9 +212,9 @@ def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None
 def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 289, 300, 5], "<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(InvalidConfig) as caught:
-        prepare(DataSection(path=str(tmp_path / "x.bin")), tmp_path / "c")
+        prepare_store(DataSection(path=str(tmp_path / "x.bin")), tmp_path / "c")
     assert "data.tokenizer" in str(caught.value)
-    assert "must be the one that made the tokens" in str(caught.value)
+    assert "already holds tokens" in str(caught.value)
     with pytest.raises(InvalidConfig) as caught:
         open_it(tmp_path / "x.bin", tokenizer, tmp_path)
     assert "data.tokenizer" in str(caught.value)
@@ -227,20 +229,20 @@ def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Pa
         return str(caught.value)
 
     (tmp_path / "odd.bin").write_bytes(b"odd")
-    assert "not of 16-bit tokens either" in told("odd.bin")
+    assert "an odd number of bytes" in told("odd.bin")
     write_llm_c(tmp_path / "cut.bin", [1, 2, 3, 4])
     (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-2])
-    assert "lacks 2 bytes of the 4 tokens" in told("cut.bin")
+    assert "lacks 2 bytes for the 4 tokens" in told("cut.bin")
     write_megatron(tmp_path / "m", documents(10, None), "uint16")
     index = (tmp_path / "m.idx").read_bytes()
     for change, rule in (
-        (index[:50], "is cut off"),
-        (b"x" + index[1:], "not an index of Megatron-LM's"),
+        (index[:50], "is truncated"),
+        (b"x" + index[1:], "not an index of Megatron-LM"),
         (index[:9] + struct.pack("<Q", 2) + index[17:], "has version 2, not 1"),
-        (index[:17] + b"\x07" + index[18:], "tokens are of type 7: float32"),
+        (index[:17] + b"\x07" + index[18:], "unsupported token type 7 (float32)"),
     ):
         (tmp_path / "m.idx").write_bytes(change)
         assert rule in told("m.bin")
     (tmp_path / "m.idx").write_bytes(index)
     (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
-    assert "names tokens up to byte" in told("m.bin")
+    assert "refers to byte" in told("m.bin")

@@ -19,11 +19,11 @@ import zstandard
 from tests.harness import run_ranks
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.chat import load_template
-from weft.data.dataset import open_text, write_mixture
-from weft.data.prepare import prepare
-from weft.data.prepared_cache import Progress, open_verified
-from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
+from weft.data.chat import load_chat_template
+from weft.data.dataset import open_dataset, write_mixture
+from weft.data.prepare import prepare_store
+from weft.data.prepared_cache import Progress, open_verified_store
+from weft.data.tokenizer import find_separator, load_tokenizer, train_tokenizer
 
 MUTATIONS = 40  # of each file, in the default suite
 
@@ -63,7 +63,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 def refusal_and_growth(path: str) -> tuple[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InvalidConfig) as caught:
-        prepare(DataSection(path=path), Path(path).parent / "cache")
+        prepare_store(DataSection(path=path), Path(path).parent / "cache")
     return str(caught.value), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
 
 
@@ -120,7 +120,7 @@ def write_sources(folder: Path) -> dict[str, Path]:
 def prepared_or_refused(section: DataSection, cache: Path) -> bool:
     """Nothing but a store or an `InvalidConfig` comes out, and no half of a store is left."""
     try:
-        store = prepare(section, cache)
+        store = prepare_store(section, cache)
     except InvalidConfig:
         assert not list(cache.glob("stores/*/*.tmp"))
         return False
@@ -152,15 +152,15 @@ def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path)
     section = DataSection(
         path=str(write_sources(tmp_path)["jsonl"]), tokenizer=str(tmp_path / "tokenizer.json")
     )
-    store = prepare(section, tmp_path / "cache")
+    store = prepare_store(section, tmp_path / "cache")
     file = store.path / name
     data, rng = file.read_bytes(), random.Random(name)
     for _ in range(MUTATIONS):
         file.write_bytes(mutated(data, rng))
         try:
-            opened = open_verified(store.path, tmp_path / "cache", silent)
+            opened = open_verified_store(store.path, tmp_path / "cache", silent)
             tokenizer, _ = load_tokenizer(store.path / "tokenizer.json")
-            separator_id(tokenizer, store.path / "tokenizer.json")
+            find_separator(tokenizer, store.path / "tokenizer.json")
         except InvalidConfig:
             continue
         assert len(opened.tokens("train")) == opened.manifest.train.tokens
@@ -168,14 +168,14 @@ def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path)
 
 def test_open_text_changed_mixture_is_read_or_refused(tmp_path: Path) -> None:
     section = DataSection(path=str(write_sources(tmp_path)["jsonl"]), vocab_size=280)
-    store = prepare(section, tmp_path / "cache")
+    store = prepare_store(section, tmp_path / "cache")
     mixture = write_mixture({"a": 1.0, "b": 2.0}, [store, store], tmp_path / "m").path
     file, rng = mixture / "mixture.json", random.Random(0)
     data = file.read_bytes()
     for _ in range(MUTATIONS):
         file.write_bytes(mutated(data, rng))
         try:
-            open_text(mixture)
+            open_dataset(mixture)
         except InvalidConfig:
             continue
 
@@ -191,6 +191,6 @@ def test_load_template_changed_bytes_are_read_or_refused(tmp_path: Path) -> None
     for _ in range(MUTATIONS):
         (tmp_path / "tokenizer_config.json").write_bytes(mutated(data, rng))
         try:
-            load_template(section)
+            load_chat_template(section)
         except InvalidConfig:
             continue

@@ -9,9 +9,9 @@ import pytest
 
 from tests.data.test_documents import decoded, section, texts
 from weft.config.errors import InvalidConfig
-from weft.data.hub import parse_url
-from weft.data.prepare import prepare
-from weft.data.source import look
+from weft.data.hub import parse_hub_url
+from weft.data.prepare import prepare_store
+from weft.data.source import detect_source
 
 datasets = pytest.importorskip("datasets", reason="pip install 'weft[data]'")
 datasets.disable_progress_bars()
@@ -21,18 +21,18 @@ def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None
     given = texts(500)
     made = datasets.Dataset.from_dict({"n": range(500), "text": given}).shuffle(seed=0)
     made.save_to_disk(tmp_path / "saved", num_shards=3)
-    assert look(str(tmp_path / "saved")).kind == "saved"
-    store = prepare(section(tmp_path / "saved"), tmp_path / "c", shard_bytes=5000)
+    assert detect_source(str(tmp_path / "saved")).kind == "saved"
+    store = prepare_store(section(tmp_path / "saved"), tmp_path / "c", shard_bytes=5000)
     assert len(store.manifest.train.shards) > 3
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
     both = datasets.DatasetDict({"train": made, "test": made})
     both.save_to_disk(tmp_path / "both")
     with pytest.raises(InvalidConfig, match="has several splits: test, train"):
-        prepare(section(tmp_path / "both"), tmp_path / "c")
-    split = prepare(section(tmp_path / "both" / "train"), tmp_path / "c")
+        prepare_store(section(tmp_path / "both"), tmp_path / "c")
+    split = prepare_store(section(tmp_path / "both" / "train"), tmp_path / "c")
     assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
     with pytest.raises(InvalidConfig, match="has no column 'txt'; did you mean 'text'"):
-        prepare(section(tmp_path / "saved", text_field="txt"), tmp_path / "c")
+        prepare_store(section(tmp_path / "saved", text_field="txt"), tmp_path / "c")
 
 
 @pytest.mark.system
@@ -48,22 +48,22 @@ def test_prepare_streamed_dataset_has_each_document(
         rows = {"text": given[part::4], "n": list(range(100))}
         datasets.Dataset.from_dict(rows).to_parquet(folder / f"train-{part:05d}-of-00004.parquet")
     datasets.Dataset.from_dict({"text": ["x", None, "y"]}).to_parquet(folder / "test.parquet")
-    store = prepare(section(f"hf://{folder}"), tmp_path / "c", shard_bytes=3000)
+    store = prepare_store(section(f"hf://{folder}"), tmp_path / "c", shard_bytes=3000)
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
     assert len(files) == 4  # each part by itself
     monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # which is quicker
-    test = prepare(section(f"hf://{folder}@test"), tmp_path / "c")
+    test = prepare_store(section(f"hf://{folder}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1
     for url, rule in (
         (f"hf://{folder}@nosplit", "cannot be opened: ValueError: Bad split: nosplit"),
         (f"hf://{tmp_path}/nowhere", "cannot be opened"),
     ):
         with pytest.raises(InvalidConfig) as caught:
-            prepare(section(url), tmp_path / "c")
+            prepare_store(section(url), tmp_path / "c")
         assert rule in str(caught.value)
-    with pytest.raises(InvalidConfig, match=r"row 1 of part \d: the column 'n' is no text"):
-        prepare(section(f"hf://{folder}", text_field="n"), tmp_path / "c")
+    with pytest.raises(InvalidConfig, match=r"row 1 of shard \d: the column 'n' is not text"):
+        prepare_store(section(f"hf://{folder}", text_field="n"), tmp_path / "c")
 
 
 def test_parse_url_hub_names_are_read_or_refused() -> None:
@@ -73,7 +73,7 @@ def test_parse_url_hub_names_are_read_or_refused() -> None:
         ("hf://org/name:en@test", ("org/name", "en", "test")),
         ("hf://name@test", ("name", None, "test")),
     ):
-        assert parse_url(url) == parts
+        assert parse_hub_url(url) == parts
     for url in ("hf://", "hf://:en", "hf://@train", "hf://org/name:", "hf://org/name@"):
         with pytest.raises(InvalidConfig, match="write it as hf://org/name"):
-            parse_url(url)
+            parse_hub_url(url)

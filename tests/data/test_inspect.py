@@ -11,8 +11,8 @@ import pytest
 from weft.cli.main import main
 from weft.config.schema import DataSection
 from weft.data import inspect as inspecting
-from weft.data.inspect import inspect, summary
-from weft.data.prepare import prepare_text
+from weft.data.inspect import inspect_dataset, summarize_dataset
+from weft.data.prepare import prepare_data
 from weft.data.tokenizer import train_tokenizer
 
 
@@ -36,13 +36,13 @@ def test_inspect_numbers_are_those_of_the_text(
     chunk: int, lines: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspecting, "CHUNK_TOKENS", chunk)
-    text = prepare_text(DataSection(path=str(lines), tokenizer=str(tokenizer)), tmp_path / "c")
+    text = prepare_data(DataSection(path=str(lines), tokenizer=str(tokenizer)), tmp_path / "c")
     store = text.sources[0].store
     stream = store.tokens("train")
-    ids = stream.window(np.array([0]), len(stream))[0]
+    ids = stream.read_windows(np.array([0]), len(stream))[0]
     ends = np.flatnonzero(ids == store.manifest.separator)
     sizes = np.diff(ends, prepend=-1) - 1
-    said = "\n".join(inspect(text, 2 if chunk > 7 else 0))
+    said = "\n".join(inspect_dataset(text, 2 if chunk > 7 else 0))
     split = store.manifest.train
     row = next(line for line in said.splitlines() if line.startswith("train")).split()
     expected = [f"{len(sizes):,}", f"{len(ids):,}", "100.0%", f"{split.bytes:,}"]
@@ -54,7 +54,7 @@ def test_inspect_numbers_are_those_of_the_text(
     assert "1,200 tokens: the longest the longest" in said
     within = int(((sizes >= 16) & (sizes < 32)).sum())
     assert any(line.split()[:4] == ["16", "-", "31", str(within)] for line in said.splitlines())
-    assert "1 empty documents were left out" in said
+    assert "1 empty documents were skipped" in said
     if chunk > 7:
         assert said.count("-- from token") == 2
 
@@ -62,9 +62,9 @@ def test_inspect_numbers_are_those_of_the_text(
 def test_inspect_mixture_shows_shares(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("line\n" * 2000)
     mixture = {str(lines): 3.0, str(tmp_path / "book.txt"): 1.0}
-    text = prepare_text(DataSection(mixture=mixture, tokenizer=str(tokenizer)), tmp_path / "c")
-    said = "\n".join(summary(text))
-    assert "a run sees: letters 75.0%, book 25.0%" in said
+    text = prepare_data(DataSection(mixture=mixture, tokenizer=str(tokenizer)), tmp_path / "c")
+    said = "\n".join(summarize_dataset(text))
+    assert "training mixture: letters 75.0%, book 25.0%" in said
     tokens = [source.store.manifest.train.tokens for source in text.sources]
     for name, count in zip(("letters", "book"), tokens, strict=True):
         row = next(line for line in said.splitlines() if line.startswith(name)).split()
@@ -77,19 +77,19 @@ def test_data_commands_print_what_was_prepared(
     keys = ["--data.tokenizer", str(tokenizer), "--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "prepare", str(lines), *keys]) == 0
     first = capsys.readouterr()
-    assert "tokenising" in first.err
+    assert "tokenizing" in first.err
     assert "tokenizer: 257 entries; prepared in" in first.out
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'extends = "demo"\n[data]\npath = "{lines}"\n')
     assert main(["data", "inspect", str(recipe), "--samples", "1", *keys]) == 0
     second = capsys.readouterr()
-    assert "tokenising" not in second.err  # it was prepared
+    assert "tokenizing" not in second.err  # it was prepared
     assert second.out.count("-- from token") == 1
     store = first.out.split("prepared in ")[1].strip()
     assert main(["data", "inspect", store]) == 0
     np.arange(1, 200, dtype="<u2").tofile(tmp_path / "raw.bin")
     assert main(["data", "inspect", str(tmp_path / "raw.bin"), *keys]) == 0
-    assert "no token that ends a document" in capsys.readouterr().out
+    assert "the train text has no separator" in capsys.readouterr().out
     wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.feld", "x"]
     assert main(wrong) == 2
     assert "did you mean 'data.text_field'" in capsys.readouterr().err

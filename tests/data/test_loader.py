@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.data.loader import (
-    IGNORE,
+    IGNORE_INDEX,
     Batch,
     Loader,
     Mixture,
@@ -35,7 +35,7 @@ def make_stream(tokens: int, seed: int = 0) -> TokenStream:
 
 
 def flat(stream: TokenStream) -> NDArray[np.int64]:
-    return stream.window(np.array([0]), len(stream))[0]
+    return stream.read_windows(np.array([0]), len(stream))[0]
 
 
 def loader(stream: TokenStream, **changes: object) -> Loader:
@@ -43,10 +43,10 @@ def loader(stream: TokenStream, **changes: object) -> Loader:
         "seq_len": 8,
         "seed": 1,
         "packing": "documents",
-        "global_batch": 24,
+        "global_batch_size": 24,
         "dp_rank": 0,
         "dp_size": 1,
-        "microbatch": 24,
+        "microbatch_size": 24,
     }
     settings |= changes
     samples = TokenChunks(stream, settings.pop("seq_len"), settings.pop("packing"), SEPARATOR)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_order_of_huge_epochs_is_a_permutation(n: int) -> None:
 def test_order_for_a_seed_is_frozen() -> None:
     # Runs resume by this order, so it may never change.
     assert sample_index(np.arange(8), 10, 0).tolist() == FROZEN
-    with pytest.raises(ValueError, match="num_windows"):
+    with pytest.raises(ValueError, match="num_samples"):
         sample_index(np.arange(3), 0, 0)
 
 
@@ -137,7 +137,7 @@ def test_an_epoch_reads_every_window_once() -> None:
     stream = make_stream(24 * 8 * 4 + 1)
     data = loader(stream, packing="windows")
     assert len(data.mixture.sources[0]) == 96
-    rows = torch.cat([data.batch(c)[0].tokens_BT for c in range(0, 96, 24)]).numpy()
+    rows = torch.cat([data.get_microbatches(c)[0].tokens_BT for c in range(0, 96, 24)]).numpy()
     expected = flat(stream)[:-1].reshape(96, 8)
     assert sorted(map(tuple, rows)) == sorted(map(tuple, expected))
 
@@ -146,14 +146,14 @@ def test_an_epoch_reads_every_window_once() -> None:
 def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
     stream = make_stream(700)
     for consumed in (0, 24, 7, 80, 1000):  # 87 windows: some batches cross epochs
-        whole = join(loader(stream, packing=packing).batch(consumed))
+        whole = join(loader(stream, packing=packing).get_microbatches(consumed))
         assert whole[0] is not None
         assert whole[0].shape == (24, 8)
         for dp_size, microbatch in ((1, 5 - 1), (2, 12), (3, 2), (4, 3), (24, 1)):
             ranks = [
                 loader(
-                    stream, packing=packing, dp_rank=r, dp_size=dp_size, microbatch=microbatch
-                ).batch(consumed)
+                    stream, packing=packing, dp_rank=r, dp_size=dp_size, microbatch_size=microbatch
+                ).get_microbatches(consumed)
                 for r in range(dp_size)
             ]
             assert all(b.tokens_BT.shape == (microbatch, 8) for rank in ranks for b in rank)
@@ -166,11 +166,11 @@ def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
     """Also unevenly; a group without rows has a batch that counts for nothing."""
     stream = make_stream(700)
     for consumed in (0, 80):
-        whole = join(loader(stream).batch(consumed))
+        whole = join(loader(stream).get_microbatches(consumed))
         parts = []
         for group in range(groups):
             ranks = [
-                loader(stream, dp_rank=r, dp_size=dp_size, microbatch=2).batch(
+                loader(stream, dp_rank=r, dp_size=dp_size, microbatch_size=2).get_microbatches(
                     consumed, group, groups
                 )
                 for r in range(dp_size)
@@ -179,7 +179,7 @@ def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
             for batches in ranks:
                 if 24 // dp_size * (group + 1) // groups == 24 // dp_size * group // groups:
                     assert len(batches) == 1
-                    assert (batches[0].targets_BT == IGNORE).all()
+                    assert (batches[0].targets_BT == IGNORE_INDEX).all()
                 else:
                     parts += batches
         assert equal(join(parts), whole)
@@ -188,21 +188,21 @@ def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
 def test_batches_depend_on_consumed_alone() -> None:
     stream = make_stream(700)
     data = loader(stream)
-    first = join(data.batch(48))
-    data.batch(0)
-    assert equal(join(data.batch(48)), first)
+    first = join(data.get_microbatches(48))
+    data.get_microbatches(0)
+    assert equal(join(data.get_microbatches(48)), first)
     # Batches of 12 read the same samples as batches of 24.
-    halves = loader(stream, global_batch=12, microbatch=12)
-    assert equal(join(halves.batch(48) + halves.batch(60)), first)
-    assert not equal(join(loader(stream, seed=2).batch(48)), first)
+    halves = loader(stream, global_batch_size=12, microbatch_size=12)
+    assert equal(join(halves.get_microbatches(48) + halves.get_microbatches(60)), first)
+    assert not equal(join(loader(stream, seed=2).get_microbatches(48)), first)
 
 
 def test_windows_predict_the_next_token() -> None:
-    [batch] = loader(make_stream(700), packing="windows").batch(0)
+    [batch] = loader(make_stream(700), packing="windows").get_microbatches(0)
     assert batch.documents_BT is batch.positions_BT is None
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
     assert batch.targets_BT[:, :-1].equal(batch.tokens_BT[:, 1:])
-    assert not (batch.targets_BT == IGNORE).any()
+    assert not (batch.targets_BT == IGNORE_INDEX).any()
     # A token that is no separator tells its place, so the last target can be checked too.
     last, target = batch.tokens_BT[:, -1], batch.targets_BT[:, -1]
     known = (last != SEPARATOR) & (target != SEPARATOR)
@@ -218,7 +218,7 @@ def by_hand(row: list[int]) -> tuple[list[int], list[int], list[int]]:
         documents.append(document)
         positions.append(position)
         if token == SEPARATOR:
-            targets.append(IGNORE)
+            targets.append(IGNORE_INDEX)
             document, position = document + 1, 0
         else:
             targets.append(following)
@@ -231,7 +231,7 @@ def test_documents_are_kept_apart() -> None:
     data = loader(stream, packing="documents", seq_len=16)
     ids = flat(stream)
     for consumed in range(0, 120, 24):
-        [batch] = data.batch(consumed)
+        [batch] = data.get_microbatches(consumed)
         places = sample_index(
             np.arange(consumed, consumed + 24), len(data.mixture.sources[0]), data.seed
         )
@@ -256,7 +256,7 @@ def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
 
 def test_ranks_must_divide_the_global_batch() -> None:
     with pytest.raises(ValueError, match="dp_size"):
-        loader(make_stream(700), dp_size=5, microbatch=1)
+        loader(make_stream(700), dp_size=5, microbatch_size=1)
 
 
 # ------------------------------------------------------------------ evaluation
@@ -287,9 +287,9 @@ def test_evaluation_counts_each_window_once(
     assert tokens[:windows].equal(expected[:, :-1])
     wanted = expected[:, 1:].clone()
     if packing == "documents":
-        wanted[expected[:, :-1] == SEPARATOR] = IGNORE
+        wanted[expected[:, :-1] == SEPARATOR] = IGNORE_INDEX
     assert targets[:windows].equal(wanted)
-    assert (targets[windows:] == IGNORE).all()
+    assert (targets[windows:] == IGNORE_INDEX).all()
     assert (together[2] is None) == (packing == "windows")
 
 
@@ -304,7 +304,7 @@ def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
         if rank == 0:
             assert batch.tokens_BT[0, :4].tolist() == [5, 6, 7, SEPARATOR]
             assert batch.targets_BT[0, :3].tolist() == [6, 7, SEPARATOR]
-        counted += int((batch.targets_BT != IGNORE).sum())
+        counted += int((batch.targets_BT != IGNORE_INDEX).sum())
     assert counted == 3
 
 
@@ -314,11 +314,11 @@ def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
 class Noting(Loader):
     """Notes who makes which batch, and cannot make the one at 72."""
 
-    def batch(self, *place: int) -> list[Batch]:
+    def get_microbatches(self, *place: int) -> list[Batch]:
         NOTED.append((place, threading.current_thread().name))
         if place[0] == 72:
             raise OSError("no such page")
-        return super().batch(*place)
+        return super().get_microbatches(*place)
 
 
 NOTED: list[tuple[tuple[int, ...], str]] = []
@@ -329,7 +329,7 @@ def ahead_of(stream: TokenStream) -> tuple[Prefetcher, Loader]:
     NOTED.clear()
     plain: Any = loader(stream)
     same = {name: getattr(plain, name) for name in plain.__match_args__}
-    return Prefetcher(Noting(**same), torch.device("cpu"), threaded=True), plain
+    return Prefetcher(Noting(**same), torch.device("cpu"), use_thread=True), plain
 
 
 def test_ahead_gives_what_is_asked_for() -> None:
@@ -337,7 +337,7 @@ def test_ahead_gives_what_is_asked_for() -> None:
     ahead, plain = ahead_of(make_stream(3000))
     asked = [(0, 0, 1), (24, 0, 1), (48, 0, 1), (240, 0, 1), (264, 1, 2), (288, 1, 2), (0, 0, 1)]
     for place in asked:
-        assert equal(join(ahead.batch(*place)), join(plain.batch(*place)))
+        assert equal(join(ahead.get_microbatches(*place)), join(plain.get_microbatches(*place)))
     ahead.close()
     by_main = [place for place, thread in NOTED if thread == MAIN]
     assert by_main == [(0, 0, 1), (240, 0, 1), (264, 1, 2), (0, 0, 1)]
@@ -347,12 +347,14 @@ def test_ahead_gives_what_is_asked_for() -> None:
 
 def test_ahead_error_is_raised_where_the_batch_is_asked_for() -> None:
     ahead, plain = ahead_of(make_stream(3000))
-    ahead.batch(48, 0, 1)  # the one at 72 fails while this one is in use
-    assert equal(join(ahead.batch(0, 0, 1)), join(plain.batch(0)))  # and is not asked for
-    ahead.batch(48, 0, 1)
+    ahead.get_microbatches(48, 0, 1)  # the one at 72 fails while this one is in use
+    assert equal(
+        join(ahead.get_microbatches(0, 0, 1)), join(plain.get_microbatches(0))
+    )  # and is not asked for
+    ahead.get_microbatches(48, 0, 1)
     with pytest.raises(OSError, match="no such page"):
-        ahead.batch(72, 0, 1)
-    assert equal(join(ahead.batch(96, 0, 1)), join(plain.batch(96)))
+        ahead.get_microbatches(72, 0, 1)
+    assert equal(join(ahead.get_microbatches(96, 0, 1)), join(plain.get_microbatches(96)))
     ahead.close()
 
 
@@ -361,22 +363,27 @@ def test_ahead_close_leaves_no_thread() -> None:
         return [thread.name for thread in threading.enumerate() if thread.name == "weft-data"]
 
     ahead, _ = ahead_of(make_stream(3000))
-    ahead.batch(0, 0, 1)
+    ahead.get_microbatches(0, 0, 1)
     assert threads() == ["weft-data"]
     ahead.close()
     assert threads() == []
-    Prefetcher(loader(make_stream(3000)), torch.device("cpu"), threaded=False).close()
+    Prefetcher(loader(make_stream(3000)), torch.device("cpu"), use_thread=False).close()
     assert threads() == []
 
 
 def test_batch_does_not_depend_on_earlier_lookups() -> None:
     """Places are looked up for many steps at a time."""
     stream = make_stream(3000)
-    for changes in ({}, {"dp_rank": 1, "dp_size": 4}, {"global_batch": 1100, "microbatch": 1100}):
-        used, size = loader(stream, **changes), changes.get("global_batch", 24)
+    for changes in (
+        {},
+        {"dp_rank": 1, "dp_size": 4},
+        {"global_batch_size": 1100, "microbatch_size": 1100},
+    ):
+        used, size = loader(stream, **changes), changes.get("global_batch_size", 24)
         for consumed in [*range(0, 25 * size, size), 7, 7 + size, 5 * size]:
             fresh = loader(stream, **changes)
             for groups in ((), (1, 3)):
                 assert equal(
-                    join(used.batch(consumed, *groups)), join(fresh.batch(consumed, *groups))
+                    join(used.get_microbatches(consumed, *groups)),
+                    join(fresh.get_microbatches(consumed, *groups)),
                 )

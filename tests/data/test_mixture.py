@@ -11,10 +11,10 @@ from tests.data.test_loader import SEPARATOR, equal, join, make_stream
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import DataSection
-from weft.data.dataset import open_text, source_names
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, TokenChunks, evaluation_batches
-from weft.data.order import ROUND, MixtureSampler, parts, sample_index
-from weft.data.prepare import prepare, prepare_text
+from weft.data.dataset import derive_source_names, open_dataset
+from weft.data.loader import IGNORE_INDEX, Batch, Loader, Mixture, TokenChunks, evaluation_batches
+from weft.data.order import ROUND_SIZE, MixtureSampler, apportion, sample_index
+from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import TokenStream
 from weft.train.job_checks import prepare_job
 
@@ -23,14 +23,14 @@ from weft.train.job_checks import prepare_job
 
 @pytest.mark.parametrize("shares", [[1.0], [0.7, 0.3], [0.5, 0.25, 0.249, 0.001], [1 / 9] * 9])
 def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
-    places = np.arange(3 * ROUND + 77)
-    owner, before = MixtureSampler(shares).at(places)
+    places = np.arange(3 * ROUND_SIZE + 77)
+    owner, before = MixtureSampler(shares).assign(places)
     for source, share in enumerate(shares):
         mine = owner == source
         # A source's samples come one after the other.
         assert before[mine].tolist() == list(range(mine.sum()))
         counts = np.concatenate(([0], np.cumsum(mine)))
-        for width in (8, 64, 1000, ROUND):
+        for width in (8, 64, 1000, ROUND_SIZE):
             found = counts[width:] - counts[:-width]
             assert abs(found - share * width).max() <= 4
         assert abs(mine.sum() - share * len(places)) <= 4
@@ -38,17 +38,17 @@ def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
 
 def test_mixture_place_looked_up_alone_is_the_same() -> None:
     turns = MixtureSampler([0.6, 0.4])
-    places = np.array([0, 5, ROUND - 1, ROUND, 10**9])
-    owner, before = turns.at(places)
-    alone = [turns.at(np.array([place])) for place in places]
+    places = np.array([0, 5, ROUND_SIZE - 1, ROUND_SIZE, 10**9])
+    owner, before = turns.assign(places)
+    alone = [turns.assign(np.array([place])) for place in places]
     assert [int(o[0]) for o, _ in alone] == owner.tolist()
     assert [int(b[0]) for _, b in alone] == before.tolist()
-    assert before[-1] + turns.at(places[-1:])[1] >= 0
+    assert before[-1] + turns.assign(places[-1:])[1] >= 0
 
 
 def test_mixture_turns_for_a_seed_are_frozen() -> None:
     # Runs resume by them, so they may never change.
-    owner, before = MixtureSampler([0.7, 0.3]).at(np.arange(12))
+    owner, before = MixtureSampler([0.7, 0.3]).assign(np.arange(12))
     assert owner.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
     assert before.tolist() == [0, 1, 2, 0, 3, 4, 1, 5, 2, 6, 7, 3]
 
@@ -58,16 +58,16 @@ def test_mixture_parts_sum_to_the_whole() -> None:
     for _ in range(300):
         shares = generator.random(generator.integers(1, 20)) ** 4 + 1e-9
         whole = int(generator.integers(len(shares), 200))
-        found = parts(shares.tolist(), whole)
+        found = apportion(shares.tolist(), whole)
         assert found.sum() == whole
         assert found.min() >= 1
         wanted = shares / shares.sum() * whole
         # One more or less than the share, but for what the smallest ones need.
         assert (found - wanted).max() <= 1
-    assert parts([0.7, 0.2, 0.1], 10).tolist() == [7, 2, 1]
+    assert apportion([0.7, 0.2, 0.1], 10).tolist() == [7, 2, 1]
     for shares, whole in (([1.0, 1.0], 1), ([1.0, 0.0], 5), ([1.0, float("nan")], 5)):
-        with pytest.raises(ValueError, match="dealt out"):
-            parts(shares, whole)
+        with pytest.raises(ValueError, match="cannot be divided"):
+            apportion(shares, whole)
 
 
 # ------------------------------------------------------------------ batches
@@ -78,7 +78,7 @@ def mixture(packing: str = "documents") -> Mixture:
     streams = [
         TokenStream([np.where(ids == SEPARATOR, SEPARATOR, ids + 10_000 * source)])
         for source, size in enumerate((700, 90, 300))
-        for ids in [make_stream(size, source).window(np.array([0]), size)[0]]
+        for ids in [make_stream(size, source).read_windows(np.array([0]), size)[0]]
     ]
     windows = [TokenChunks(stream, 8, packing, SEPARATOR) for stream in streams]  # type: ignore[arg-type]
     return Mixture(windows, [0.5, 0.2, 0.3])
@@ -91,13 +91,13 @@ def loader(of: Mixture, dp_rank: int = 0, dp_size: int = 1, microbatch: int = 24
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_mixture_source_is_read_as_if_alone(packing: str) -> None:
     of = mixture(packing)
-    batches = [batch for c in range(0, 24 * 20, 24) for batch in loader(of).batch(c)]
+    batches = [batch for c in range(0, 24 * 20, 24) for batch in loader(of).get_microbatches(c)]
     together = Batch._make(join(batches))  # type: ignore[arg-type]
     assert together.sources_B is not None
     for source, alone in enumerate(of.sources):
         mine = together.sources_B == source
         order = sample_index(np.arange(int(mine.sum())), len(alone), seed=1)
-        expected = alone.rows(order)
+        expected = alone.get_batch(order)
         for ours, theirs in zip(together[:4], expected[:4], strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or ours[mine].equal(theirs)  # type: ignore[arg-type]
@@ -109,8 +109,11 @@ def test_mixture_source_is_read_as_if_alone(packing: str) -> None:
 @pytest.mark.parametrize(("dp_size", "microbatch"), [(2, 5), (4, 6), (8, 1)])
 def test_mixture_ranks_cut_the_same_batches(dp_size: int, microbatch: int) -> None:
     for consumed in (0, 24, 24 * 417):
-        whole = loader(mixture()).batch(consumed)
-        ranks = [loader(mixture(), r, dp_size, microbatch).batch(consumed) for r in range(dp_size)]
+        whole = loader(mixture()).get_microbatches(consumed)
+        ranks = [
+            loader(mixture(), r, dp_size, microbatch).get_microbatches(consumed)
+            for r in range(dp_size)
+        ]
         assert equal(join(whole), join([batch for rank in ranks for batch in rank]))
 
 
@@ -120,7 +123,7 @@ def test_mixture_evaluation_has_each_share() -> None:
         assert len({tuple(b.tokens_BT.shape for b in rank) for rank in ranks}) == 1
         every = Batch._make(join([batch for rank in ranks for batch in rank]))  # type: ignore[arg-type]
         assert every.sources_B is not None
-        counted = (every.targets_BT != IGNORE).any(1)
+        counted = (every.targets_BT != IGNORE_INDEX).any(1)
         assert every.sources_B[counted].bincount().tolist() == [10, 4, 6]
         for source in range(3):
             tokens_BT = every.tokens_BT[counted & (every.sources_B == source)]
@@ -154,7 +157,7 @@ def section(texts: tuple[Path, Path], **more: object) -> DataSection:
 
 def test_prepare_mixture_has_each_source(texts: tuple[Path, Path], tmp_path: Path) -> None:
     said: list[str] = []
-    found = prepare_text(section(texts), tmp_path / "c", lambda p: said.append(p.message))
+    found = prepare_data(section(texts), tmp_path / "c", lambda p: said.append(p.message))
     assert [(s.name, s.share) for s in found.sources] == [("web", 0.75), ("code", 0.25)]
     hashes = {s.store.manifest.tokenizer_hash for s in found.sources}
     assert len(hashes) == 1  # trained on both
@@ -162,16 +165,16 @@ def test_prepare_mixture_has_each_source(texts: tuple[Path, Path], tmp_path: Pat
     assert said.count("training the tokenizer") == 1
     tokenizer = found.sources[1].store.tokenizer()
     for source, begins in zip(found.sources, ("page", "def f"), strict=True):
-        ids = source.store.tokens("train").window(np.array([0]), 20)[0]
+        ids = source.store.tokens("train").read_windows(np.array([0]), 20)[0]
         assert tokenizer.decode(ids.tolist()).startswith(begins)
-    assert open_text(found.path) == found
+    assert open_dataset(found.path) == found
     # All of it is there already, and other weights are another run.
     said.clear()
-    again = prepare_text(section(texts), tmp_path / "c", lambda p: said.append(p.message))
+    again = prepare_data(section(texts), tmp_path / "c", lambda p: said.append(p.message))
     assert again == found
     assert said == []
     one, other = (str(path) for path in texts)
-    more = prepare_text(section(texts, mixture={one: 1.0, other: 1.0}), tmp_path / "c")
+    more = prepare_data(section(texts, mixture={one: 1.0, other: 1.0}), tmp_path / "c")
     assert more.fingerprint != found.fingerprint
     assert found.unigram_entropy_nats == pytest.approx(
         sum(s.share * s.store.manifest.unigram_entropy_nats for s in found.sources)
@@ -182,19 +185,19 @@ def test_mixture_shared_tokenizer_does_not_depend_on_earlier_runs(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """What is held out decides what it learns from, so it decides the tokenizer."""
-    prepare_text(section(texts, validation_fraction=0.4), tmp_path / "c")
-    second = prepare_text(section(texts, validation_fraction=0.01), tmp_path / "c")
-    alone = prepare_text(section(texts, validation_fraction=0.01), tmp_path / "d")
+    prepare_data(section(texts, validation_fraction=0.4), tmp_path / "c")
+    second = prepare_data(section(texts, validation_fraction=0.01), tmp_path / "c")
+    alone = prepare_data(section(texts, validation_fraction=0.01), tmp_path / "d")
     assert second.fingerprint == alone.fingerprint
 
 
 def test_mixture_store_brings_its_tokenizer(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    web = prepare(DataSection(path=str(texts[0]), vocab_size=280), tmp_path / "c").path
-    found = prepare_text(section((web, texts[1])), tmp_path / "c")
+    web = prepare_store(DataSection(path=str(texts[0]), vocab_size=280), tmp_path / "c").path
+    found = prepare_data(section((web, texts[1])), tmp_path / "c")
     assert {s.store.manifest.vocab_size for s in found.sources} == {280}
-    code = prepare(DataSection(path=str(texts[1]), vocab_size=290), tmp_path / "c").path
+    code = prepare_store(DataSection(path=str(texts[1]), vocab_size=290), tmp_path / "c").path
     with pytest.raises(InvalidConfig, match="was prepared with another"):
-        prepare_text(section((web, code)), tmp_path / "c")
+        prepare_data(section((web, code)), tmp_path / "c")
 
 
 def test_mixture_mistakes_of_all_sources_are_reported_at_once(
@@ -203,18 +206,18 @@ def test_mixture_mistakes_of_all_sources_are_reported_at_once(
     nowhere = tmp_path / "nowhere"
     texts[0].write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidConfig) as caught:
-        prepare_text(section((texts[0], nowhere)), tmp_path / "c")
+        prepare_data(section((texts[0], nowhere)), tmp_path / "c")
     assert [problem.key for problem in caught.value.problems] == ["data.mixture"] * 2
     assert not (tmp_path / "c" / "mixtures").exists()
 
 
 def test_mixture_names_are_shortened() -> None:
-    assert source_names(["a/web.jsonl.gz", "b/code/", "python-stdlib"]) == [
+    assert derive_source_names(["a/web.jsonl.gz", "b/code/", "python-stdlib"]) == [
         "web",
         "code",
         "python-stdlib",
     ]
-    assert source_names(["a/x.txt", "b/x.txt", "y"]) == ["a/x.txt", "b/x.txt", "y"]
+    assert derive_source_names(["a/x.txt", "b/x.txt", "y"]) == ["a/x.txt", "b/x.txt", "y"]
 
 
 # ------------------------------------------------------------------ the key

@@ -13,15 +13,15 @@ import torch
 
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
 from weft.config.schema import DataSection
-from weft.data.chat import Writer, load_template, parse
-from weft.data.dataset import Dataset, open_text
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
-from weft.data.packing import best_fit, check_conversations, pack, packing_line
-from weft.data.prepare import prepare_text
+from weft.data.chat import ChatEncoder, load_chat_template, parse_line
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.loader import IGNORE_INDEX, Batch, Loader, Mixture, Pairs, build_mixture
+from weft.data.packing import check_conversations, describe_packing, pack_best_fit, pack_split
+from weft.data.prepare import prepare_data
 
 
 def rows_of(lengths: np.ndarray[Any, Any], capacity: int, seed: int = 0) -> list[list[int]]:
-    order, firsts = best_fit(lengths, capacity, seed)
+    order, firsts = pack_best_fit(lengths, capacity, seed)
     return [order[a:b].tolist() for a, b in pairwise(firsts)]
 
 
@@ -62,7 +62,7 @@ def test_packing_seed_alone_decides_the_rows() -> None:
 def test_packing_many_documents_is_quick_and_tight() -> None:
     lengths = np.random.default_rng(0).lognormal(5.5, 1, 200_000).astype(int).clip(1, 4096)
     began = time.perf_counter()
-    order, firsts = best_fit(lengths, 4096, 0)
+    order, firsts = pack_best_fit(lengths, 4096, 0)
     assert time.perf_counter() - began < 20  # 0.5 s on a quiet core
     assert lengths.sum() / (4096 * (len(firsts) - 1)) > 0.999
     assert len(order) == len(lengths)
@@ -95,12 +95,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, name: str, **more: Any) -> tuple[Dataset, DataSection]:
     chosen = section(folder / name, folder / "model/tokenizer.json", **more)
-    return prepare_text(chosen, folder / "cache"), chosen
+    return prepare_data(chosen, folder / "cache"), chosen
 
 
 def everything(mixture: Mixture) -> Batch:
     [samples] = mixture.sources
-    return samples.rows(np.arange(len(samples)))
+    return samples.get_batch(np.arange(len(samples)))
 
 
 def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
@@ -110,22 +110,22 @@ def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
     for tokens, targets, of in zip(*batch[:3], strict=True):
         for number in range(int(of.max()) + 1):
             here = of == number
-            if (targets[here] != IGNORE).any():
+            if (targets[here] != IGNORE_INDEX).any():
                 found.append((tokens[here].tolist(), targets[here].tolist()))
     return found
 
 
 def test_packing_rows_hold_each_conversation_once(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
-    batch = everything(samples_of(text, "train", 160, chosen, 3))
+    batch = everything(build_mixture(text, "train", 160, chosen, 3))
     store = text.sources[0].store
-    stream, learned = store.tokens("train"), store.learned("train")
-    assert learned is not None
+    stream, loss_mask = store.tokens("train"), store.loss_mask("train")
+    assert loss_mask is not None
     begin, expected = 0, []
     for end in store.index("train")[:, 0].tolist():
         at, size = np.array([begin]), end - begin
-        tokens, mask = stream.window(at, size)[0], learned.window(at, size)[0]
-        targets = np.where(mask[1:] == 1, tokens[1:], IGNORE)
+        tokens, mask = stream.read_windows(at, size)[0], loss_mask.read_windows(at, size)[0]
+        targets = np.where(mask[1:] == 1, tokens[1:], IGNORE_INDEX)
         expected.append((tokens[:-1].tolist(), targets.tolist()))
         begin = end
     assert sorted(documents(batch)) == sorted(expected)
@@ -142,15 +142,15 @@ def test_packing_rows_hold_each_conversation_once(folder: Path) -> None:
 def test_packing_line_has_its_numbers(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
     store = text.sources[0].store
-    rows = pack(store, "train", 160, chosen, 0)
-    batch = everything(samples_of(text, "train", 160, chosen, 0))
+    rows = pack_split(store, "train", 160, chosen, 0)
+    batch = everything(build_mixture(text, "train", 160, chosen, 0))
     used = sum(len(tokens) for tokens, _ in documents(batch))
-    assert rows.full(160) == pytest.approx(used / (160 * len(rows)))
-    assert rows.full(160) > 0.9
-    line = packing_line(store, 160, chosen, 0)
-    assert f"in {len(rows)} rows of 160, {rows.full(160):.1%} full" in line
-    targets = sum((batch.targets_BT != IGNORE).sum(1)).item()  # type: ignore[union-attr]
-    assert f"{targets / store.manifest.train.tokens:.0%} are learned" in line
+    assert rows.fill_fraction(160) == pytest.approx(used / (160 * len(rows)))
+    assert rows.fill_fraction(160) > 0.9
+    line = describe_packing(store, 160, chosen, 0)
+    assert f"in {len(rows)} sequences of 160, {rows.fill_fraction(160):.1%} full" in line
+    targets = sum((batch.targets_BT != IGNORE_INDEX).sum(1)).item()  # type: ignore[union-attr]
+    assert f"{targets / store.manifest.train.tokens:.0%} are trained on" in line
 
 
 def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path) -> None:
@@ -158,12 +158,12 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path
     store = text.sources[0].store
     [problem] = check_conversations(store, 100, chosen)
     assert problem.key == "train.seq_len"
-    writer = Writer(chosen.tokenizer, load_template(chosen))
+    writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
     lines = (folder / "chat.jsonl").read_bytes().splitlines()
     long = {}
     for number, line in enumerate(lines, 1):
-        [example] = parse(line, False)
-        [found] = writer.encode([writer.write(example)])
+        [example] = parse_line(line, False)
+        [found] = writer.encode([writer.render_with_spans(example)])
         if len(found.tokens) > 101:
             long[number] = len(found.tokens) - 1
     number, size = next(iter(long.items()))
@@ -175,16 +175,16 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path
     assert check_conversations(store, 100, skip) == []
     index = store.index("train")
     here = [line for _, _, line in index.tolist() if line in long]
-    rows = pack(store, "train", 100, skip, 0)
-    assert (rows.skipped, rows.cut) == (len(here), 0)
-    assert len(rows.order) == len(index) - len(here)
-    assert f"; {len(here)} too long and left out" in packing_line(store, 100, skip, 0)
+    rows = pack_split(store, "train", 100, skip, 0)
+    assert (rows.num_skipped, rows.num_truncated) == (len(here), 0)
+    assert len(rows.document_order) == len(index) - len(here)
+    assert f"; {len(here)} too long and skipped" in describe_packing(store, 100, skip, 0)
 
     truncate = chosen.model_copy(update={"overlong": "truncate"})
-    rows = pack(store, "train", 100, truncate, 0)
-    assert (rows.skipped, rows.cut) == (0, len(here))
-    assert len(rows.order) == len(index)
-    batch = everything(samples_of(text, "train", 100, truncate, 0))
+    rows = pack_split(store, "train", 100, truncate, 0)
+    assert (rows.num_skipped, rows.num_truncated) == (0, len(here))
+    assert len(rows.document_order) == len(index)
+    batch = everything(build_mixture(text, "train", 100, truncate, 0))
     assert sum(len(tokens) == 100 for tokens, _ in documents(batch)) >= len(here)
     [problem] = check_conversations(store, 5, skip)
     assert "all" in problem.rule
@@ -200,46 +200,48 @@ def test_packing_store_of_another_format_is_refused(folder: Path) -> None:
 
 def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
     text, chosen = opened(folder, "pairs.jsonl", format="preferences")
-    mixture = samples_of(text, "train", 128, chosen, 0)
+    mixture = build_mixture(text, "train", 128, chosen, 0)
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
     batch = everything(mixture)
     store = text.sources[0].store
     assert len(batch.tokens_BT) == store.manifest.train.documents // 2
-    writer = Writer(chosen.tokenizer, load_template(chosen))
+    writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
     lines = (folder / "pairs.jsonl").read_bytes().splitlines()
     for row, (_, _, number) in enumerate(store.index("train")[::2].tolist()):
-        examples = parse(lines[number - 1], True)
-        for answer, found in enumerate(writer.encode([writer.write(e) for e in examples])):
+        examples = parse_line(lines[number - 1], True)
+        for answer, found in enumerate(
+            writer.encode([writer.render_with_spans(e) for e in examples])
+        ):
             assert batch.documents_BT is not None
             here = batch.documents_BT[row] == answer
             assert batch.tokens_BT[row, here].tolist() == found.tokens[:-1].tolist()
-            targets = np.where(found.learned, found.tokens, IGNORE)[1:]
+            targets = np.where(found.loss_mask, found.tokens, IGNORE_INDEX)[1:]
             assert batch.targets_BT[row, here].tolist() == targets.tolist()
     [problem] = check_conversations(store, 60, chosen)
     assert "pairs" in problem.rule
     skip = chosen.model_copy(update={"overlong": "skip"})
-    rows = pack(store, "train", 60, skip, 0)
-    assert rows.skipped == store.manifest.train.documents // 2 - len(rows) > 0
+    rows = pack_split(store, "train", 60, skip, 0)
+    assert rows.num_skipped == store.manifest.train.documents // 2 - len(rows) > 0
     [problem] = check_conversations(store, 60, chosen.model_copy(update={"overlong": "truncate"}))
     assert problem.key == "data.overlong"
 
 
 def test_packing_each_pair_carries_its_references(folder: Path) -> None:
     text, chosen = opened(folder, "pairs.jsonl", format="preferences")
-    [pairs] = samples_of(text, "train", 128, chosen, 0).sources
+    [pairs] = build_mixture(text, "train", 128, chosen, 0).sources
     assert isinstance(pairs, Pairs)
     known = torch.arange(2.0 * len(pairs)).view(-1, 2)
     loader = Loader(
         Mixture([Pairs(pairs.packed, known)]),
         seed=0,
-        global_batch=len(pairs),
+        global_batch_size=len(pairs),
         dp_rank=0,
         dp_size=1,
-        microbatch=2,
+        microbatch_size=2,
     )
     plain = everything(Mixture([pairs]))
-    for batch in loader.batch(0):
+    for batch in loader.get_microbatches(0):
         for row, references in zip(batch.tokens_BT, batch.references_B2, strict=True):  # type: ignore[arg-type]
             [number] = (plain.tokens_BT == row).all(1).nonzero()[0].tolist()
             assert references.tolist() == known[number].tolist()
@@ -250,31 +252,31 @@ def test_packing_each_pair_carries_its_references(folder: Path) -> None:
 
 def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_folder: Path) -> None:
     chosen = DataSection(path=str(text_folder), vocab_size=512, packing="best_fit")
-    text = prepare_text(chosen, text_folder.parent / "best-fit")
-    mixture = samples_of(text, "train", 512, chosen, 0)
+    text = prepare_data(chosen, text_folder.parent / "best-fit")
+    mixture = build_mixture(text, "train", 512, chosen, 0)
     store = text.sources[0].store
     stream = store.tokens("train")
-    tokens = stream.window(np.array([0]), len(stream))[0]
+    tokens = stream.read_windows(np.array([0]), len(stream))[0]
     batch = everything(mixture)
-    targets = batch.targets_BT[batch.targets_BT != IGNORE]
+    targets = batch.targets_BT[batch.targets_BT != IGNORE_INDEX]
     # Every token but the first of each document is a target, once.
     ends = np.flatnonzero(tokens == store.manifest.separator)
     rest = np.delete(tokens, np.concatenate(([0], ends[:-1] + 1)))
     assert np.array_equal(np.sort(targets.numpy()), np.sort(rest))
     assert len(ends) == store.manifest.train.documents
     longest = max(np.diff(ends, prepend=-1)) - 1
-    whole = everything(samples_of(text, "train", int(longest), chosen, 0))
+    whole = everything(build_mixture(text, "train", int(longest), chosen, 0))
     assert whole.documents_BT is not None
     found = documents(whole)
     assert len(found) == len(ends)
-    assert "full" in packing_line(store, 512, chosen, 0)
+    assert "full" in describe_packing(store, 512, chosen, 0)
 
 
 def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("it is what it is\n" * 300)
     tokenizer = folder / "model/tokenizer.json"
     plain = DataSection(path=str(tmp_path / "plain.txt"), tokenizer=str(tokenizer))
-    store = prepare_text(plain, tmp_path / "cache").sources[0].store
+    store = prepare_data(plain, tmp_path / "cache").sources[0].store
     mixed = DataSection.model_validate(
         {
             "mixture": {str(folder / "chat.jsonl"): 3, str(store.path): 1},
@@ -282,15 +284,15 @@ def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_pat
             "format": "chat",
         }
     )
-    text = prepare_text(mixed, tmp_path / "cache")
-    assert open_text(text.path) == text
+    text = prepare_data(mixed, tmp_path / "cache")
+    assert open_dataset(text.path) == text
     assert [source.store.manifest.kind for source in text.sources] == ["chat", "text"]
-    mixture = samples_of(text, "train", 160, mixed, 0)
-    batch = mixture.rows(np.array([0, 1, 0]), np.array([0, 2, 1]))
+    mixture = build_mixture(text, "train", 160, mixed, 0)
+    batch = mixture.get_batch(np.array([0, 1, 0]), np.array([0, 2, 1]))
     assert batch.sources_B is not None
     assert batch.sources_B.tolist() == [0, 1, 0]
     assert batch.documents_BT is not None
-    alone = mixture.sources[0].rows(np.array([0, 1]))
+    alone = mixture.sources[0].get_batch(np.array([0, 1]))
     for ours, theirs in zip(batch[:4], alone[:4], strict=True):
         assert torch.equal(ours[[0, 2]], theirs)  # type: ignore[index]
 

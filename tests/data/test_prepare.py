@@ -14,9 +14,9 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.prepare import prepare
+from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress
-from weft.data.token_shards import PIECE_BYTES
+from weft.data.token_shards import CHUNK_BYTES
 from weft.data.token_store import Store
 from weft.data.tokenizer import train_tokenizer
 
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def ids(store: Store, name: str) -> list[int]:
     stream = store.tokens(name)  # type: ignore[arg-type]
-    return [int(i) for i in stream.window(np.array([0]), len(stream))[0]]
+    return [int(i) for i in stream.read_windows(np.array([0]), len(stream))[0]]
 
 
 def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -52,7 +52,7 @@ def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
         "import os, sys, signal, resource, time\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
-        "from weft.data.prepare import prepare\n"
+        "from weft.data.prepare import prepare_store\n"
         "from weft.config.errors import InvalidConfig\n"
         "from weft.config.schema import DataSection\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
@@ -66,7 +66,7 @@ def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def test_prepare_tokens_decode_to_the_text(text: Path, tmp_path: Path) -> None:
-    store = prepare(section(text), tmp_path / "cache", shard_bytes=SHARD)
+    store = prepare_store(section(text), tmp_path / "cache", shard_bytes=SHARD)
     tokenizer = store.tokenizer()
     separator = store.manifest.separator
     documents: list[str] = []
@@ -82,10 +82,10 @@ def test_prepare_tokens_decode_to_the_text(text: Path, tmp_path: Path) -> None:
 def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("".join(f"line {line} <|endoftext|>\n" for line in range(20000)))
-    assert file.stat().st_size > 3 * PIECE_BYTES
+    assert file.stat().st_size > 3 * CHUNK_BYTES
     stores = [
-        prepare(section(file, validation_fraction=0.2), tmp_path / "cache", shard_bytes=size)
-        for size in (PIECE_BYTES, 1 << 30)
+        prepare_store(section(file, validation_fraction=0.2), tmp_path / "cache", shard_bytes=size)
+        for size in (CHUNK_BYTES, 1 << 30)
     ]
     assert len(stores[0].manifest.train.shards) > len(stores[1].manifest.train.shards) == 1
     for name in ("train", "validation"):
@@ -97,26 +97,29 @@ def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
 
 
 def test_prepare_second_time_tokenises_nothing(text: Path, tmp_path: Path) -> None:
-    store = prepare(section(text), tmp_path / "cache")
+    store = prepare_store(section(text), tmp_path / "cache")
     messages: list[str] = []
-    again = prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
+    again = prepare_store(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
     assert again == store
     assert messages == []  # nor read, while no file seems changed
     for file in text.iterdir():
         os.utime(file)
-    assert prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message)) == store
+    assert (
+        prepare_store(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
+        == store
+    )
     assert set(messages) == {"reading the text"}
 
 
 def test_prepare_each_deciding_key_makes_another_store(text: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    paths = {prepare(section(text), cache).path}
+    paths = {prepare_store(section(text), cache).path}
     for changes in ({"vocab_size": 301}, {"validation_fraction": 0.1}, {"invalid_utf8": "skip"}):
-        paths.add(prepare(section(text, **changes), cache).path)
+        paths.add(prepare_store(section(text, **changes), cache).path)
     (text / "00.txt").rename(text / "renamed.txt")
-    paths.add(prepare(section(text), cache).path)
+    paths.add(prepare_store(section(text), cache).path)
     (text / "renamed.txt").write_text("other text\n")
-    paths.add(prepare(section(text), cache).path)
+    paths.add(prepare_store(section(text), cache).path)
     assert len(paths) == 6
 
 
@@ -124,13 +127,13 @@ def test_prepare_each_deciding_key_makes_another_store(text: Path, tmp_path: Pat
 def test_prepare_killed_keeps_complete_shards(
     text: Path, tmp_path: Path, shards_before_death: int
 ) -> None:
-    undisturbed = prepare(section(text), tmp_path / "one", shard_bytes=SHARD)
+    undisturbed = prepare_store(section(text), tmp_path / "one", shard_bytes=SHARD)
     kill = (
         "def die(progress):\n"
         "    [folder] = (cache / 'stores').glob('*') if (cache / 'stores').exists() else [cache]\n"
         f"    if len(list(folder.glob('train-*.json'))) == {shards_before_death}:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"prepare(section, cache, die, shard_bytes={SHARD})\n"
+        f"prepare_store(section, cache, die, shard_bytes={SHARD})\n"
     )
     assert in_subprocess(kill, text, tmp_path / "two").wait() == -signal.SIGKILL
     folder = tmp_path / "two" / "stores" / undisturbed.path.name
@@ -147,7 +150,7 @@ def test_prepare_killed_keeps_complete_shards(
     false.with_suffix(".json").write_bytes(complete[0].with_suffix(".json").read_bytes())
     (folder / "train-99999.bin.tmp").write_bytes(b"half")
 
-    resumed = prepare(section(text), tmp_path / "two", shard_bytes=SHARD)
+    resumed = prepare_store(section(text), tmp_path / "two", shard_bytes=SHARD)
     after = [file.stat() for file in [*complete, folder / "tokenizer.json"]]
     same = [
         (a.st_ino, a.st_mtime_ns) == (b.st_ino, b.st_mtime_ns)
@@ -159,19 +162,19 @@ def test_prepare_killed_keeps_complete_shards(
 
 
 def test_prepare_by_processes_at_once_agrees(text: Path, tmp_path: Path) -> None:
-    code = f"print(prepare(section, cache, shard_bytes={SHARD}).fingerprint)\n"
+    code = f"print(prepare_store(section, cache, shard_bytes={SHARD}).fingerprint)\n"
     processes = [in_subprocess(code, text, tmp_path / "cache") for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert len(set(outputs)) == 1
-    alone = prepare(section(text), tmp_path / "alone", shard_bytes=SHARD)
+    alone = prepare_store(section(text), tmp_path / "alone", shard_bytes=SHARD)
     assert outputs[0].strip() == alone.fingerprint
     assert contents(tmp_path / "cache" / "stores" / alone.path.name) == contents(alone.path)
 
 
 def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: Path) -> None:
     # The store's name is known from another cache, and its lock is held here.
-    name = prepare(section(text), tmp_path / "one").path.name
+    name = prepare_store(section(text), tmp_path / "one").path.name
     folder = tmp_path / "two" / "stores" / name
     folder.mkdir(parents=True)
     with (folder / "lock").open("w") as lock:
@@ -183,7 +186,7 @@ def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: P
                 waits.set()
 
         thread = threading.Thread(
-            target=prepare, args=(section(text), tmp_path / "two", progress), daemon=True
+            target=prepare_store, args=(section(text), tmp_path / "two", progress), daemon=True
         )
         thread.start()
         assert waits.wait(30)
@@ -196,7 +199,7 @@ def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: P
 def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfig) as caught:
-        prepare(section(text), tmp_path / "file")
+        prepare_store(section(text), tmp_path / "file")
     [problem] = caught.value.problems
     assert (problem.key, problem.value) == ("data.cache_dir", str(tmp_path / "file"))
     assert os.strerror(20) in problem.rule  # ENOTDIR
@@ -208,7 +211,7 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
     file.write_text("".join(chr(33 + i * i % 90) for i in range(100_000)))
     code = (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
-        "try: prepare(section, cache)\n"
+        "try: prepare_store(section, cache)\n"
         "except InvalidConfig as invalid: print(invalid)\n"
     )
     output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
@@ -222,7 +225,7 @@ def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> Non
     for data, invalid in ((b"short", "error"), (b"\xff\0 binary" * 100, "skip")):
         (tmp_path / "x").write_bytes(data)
         with pytest.raises(InvalidConfig) as caught:
-            prepare(section(tmp_path / "x", invalid_utf8=invalid), tmp_path / "cache")
+            prepare_store(section(tmp_path / "x", invalid_utf8=invalid), tmp_path / "cache")
         [problem] = caught.value.problems
         assert problem.key == "data.path"
         assert "too little text" in problem.rule
@@ -231,16 +234,16 @@ def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> Non
 def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path: Path) -> None:
     (text / "bad.bin").write_bytes(b"\xff" * 900)
     with pytest.raises(InvalidConfig, match=r"bad\.bin: byte 0, line 1"):
-        prepare(section(text), tmp_path / "cache")
+        prepare_store(section(text), tmp_path / "cache")
     messages: list[str] = []
-    skipped = prepare(
+    skipped = prepare_store(
         section(text, invalid_utf8="skip"),
         tmp_path / "cache",
         lambda p: messages.append(p.message),
     )
     assert (skipped.manifest.skipped_files, skipped.manifest.replaced_files) == (1, 0)
-    assert any("left out 1 files" in m and "bad.bin" in m for m in messages)
-    replaced = prepare(section(text, invalid_utf8="replace"), tmp_path / "cache")
+    assert any("skipped 1 files" in m and "bad.bin" in m for m in messages)
+    replaced = prepare_store(section(text, invalid_utf8="replace"), tmp_path / "cache")
     assert (replaced.manifest.skipped_files, replaced.manifest.replaced_files) == (0, 1)
     parts = [
         m.train.documents + m.validation.documents for m in (skipped.manifest, replaced.manifest)
@@ -250,7 +253,7 @@ def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path
 
 def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        prepare(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
+        prepare_store(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
     assert [p.key for p in caught.value.problems] == ["data.path", "data.tokenizer"]
 
 
@@ -258,16 +261,16 @@ def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) ->
     mine, other = tmp_path / "mine.json", tmp_path / "other.json"
     train_tokenizer(["my own words, some of them here"], 280).save(str(mine))
     train_tokenizer(["other"], 270).save(str(other))
-    store = prepare(section(text, tokenizer=str(mine)), tmp_path / "cache")
+    store = prepare_store(section(text, tokenizer=str(mine)), tmp_path / "cache")
     assert (store.path / "tokenizer.json").read_bytes() == mine.read_bytes()
 
     before = contents(store.path)
     for tokenizer in ("train", str(mine)):
-        assert prepare(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
+        assert prepare_store(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
     assert [file.name for file in (tmp_path / "unused").iterdir()] == ["verified"]
     assert contents(store.path) == before
     with pytest.raises(InvalidConfig, match="does not match the store") as caught:
-        prepare(section(store.path, tokenizer=str(other)), tmp_path / "unused")
+        prepare_store(section(store.path, tokenizer=str(other)), tmp_path / "unused")
     assert caught.value.problems[0].key == "data.tokenizer"
 
 
@@ -276,7 +279,7 @@ def test_prepare_large_vocabulary_takes_four_bytes(text: Path, tmp_path: Path) -
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 70000, "content": "<x>"})
     tokenizer["model"]["vocab"]["<x>"] = 70000
     (tmp_path / "t.json").write_text(json.dumps(tokenizer))
-    store = prepare(section(text, tokenizer=str(tmp_path / "t.json")), tmp_path / "cache")
+    store = prepare_store(section(text, tokenizer=str(tmp_path / "t.json")), tmp_path / "cache")
     assert (store.manifest.dtype, store.manifest.vocab_size) == ("uint32", 70001)
     assert store.manifest.train.shards[0].size_bytes == 4 * store.manifest.train.shards[0].tokens
     row = ids(store, "validation")

@@ -16,8 +16,8 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.data import records
-from weft.data.records import Document, Fault, documents, kind_of, units_of
-from weft.data.source_files import local_file
+from weft.data.records import Document, InvalidRecord, detect_kind, read_documents, split_file
+from weft.data.source_files import stat_local_file
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'weft[data]'")
 zstandard = pytest.importorskip("zstandard", reason="pip install 'weft[data]'")
@@ -58,14 +58,14 @@ WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
 }
 
 
-def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | Fault]:
+def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | InvalidRecord]:
     """All of a file, in units of so many bytes; numbers count over the file."""
-    file = local_file(path, path.name)
+    file = stat_local_file(path, path.name)
     settings = {"field": "text", "invalid": "error"} | options
-    found: list[Document | Fault] = []
-    for unit in units_of(file, kind_of(file), size):
+    found: list[Document | InvalidRecord] = []
+    for unit in split_file(file, detect_kind(file), size):
         before = len(found)
-        for each in documents(unit, **settings):  # type: ignore[arg-type]
+        for each in read_documents(unit, **settings):  # type: ignore[arg-type]
             found.append(each._replace(number=before + each.number))
     return found
 
@@ -77,10 +77,10 @@ def test_documents_of_each_format_are_the_same(name: str, tmp_path: Path) -> Non
     assert read(tmp_path / name) == expected
     for size in (1, 100, 1000, 5003, 6000):
         assert read(tmp_path / name, size) == expected, size
-    file = local_file(tmp_path / name, name)
-    [unit] = units_of(file, kind_of(file), 1 << 30)
+    file = stat_local_file(tmp_path / name, name)
+    [unit] = split_file(file, detect_kind(file), 1 << 30)
     for after in (1, 69, 70, 71, len(TEXTS)):
-        assert list(documents(unit, "text", "error", after)) == expected[after:]
+        assert list(read_documents(unit, "text", "error", after)) == expected[after:]
 
 
 def test_units_of_any_size_have_each_line_once(tmp_path: Path) -> None:
@@ -116,16 +116,16 @@ def test_documents_bad_lines_are_faults(line: str, fault: str | None, tmp_path: 
     if fault is None:  # empty ones are none, but no mistake
         assert found == Document(2, b"")
     else:
-        assert isinstance(found, Fault)
-        assert f"line {found.number}: {found.what}".startswith(fault)
+        assert isinstance(found, InvalidRecord)
+        assert f"line {found.number}: {found.reason}".startswith(fault)
 
 
 def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a\xffb"}\n{"text": "\\udc00c"}\n{"text": "d"}\n')
     one, two, _ = read(path)
-    assert one == Fault(1, "byte 11: not UTF-8")
-    assert isinstance(two, Fault)
+    assert one == InvalidRecord(1, "byte 11: not UTF-8")
+    assert isinstance(two, InvalidRecord)
     good = Document(3, b"d")
     assert read(path, invalid="skip") == [Document(1, None), Document(2, None), good]
     replaced = [Document(n, t.encode(), True) for n, t in ((1, "a\ufffdb"), (2, "\ufffdc"))]
@@ -133,10 +133,10 @@ def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
     rows = pa.array([b"a\xffb", b"d"]).cast(pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": rows}), tmp_path / "x.parquet")
     one, two = read(tmp_path / "x.parquet")
-    assert (one, two) == (Fault(1, "byte 1: not UTF-8"), Document(2, b"d"))
+    assert (one, two) == (InvalidRecord(1, "byte 1: not UTF-8"), Document(2, b"d"))
     assert read(tmp_path / "x.parquet", invalid="replace")[0] == replaced[0]
     (tmp_path / "u.jsonl").write_bytes('{"text": "x"}\n'.encode("utf-16"))
-    assert read(tmp_path / "u.jsonl") == [Fault(1, "the file is UTF-16, not UTF-8", True)]
+    assert read(tmp_path / "u.jsonl") == [InvalidRecord(1, "the file is UTF-16, not UTF-8", True)]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
@@ -146,15 +146,15 @@ def test_documents_truncated_or_damaged_compression_is_a_fault(name: str, tmp_pa
     data = compress(whole)
     (tmp_path / name).write_bytes(data[: len(data) // 2])
     *good, last = read(tmp_path / name)
-    assert isinstance(last, Fault)
-    assert last.last
-    assert "cut off" in last.what
+    assert isinstance(last, InvalidRecord)
+    assert last.is_fatal
+    assert "truncated" in last.reason
     assert all(isinstance(each, Document) for each in good[:-1])
     # A cut is reported for its own line.
     assert last.number == len(good) + 1
     (tmp_path / name).write_bytes(b"this is no compressed file")
     [fault] = read(tmp_path / name)
-    assert "damaged" in fault.what  # type: ignore[union-attr]
+    assert "damaged" in fault.reason  # type: ignore[union-attr]
 
 
 def test_documents_disk_error_names_the_file(
@@ -175,13 +175,13 @@ def test_documents_disk_error_names_the_file(
 def test_documents_too_long_line_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "LINE_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b" * 2000, "c"]))
     good, fault = read(tmp_path / "x.jsonl")
     assert good == Document(1, b"a")
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, InvalidRecord)
     assert fault.number == 2
-    assert "is each document a line?" in fault.what
+    assert "use one line per document" in fault.reason
 
 
 def test_documents_many_short_lines_are_read_quickly(tmp_path: Path) -> None:
@@ -189,6 +189,6 @@ def test_documents_many_short_lines_are_read_quickly(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "some words"}\n' * 199_999 + b'{"text": "some words"\n')
     begun = time.process_time()
     *_, last = read(path, 4 << 20)
-    assert isinstance(last, Fault)
+    assert isinstance(last, InvalidRecord)
     assert last.number == 200_000
     assert time.process_time() - begun < 4  # about 0.5 on a quiet machine

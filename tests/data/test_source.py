@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.source import check_path, look
+from weft.data.source import check_path, detect_source
 from weft.data.source_files import File
 
 
 def find_documents(path: str) -> tuple[File, ...]:
-    found = look(path)
+    found = detect_source(path)
     assert found.kind == "text"
     return found.files
 
@@ -63,11 +63,11 @@ def test_bad_paths_are_problems_of_data_path(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     expected = {
         "nothing": "does not exist",
-        "folder": "folder without files",
+        "folder": "directory without files",
         "zeros": "only empty files",
         "zeros/a": "is empty",
         "zeros/a/b": "cannot be read",
-        "pipe": "neither a file nor a folder",
+        "pipe": "neither a file nor a directory",
     }
     for name, rule in expected.items():
         [problem] = check_path(str(tmp_path / name))

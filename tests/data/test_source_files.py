@@ -19,9 +19,15 @@ from tests import s3
 from tests.data.test_documents import decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
 from weft.config.errors import InvalidConfig
-from weft.data.prepare import prepare
-from weft.data.source import check_path, look
-from weft.data.source_files import _filesystem, format_of, local_file, open_file, remote_files
+from weft.data.prepare import prepare_store
+from weft.data.source import check_path, detect_source
+from weft.data.source_files import (
+    _filesystem,
+    detect_format,
+    list_remote_files,
+    open_file,
+    stat_local_file,
+)
 
 fsspec = pytest.importorskip("fsspec", reason="pip install 'weft[s3]'")
 
@@ -47,7 +53,7 @@ def test_look_folder_kind_follows_its_files(
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx")
-    found = look(str(tmp_path))
+    found = detect_source(str(tmp_path))
     assert found.kind == kind
     if read is not None:
         assert [file.name for file in found.files] == read
@@ -58,7 +64,7 @@ def test_look_glob_names_what_it_matches(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx\n")
     found = {
-        pattern: [file.name for file in look(str(tmp_path / pattern)).files]
+        pattern: [file.name for file in detect_source(str(tmp_path / pattern)).files]
         for pattern in ("*/*.jsonl", "a/*", "**/1.jsonl", "b/*.json")
     }
     assert found == {
@@ -71,20 +77,20 @@ def test_look_glob_names_what_it_matches(tmp_path: Path) -> None:
     [problem] = check_path(str(tmp_path / "*.parquet"))
     assert problem.rule == "matches no file"
     [problem] = check_path("hf://")
-    assert "is no data set's name" in problem.rule
+    assert "is not the name of a dataset" in problem.rule
 
 
 def test_format_of_known_endings_is_jsonl() -> None:
     for name in ("x.jsonl", "X.JSONL.GZ", "c4-train.00000-of-01024.json.gz", "x.ndjson.zst"):
-        assert format_of(name) == "jsonl"
-    assert format_of("x.json") is None
-    assert format_of("x.json", alone=True) == "jsonl"
-    assert format_of("x.txt.gz") is None
+        assert detect_format(name) == "jsonl"
+    assert detect_format("x.json") is None
+    assert detect_format("x.json", explicit=True) == "jsonl"
+    assert detect_format("x.txt.gz") is None
 
 
 def test_open_file_replaced_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before")
-    file = local_file(tmp_path / "x", "x")
+    file = stat_local_file(tmp_path / "x", "x")
     (tmp_path / "x").write_text("after!")
     with pytest.raises(InvalidConfig, match="changed while"), open_file(file):
         pass
@@ -116,13 +122,15 @@ def check_remote(url: str, files: dict[str, bytes], tmp_path: Path) -> None:
     here.mkdir()
     for name, data in files.items():
         (here / name).write_bytes(data)
-    near = prepare(section(here), tmp_path / "near", shard_bytes=4000)
-    far = prepare(section(url), tmp_path / "far", shard_bytes=4000)
+    near = prepare_store(section(here), tmp_path / "near", shard_bytes=4000)
+    far = prepare_store(section(url), tmp_path / "far", shard_bytes=4000)
     assert far.fingerprint == near.fingerprint
     assert decoded(far, "train") == decoded(near, "train")
     said: list[str] = []
-    assert prepare(section(url), tmp_path / "far", lambda p: said.append(p.message)) is not None
-    globbed = prepare(section(f"{url}/*.jsonl.gz"), tmp_path / "far")
+    assert (
+        prepare_store(section(url), tmp_path / "far", lambda p: said.append(p.message)) is not None
+    )
+    globbed = prepare_store(section(f"{url}/*.jsonl.gz"), tmp_path / "far")
     total = globbed.manifest.train.documents + globbed.manifest.validation.documents
     assert total == sum(1 for text in TEXTS if text)
 
@@ -132,7 +140,7 @@ def test_prepare_from_memory_store_equals_local_files(
 ) -> None:
     url = put(f"memory://{uuid.uuid4().hex}/data", every_format)
     check_remote(url, every_format, tmp_path)
-    file = next(file for file in remote_files(url) if file.name == "x.jsonl")
+    file = next(file for file in list_remote_files(url) if file.name == "x.jsonl")
     put(url, {"x.jsonl": every_format["x.jsonl"] + b"\n"})
     with pytest.raises(InvalidConfig, match="changed while"), open_file(file):
         pass
@@ -141,10 +149,10 @@ def test_prepare_from_memory_store_equals_local_files(
 def test_check_path_each_mistake_of_a_url_is_reported(tmp_path: Path) -> None:
     url = put(f"memory://{uuid.uuid4().hex}", {"a.txt": b"x", "b.txt": b"x"})
     for place, rule in (
-        (url, "holds other files than documents: a.txt, b.txt"),
+        (url, "holds files of other formats: a.txt, b.txt"),
         (f"{url}/*.parquet", "holds no files"),
         ("nothing://x", "Protocol not known"),
-        (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "mapped into memory"),
+        (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "must be on a local disk"),
     ):
         [problem] = check_path(place)
         assert problem.key == "data.path"
@@ -163,8 +171,8 @@ def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/x.jsonl"
-        far = prepare(section(url), tmp_path / "far")
-        assert far.fingerprint == prepare(section(folder), tmp_path / "near").fingerprint
+        far = prepare_store(section(url), tmp_path / "far")
+        assert far.fingerprint == prepare_store(section(folder), tmp_path / "near").fingerprint
     finally:
         server.shutdown()
         server.server_close()

@@ -10,18 +10,26 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import text_files as textfiles
-from weft.data.source import look
-from weft.data.source_files import local_file
-from weft.data.text_files import Part, Scan, keep_text, read_piece, read_texts, scan, split
-from weft.data.token_shards import PIECE_BYTES
+from weft.data.source import detect_source
+from weft.data.source_files import stat_local_file
+from weft.data.text_files import (
+    DocumentPart,
+    TextScan,
+    read_chunk,
+    read_text_corpus,
+    scan_file,
+    select_text,
+    split_documents,
+)
+from weft.data.token_shards import CHUNK_BYTES
 
 
-def scan_all(path: Path, validation_fraction: float = 0.1) -> list[Scan]:
-    return [scan(document, validation_fraction) for document in look(str(path)).files]
+def scan_all(path: Path, validation_fraction: float = 0.1) -> list[TextScan]:
+    return [scan_file(document, validation_fraction) for document in detect_source(str(path)).files]
 
 
-def text_of(parts: list[Part]) -> str:
-    return "".join(read_piece(part.scan, *piece) for part in parts for piece in part.pieces())
+def text_of(parts: list[DocumentPart]) -> str:
+    return "".join(read_chunk(part.scan, *chunk) for part in parts for chunk in part.chunks())
 
 
 def write_documents(folder: Path, count: int, lines: int = 20) -> None:
@@ -37,23 +45,23 @@ def write_documents(folder: Path, count: int, lines: int = 20) -> None:
 def test_pieces_make_up_the_text_and_never_cut_a_character(tmp_path: Path, newlines: bool) -> None:
     rng = random.Random(0)
     alphabet = "a é€😀" + ("\n" if newlines else "")
-    text = "".join(rng.choices(alphabet, k=PIECE_BYTES * 3 // 2))
+    text = "".join(rng.choices(alphabet, k=CHUNK_BYTES * 3 // 2))
     (tmp_path / "x").write_bytes(text.encode())
     [found] = scan_all(tmp_path)
-    assert found.fault is None
-    train, validation = split([found], 0.1)
+    assert found.error is None
+    train, validation = split_documents([found], 0.1)
     assert text_of(train) + text_of(validation) == text
-    pieces = list(Part(found, 0, found.cuts[-1]).pieces())
-    assert len(pieces) > 2
-    assert all(end - begin <= PIECE_BYTES for begin, end in pieces)
+    chunks = list(DocumentPart(found, 0, found.cuts[-1]).chunks())
+    assert len(chunks) > 2
+    assert all(end - begin <= CHUNK_BYTES for begin, end in chunks)
     if newlines:
-        assert all(read_piece(found, *piece).endswith("\n") for piece in pieces[:-1])
+        assert all(read_chunk(found, *chunk).endswith("\n") for chunk in chunks[:-1])
 
 
 def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     [found] = scan_all(tmp_path)
-    assert read_piece(found, found.cuts[0], found.cuts[-1]) == "one\r\ntwo\r\n"
+    assert read_chunk(found, found.cuts[0], found.cuts[-1]) == "one\r\ntwo\r\n"
     assert found.text_bytes == 10
 
 
@@ -71,14 +79,14 @@ def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
 def test_first_bad_byte_is_located(tmp_path: Path, data: bytes, offset: int, line: int) -> None:
     (tmp_path / "x").write_bytes(data)
     [found] = scan_all(tmp_path)
-    assert found.fault is not None
-    assert (found.fault.offset, found.fault.line) == (offset, line)
+    assert found.error is not None
+    assert (found.error.offset, found.error.line) == (offset, line)
 
 
 def test_character_over_a_block_border_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a" * (textfiles.BLOCK_BYTES - 2) + "😀é".encode())
     [found] = scan_all(tmp_path)
-    assert found.fault is None
+    assert found.error is None
 
 
 def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
@@ -86,7 +94,7 @@ def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
     for index in range(14):
         (tmp_path / f"bad{index:02d}").write_bytes(b"one\n\xff")
     with pytest.raises(InvalidConfig) as caught:
-        keep_text(scan_all(tmp_path), "error", str(tmp_path))
+        select_text(scan_all(tmp_path), "error", str(tmp_path))
     message = str(caught.value)
     assert len(caught.value.problems) == 1
     assert "14 files" in message
@@ -94,8 +102,8 @@ def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
     assert "bad09" in message
     assert "bad10" not in message
     assert "and 4 more" in message
-    assert "--data.invalid_utf8 replace" in message
-    assert "--data.invalid_utf8 skip" in message
+    assert "data.invalid_utf8=replace" in message
+    assert "data.invalid_utf8=skip" in message
 
 
 def test_invalid_utf8_is_replaced_or_skipped(tmp_path: Path) -> None:
@@ -103,10 +111,10 @@ def test_invalid_utf8_is_replaced_or_skipped(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "good").write_bytes(b"good")
     scans = scan_all(tmp_path)
-    assert [s.file.name for s in keep_text(scans, "skip", "")] == ["good"]
-    replaced = keep_text(scans, "replace", "")
+    assert [s.file.name for s in select_text(scans, "skip", "")] == ["good"]
+    replaced = select_text(scans, "replace", "")
     assert [s.file.name for s in replaced] == ["bad", "good"]
-    assert read_piece(replaced[0], 0, 5) == "a\ufffdb\ufffdc"
+    assert read_chunk(replaced[0], 0, 5) == "a\ufffdb\ufffdc"
 
 
 def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
@@ -114,38 +122,38 @@ def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
     [found] = scan_all(tmp_path)
     (tmp_path / "x").write_text("after, and longer\n")
     with pytest.raises(InvalidConfig, match="changed while"):
-        read_piece(found, 0, 5)
+        read_chunk(found, 0, 5)
 
 
 def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
     write_documents(tmp_path, 3)
-    files = look(str(tmp_path)).files
+    files = detect_source(str(tmp_path)).files
     (tmp_path / "001.txt").unlink()
     with pytest.raises(InvalidConfig, match=r'001\.txt": cannot be read: No such file'):
-        read_texts(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
+        read_text_corpus(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
 
 
 # ------------------------------------------------------------------ holding out
 
 
-def ranges(parts: list[Part]) -> dict[str, tuple[int, int]]:
+def ranges(parts: list[DocumentPart]) -> dict[str, tuple[int, int]]:
     return {part.scan.file.name: (part.begin, part.end) for part in parts}
 
 
 def test_whole_documents_are_held_out_by_name(tmp_path: Path) -> None:
     write_documents(tmp_path, 100)
     scans = scan_all(tmp_path)
-    train, validation = split(scans, 0.1)
+    train, validation = split_documents(scans, 0.1)
     assert not ranges(train).keys() & ranges(validation).keys()
     assert len(train) + len(validation) == 100
     held = sum(p.end - p.begin for p in validation) / sum(s.text_bytes for s in scans)
     assert 0.08 < held < 0.13
-    backwards = split(scans[::-1], 0.1)
+    backwards = split_documents(scans[::-1], 0.1)
     assert ranges(backwards[1]) == ranges(validation)
     # Chosen by a hash, not the first ones, and hardly different with one document more.
     assert sorted(ranges(validation)) != [f"{i:03d}.txt" for i in range(len(validation))]
     (tmp_path / "new.txt").write_text("new\n" * 100)
-    more = ranges(split(scan_all(tmp_path), 0.1)[1]).keys()
+    more = ranges(split_documents(scan_all(tmp_path), 0.1)[1]).keys()
     assert len(more ^ ranges(validation).keys()) <= 3
 
 
@@ -153,7 +161,7 @@ def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
     write_documents(tmp_path, 40)
     for index in range(40):
         (tmp_path / f"copy{index}").write_bytes((tmp_path / f"{index:03d}.txt").read_bytes())
-    train, validation = split(scan_all(tmp_path), 0.2)
+    train, validation = split_documents(scan_all(tmp_path), 0.2)
     assert validation
     sides = [{part.scan.content_hash for part in side} for side in (train, validation)]
     assert not sides[0] & sides[1]
@@ -162,7 +170,7 @@ def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
 def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
     write_documents(tmp_path, 5, lines=200)
     scans = scan_all(tmp_path)
-    train, validation = split(scans, 0.1)
+    train, validation = split_documents(scans, 0.1)
     assert len(train) == len(validation) == 5
     for one, scanned in zip(range(5), scans, strict=True):
         assert train[one].end == validation[one].begin
@@ -175,7 +183,7 @@ def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
 def test_huge_document_is_never_the_validation_text(tmp_path: Path) -> None:
     write_documents(tmp_path, 30)
     (tmp_path / "huge").write_text("long line of text\n" * 5000)
-    train, validation = split(scan_all(tmp_path), 0.05)
+    train, validation = split_documents(scan_all(tmp_path), 0.05)
     assert "huge" in ranges(train)
     held = sum(p.end - p.begin for p in validation)
     assert 0.02 < held / (held + sum(p.end - p.begin for p in train)) < 0.1
@@ -187,7 +195,7 @@ def test_tails_of_tiny_documents_cut_no_character(
     tmp_path: Path, text: str, validation_fraction: float
 ) -> None:
     (tmp_path / "x").write_text(text)
-    train, validation = split(
-        [scan(local_file(tmp_path / "x", "x"), validation_fraction)], validation_fraction
+    train, validation = split_documents(
+        [scan_file(stat_local_file(tmp_path / "x", "x"), validation_fraction)], validation_fraction
     )
     assert text_of(train) + text_of(validation) == text

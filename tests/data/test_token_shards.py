@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, models
 from weft.config.errors import InvalidConfig
 from weft.data import token_shards as shards
 from weft.data.token_shards import (
-    Batches,
+    BatchEncoder,
     Encoder,
     Tokens,
     entropy_nats,
-    finished_shard,
     load_encoder,
+    load_finished_shard,
     write_shard,
 )
 from weft.data.tokenizer import train_tokenizer
@@ -36,7 +36,7 @@ def test_encode_in_batches_changes_no_token(
 ) -> None:
     monkeypatch.setattr(shards, "BATCH_BYTES", batch_bytes)
     told: list[int] = []
-    batches, odd, even = Batches(encoder, told.append), list[Tokens](), list[Tokens]()
+    batches, odd, even = BatchEncoder(encoder, told.append), list[Tokens](), list[Tokens]()
     texts = [f"{number} some words" for number in range(9)]
     for number, text in enumerate(texts):
         batches.add(text, len(text), number % 3 == 2, odd if number % 2 else even)
@@ -51,7 +51,7 @@ def test_encode_in_batches_changes_no_token(
 
 def test_encode_text_unknown_to_the_tokenizer_is_a_problem(encoder: Encoder) -> None:
     words = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
-    batches = Batches(encoder._replace(tokenizer=words), lambda size: None)
+    batches = BatchEncoder(encoder._replace(tokenizer=words), lambda size: None)
     batches.add("other", 5, True, [])
     with pytest.raises(InvalidConfig, match=r"data\.tokenizer = .*cannot encode the text"):
         batches.flush()
@@ -61,17 +61,17 @@ def test_finished_shard_incomplete_or_of_another_tokenizer_is_none(
     encoder: Encoder, tmp_path: Path
 ) -> None:
     file = tmp_path / "train-00000.bin"
-    assert finished_shard(file, encoder) is None
+    assert load_finished_shard(file, encoder) is None
     shard = write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
-    assert finished_shard(file, encoder) == shard
+    assert load_finished_shard(file, encoder) == shard
     assert (shard.tokens, shard.size_bytes) == (5, 10)
-    assert finished_shard(file, encoder._replace(hash="another")) is None
+    assert load_finished_shard(file, encoder._replace(hash="another")) is None
     file.write_bytes(file.read_bytes()[:-2])
-    assert finished_shard(file, encoder) is None
+    assert load_finished_shard(file, encoder) is None
     write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
     receipt = file.with_suffix(".json")
     receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"tokens": 4}))
-    assert finished_shard(file, encoder) is None
+    assert load_finished_shard(file, encoder) is None
 
 
 def test_unigram_entropy_is_right() -> None:

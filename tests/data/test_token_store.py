@@ -16,8 +16,8 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.dataset import write_mixture
-from weft.data.prepare import prepare
-from weft.data.prepared_cache import Progress, locked, open_verified
+from weft.data.prepare import prepare_store
+from weft.data.prepared_cache import Progress, lock_directory, open_verified_store
 from weft.data.token_store import Store, TokenStream, hash_tokens, open_store
 
 
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
     for index in range(30):
         (text / f"{index}.txt").write_text(f"text number {index}, of some words\n" * 10)
     section = DataSection(path=str(text), vocab_size=300, validation_fraction=0.2)
-    return prepare(section, tmp_path / "cache", shard_bytes=2000)
+    return prepare_store(section, tmp_path / "cache", shard_bytes=2000)
 
 
 def test_windows_cross_shards() -> None:
@@ -39,12 +39,12 @@ def test_windows_cross_shards() -> None:
         assert len(stream) == 1000
         for length in (1, 5, 400, 1000):
             starts = np.unique([0, 1000 - length, *rng.integers(0, 1001 - length, 50)])
-            windows = stream.window(starts, length)
+            windows = stream.read_windows(starts, length)
             assert windows.dtype == np.int64
             np.testing.assert_array_equal(windows, [flat[s : s + length] for s in starts])
         for start in (-1, 991):
             with pytest.raises(IndexError, match="10 tokens"):
-                stream.window(np.array([start]), 10)
+                stream.read_windows(np.array([start]), 10)
 
 
 def test_manifest_describes_the_files(store: Store) -> None:
@@ -56,7 +56,7 @@ def test_manifest_describes_the_files(store: Store) -> None:
         (manifest.validation, store.tokens("validation")),
     ):
         assert len(stream) == part.tokens == sum(shard.tokens for shard in part.shards)
-        ids = stream.window(np.array([0]), len(stream))[0]
+        ids = stream.read_windows(np.array([0]), len(stream))[0]
         assert (ids == manifest.separator).sum() == part.documents
         assert ids[-1] == manifest.separator
         text = store.tokenizer().decode(ids.tolist(), skip_special_tokens=True)
@@ -66,7 +66,7 @@ def test_manifest_describes_the_files(store: Store) -> None:
 
 def test_unigram_entropy_is_that_of_the_train_tokens(store: Store) -> None:
     stream = store.tokens("train")
-    _, counts = np.unique(stream.window(np.array([0]), len(stream)), return_counts=True)
+    _, counts = np.unique(stream.read_windows(np.array([0]), len(stream)), return_counts=True)
     p = counts / counts.sum()
     assert store.manifest.unigram_entropy_nats == pytest.approx(float(-(p * np.log(p)).sum()))
 
@@ -100,13 +100,13 @@ def silent(progress: Progress) -> None:
     pass
 
 
-def opened(store: Store, cache: Path, anew: bool = False) -> Store:
-    return open_verified(store.path, cache, silent, anew)
+def opened(store: Store, cache: Path, force: bool = False) -> Store:
+    return open_verified_store(store.path, cache, silent, force)
 
 
-def rules(store: Store, cache: Path, anew: bool = False) -> list[str]:
+def rules(store: Store, cache: Path, force: bool = False) -> list[str]:
     with pytest.raises(InvalidConfig) as caught:
-        opened(store, cache, anew)
+        opened(store, cache, force)
     assert all(problem.value == str(store.path) for problem in caught.value.problems)
     return [str(problem) for problem in caught.value.problems]
 
@@ -137,7 +137,7 @@ def test_open_verified_flipped_bit_names_shard_hashes_and_remedy(
         [rule] = rules(store, tmp_path / "c")
         assert f"{shard.file} is damaged: its content hash is " in rule
         assert f"store.json has {shard.xxh3}" in rule
-        assert "prepare the text again" in rule
+        assert "prepare the data again" in rule
         flip_a_bit(store.path / shard.file, place)
     assert opened(store, tmp_path / "c") == store
 
@@ -147,9 +147,9 @@ def test_prepare_damaged_store_in_the_cache_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("a text of some words, and more\n" * 50)
     section = DataSection(path=str(text), vocab_size=300)
-    flip_a_byte(prepare(section, tmp_path / "cache").path / "train-00000.bin")
+    flip_a_byte(prepare_store(section, tmp_path / "cache").path / "train-00000.bin")
     with pytest.raises(InvalidConfig, match=r"train-00000\.bin is damaged"):
-        prepare(section, tmp_path / "cache")
+        prepare_store(section, tmp_path / "cache")
 
 
 def test_open_verified_second_open_reads_nothing(store: Store, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_open_verified_second_open_reads_nothing(store: Store, tmp_path: Path) -
     opened(store, cache)
     flip_unseen(store.path / "train-00001.bin")
     assert opened(store, cache) == store  # nothing shows the damage but the content
-    assert "train-00001.bin is damaged" in rules(store, cache, anew=True)[0]
+    assert "train-00001.bin is damaged" in rules(store, cache, force=True)[0]
     assert "train-00001.bin is damaged" in rules(store, cache)[0]  # the good result is forgotten
 
 
@@ -196,13 +196,13 @@ def test_open_verified_while_another_process_checks_waits_and_reads_nothing(
         messages.append(progress.message)
 
     with ThreadPoolExecutor(1) as pool:
-        with locked(memory.parent, silent, ""):
-            waiting = pool.submit(open_verified, store.path, cache, report)
+        with lock_directory(memory.parent, silent, ""):
+            waiting = pool.submit(open_verified_store, store.path, cache, report)
             while not messages:
                 time.sleep(0.01)
             memory.write_bytes(result)  # the other one has found it good
         assert waiting.result() == store
-    assert messages == ["waiting for another process that checks the data"]
+    assert messages == ["waiting for another process that verifies the data"]
 
 
 def test_open_verified_cache_that_cannot_be_written_checks_every_time(
@@ -211,7 +211,7 @@ def test_open_verified_cache_that_cannot_be_written_checks_every_time(
     (tmp_path / "c").write_text("a file")
     messages: list[str] = []
     for _ in range(2):
-        open_verified(store.path, tmp_path / "c", lambda p: messages.append(p.message))
+        open_verified_store(store.path, tmp_path / "c", lambda p: messages.append(p.message))
     assert len(messages) == 2
     assert "cannot be written" in messages[0]
     flip_unseen(store.path / "train-00001.bin")
@@ -246,7 +246,7 @@ def test_open_verified_ids_outside_the_vocabulary_names_place_and_size(
     [
         (lambda t: t.update(separator=t["vocab_size"]), "outside the vocabulary"),
         (lambda t: t.update(separator=-1), "outside the vocabulary"),
-        (lambda t: t["train"].update(tokens=7), "do not add up"),
+        (lambda t: t["train"].update(tokens=7), "not the sum over its shards"),
         (lambda t: t["train"].update(documents=-7), "negative number"),
         (lambda t: t.update(kind="chat"), "files of a store of kind chat"),
         (lambda t: t["train"]["shards"][0].update(tokens=-1), "has -1 entries"),
@@ -255,7 +255,7 @@ def test_open_verified_ids_outside_the_vocabulary_names_place_and_size(
         (lambda t: t["train"]["shards"][0].update(size_bytes=1 << 70), "entries from byte 0"),
         (lambda t: t["train"]["shards"][0].update(file="../x.bin"), "not the name of a file"),
         (lambda t: t["train"]["shards"][0].update(file="a\0b"), "not the name of a file"),
-        (lambda t: t.update(vocab_size="many"), "not what weft wrote"),
+        (lambda t: t.update(vocab_size="many"), "not written by weft"),
     ],
 )
 def test_open_store_contradiction_in_the_manifest_is_named(
@@ -326,7 +326,7 @@ def test_data_verify_bad_input_is_named(
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "mixture.json").write_text("[" * 100_000)
     assert main(["data", "verify", str(tmp_path / "m")]) == 2
-    assert "mixture.json is not what weft wrote" in capsys.readouterr().err
+    assert "mixture.json was not written by weft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["missing", "torn", "list", "format", "key"])

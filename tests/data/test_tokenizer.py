@@ -12,10 +12,10 @@ from xxhash import xxh3_128_hexdigest
 from weft.config.errors import InvalidConfig
 from weft.data.document_tokens import END_OF_TEXT
 from weft.data.tokenizer import (
+    find_separator,
     load_tokenizer,
-    separator_id,
+    required_vocab_size,
     train_tokenizer,
-    vocab_entries,
 )
 
 TEXTS = [Path(__file__).read_text(), "Ein Satz, und noch einer. " * 50, "日本語のテキスト " * 20]
@@ -59,7 +59,7 @@ def test_literal_special_token_is_text(tokenizer: Tokenizer, tmp_path: Path) -> 
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded, _ = load_tokenizer(tmp_path / "tokenizer.json")
     for each in (tokenizer, loaded):
-        separator = separator_id(each, "")
+        separator = find_separator(each, "")
         assert separator == each.token_to_id(END_OF_TEXT)
         ids = each.encode_batch_fast([text], add_special_tokens=False)[0].ids
         assert separator not in ids
@@ -67,8 +67,8 @@ def test_literal_special_token_is_text(tokenizer: Tokenizer, tmp_path: Path) -> 
 
 
 def test_train_tokenizer_has_the_asked_vocabulary(tokenizer: Tokenizer) -> None:
-    assert vocab_entries(tokenizer) == 512
-    assert vocab_entries(train_tokenizer(["ab"], 512)) == 258
+    assert required_vocab_size(tokenizer) == 512
+    assert required_vocab_size(train_tokenizer(["ab"], 512)) == 258
 
 
 def test_load_names_the_hash_and_drops_truncation(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_separator_must_be_a_special_token() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_tokens(["<eos>"])  # an added token, but text can hold it
     with pytest.raises(InvalidConfig, match="no special token") as caught:
-        separator_id(tokenizer, "mine.json")
+        find_separator(tokenizer, "mine.json")
     assert caught.value.problems[0].value == "mine.json"
     tokenizer.add_special_tokens(["<pad>", "[EOS]", "<|end_of_text|>"])
-    assert separator_id(tokenizer, "") == tokenizer.token_to_id("<|end_of_text|>")
+    assert find_separator(tokenizer, "") == tokenizer.token_to_id("<|end_of_text|>")

@@ -11,8 +11,8 @@ import pytest
 from tests.data.test_documents import decoded, section
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.data.prepare import prepare
-from weft.data.source import check_path, look
+from weft.data.prepare import prepare_store
+from weft.data.source import check_path, detect_source
 
 TEXTS = [f"document {number} of many, with some more words in it" for number in range(200)]
 
@@ -37,25 +37,25 @@ def test_own_function_texts_and_mappings_are_prepared(
     module: Callable[[str], None], tmp_path: Path
 ) -> None:
     module(ROWS)
-    assert look("mine:rows").kind == "own"
-    store = prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000)
+    assert detect_source("mine:rows").kind == "own"
+    store = prepare_store(section("mine:rows"), tmp_path / "c", shard_bytes=2000)
     assert len(store.manifest.train.shards) > 1
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
-    assert prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000).path == store.path
+    assert prepare_store(section("mine:rows"), tmp_path / "c", shard_bytes=2000).path == store.path
     module(f"def rows():\n    return [{{'body': text, 'n': 1}} for text in {TEXTS!r}]\n")
-    other = prepare(section("mine:rows", text_field="body"), tmp_path / "c", shard_bytes=2000)
+    other = prepare_store(section("mine:rows", text_field="body"), tmp_path / "c", shard_bytes=2000)
     assert other.path != store.path  # its file has changed
     assert decoded(other, "train") == decoded(store, "train")
 
 
 def test_own_callable_object_is_prepared(module: Callable[[str], None], tmp_path: Path) -> None:
     module(f"from functools import partial\nrows = partial(iter, {TEXTS!r})\n")
-    store = prepare(section("mine:rows"), tmp_path / "c")
+    store = prepare_store(section("mine:rows"), tmp_path / "c")
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
     module(f"from functools import partial\nrows = partial(iter, {TEXTS[:99]!r})\n")
-    assert prepare(section("mine:rows"), tmp_path / "c").path != store.path
+    assert prepare_store(section("mine:rows"), tmp_path / "c").path != store.path
     with pytest.raises(InvalidConfig, match="neither text nor a mapping"):
-        prepare(section("itertools:count"), tmp_path / "c")
+        prepare_store(section("itertools:count"), tmp_path / "c")
 
 
 def test_own_function_named_like_a_file_is_the_file(
@@ -63,7 +63,7 @@ def test_own_function_named_like_a_file_is_the_file(
 ) -> None:
     module(ROWS)
     (tmp_path / "mine:rows").write_text("text")
-    assert look("mine:rows").kind == "text"
+    assert detect_source("mine:rows").kind == "text"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_own_function_named_like_a_file_is_the_file(
     [
         ("", "cannot be imported: AttributeError"),
         ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
-        ("rows = 3", "is no function"),
+        ("rows = 3", "is not a function"),
     ],
 )
 def test_own_function_that_cannot_be_called_is_refused(
@@ -86,12 +86,15 @@ def test_own_function_that_cannot_be_called_is_refused(
     ("body", "rule"),
     [
         ("def rows():\n    yield 'a'\n    raise KeyError('x')", "after row 1: KeyError: 'x'"),
-        ("def rows():\n    yield 'a'\n    yield 3", "row 2: is a int, neither text nor a mapping"),
+        (
+            "def rows():\n    yield 'a'\n    yield 3",
+            "yields a int as row 2, neither text nor a mapping",
+        ),
         (
             "def rows():\n    yield {'tekst': 'a'}",
-            "row 1: has no field 'text'; did you mean 'tekst'",
+            "yields row 1 without a field 'text'; did you mean 'tekst'",
         ),
-        ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is no text"),
+        ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is not text"),
     ],
 )
 def test_own_function_mistakes_are_reported(
@@ -99,7 +102,7 @@ def test_own_function_mistakes_are_reported(
 ) -> None:
     module(body)
     with pytest.raises(InvalidConfig) as caught:
-        prepare(section("mine:rows"), tmp_path / "c")
+        prepare_store(section("mine:rows"), tmp_path / "c")
     assert rule in str(caught.value)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))
 

@@ -54,7 +54,7 @@ def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
 
 
 def test_each_killed_process_is_reported() -> None:
-    with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
+    with pytest.raises(WeftError, match="was killed, possibly out of memory"):
         list(parallel_map(killed, [1, 2], lambda size: None, 2))
 
 
@@ -68,5 +68,5 @@ class Slow(list[int]):
 
 
 def test_each_process_killed_during_submission_is_reported() -> None:
-    with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
+    with pytest.raises(WeftError, match="was killed, possibly out of memory"):
         list(parallel_map(killed, Slow(range(30)), lambda size: None, 2))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.config.schema import Job
-from weft.estimate.advice import Advice, advise, changed_by, changes
+from weft.estimate.advice import Advice, advise, apply_change, candidate_changes
 from weft.estimate.forecast import Forecast, forecast
 from weft.plan.devices import Device, match_device
 from weft.plan.plan_text import plan_recipe
@@ -31,14 +31,14 @@ def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machi
 def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
     """What is predicted, what is advised, and what is predicted of a change."""
     job, plan, machine, device = planned(recipe, cluster, text)
-    seen = forecast(job, plan, machine, device)
+    prediction = forecast(job, plan, machine, device)
 
     def after(advice: Advice) -> Forecast:
-        changed = changed_by(job, advice.change)
+        changed = apply_change(job, advice.change)
         assert changed is not None
         return forecast(changed, resolve(changed, machine), machine, device)
 
-    return seen, advise(job, plan, machine, device, seen), after
+    return prediction, advise(job, plan, machine, device, prediction), after
 
 
 # --------------------------------------------------------------------------- what does not fit
@@ -128,17 +128,17 @@ REMEDIES = [
 def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
     recipe: str, cluster: str, text: str, first: str | None
 ) -> None:
-    seen, found, after = advised(recipe, cluster, text)
-    assert seen.fits is False
+    prediction, found, after = advised(recipe, cluster, text)
+    assert prediction.fits is False
     if first is None:
         assert found == []
         return
     assert str(found[0]) == first
-    assert found[0].traced
+    assert found[0].is_traced
     told = after(found[0])
     assert told.fits
-    assert told.needed == found[0].bytes
-    assert seen.step_seconds / told.step_seconds - 1 == pytest.approx(found[0].faster)
+    assert told.needed_bytes == found[0].memory_bytes
+    assert prediction.step_seconds / told.step_seconds - 1 == pytest.approx(found[0].speedup)
 
 
 # --------------------------------------------------------------------------- is it true?
@@ -179,13 +179,13 @@ FASTER = [
 def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, text: str) -> None:
     """What is estimated of a change is within 15 % of what a trace of the changed job says of its
     speed, and within 25 % of the memory."""
-    seen, found, after = advised(recipe, cluster, text)
+    prediction, found, after = advised(recipe, cluster, text)
     assert found
     for advice in found:
         told = after(advice)
-        faster = seen.step_seconds / told.step_seconds  # type: ignore[operator]
-        assert math.log((1 + advice.faster) / faster) == pytest.approx(0, abs=0.15), str(advice)
-        assert advice.bytes == pytest.approx(told.needed, rel=0.25), str(advice)
+        faster = prediction.step_seconds / told.step_seconds  # type: ignore[operator]
+        assert math.log((1 + advice.speedup) / faster) == pytest.approx(0, abs=0.15), str(advice)
+        assert advice.memory_bytes == pytest.approx(told.needed_bytes, rel=0.25), str(advice)
 
 
 def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
@@ -200,9 +200,9 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     assert (machine.world_size, plan.world_size) == (None, 2)
     device = match_device(machine.device_name)
     assert device is not None
-    seen = forecast(job, plan, machine, device)
-    found = advise(job, plan, machine, device, seen)
-    assert found == advise(job, plan, replace(machine, world_size=2), device, seen)
+    prediction = forecast(job, plan, machine, device)
+    found = advise(job, plan, machine, device, prediction)
+    assert found == advise(job, plan, replace(machine, world_size=2), device, prediction)
     assert found
 
 
@@ -211,7 +211,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
 
 def tried(cluster: str, text: str = "") -> list[dict[str, Any]]:
     job, plan, machine, _ = planned("llama3-8b", cluster, text)
-    return list(changes(job, plan, machine))
+    return list(candidate_changes(job, plan, machine))
 
 
 def test_changes_are_only_those_that_the_device_supports() -> None:
@@ -231,14 +231,16 @@ def test_changes_are_only_those_that_the_device_supports() -> None:
 def test_changes_differ_from_the_job() -> None:
     for text in (
         "",
-        "activation_checkpoint.mode=full compile.enable=true precision.float8=rowwise optim.state_dtype=8bit",
-        "activation_checkpoint.mode=selective parallel.pp=2 parallel.dp_shard=4 pipeline.schedule=Interleaved1F1B",
+        "activation_checkpoint.mode=full compile.enable=true precision.float8=rowwise"
+        " optim.state_dtype=8bit",
+        "activation_checkpoint.mode=selective parallel.pp=2 parallel.dp_shard=4"
+        " pipeline.schedule=Interleaved1F1B",
         "parallel.reshard_after_forward=never optim.state_dtype=bfloat16 train.microbatch_size=2",
     ):
         job, plan, machine, _ = planned("llama3-8b", "1x8xH200", text)
         now = job.model_dump()
-        for change in changes(job, plan, machine):
-            changed = changed_by(job, change)
+        for change in candidate_changes(job, plan, machine):
+            changed = apply_change(job, change)
             assert changed is not None
             assert changed.model_dump() != now
             assert "precision.float8" not in change or job.precision.float8 == "none"

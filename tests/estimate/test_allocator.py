@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import pytest
 
-from weft.estimate.allocator import MIB, Allocator
+from weft.estimate.allocator import MIB, CachingAllocator
 
 
-def after(*sizes: int) -> Allocator:
+def after(*sizes: int) -> CachingAllocator:
     """An allocator that gave blocks of these sizes to storages 0, 1, 2 ..."""
-    allocator = Allocator()
+    allocator = CachingAllocator()
     for storage, size in enumerate(sizes):
         allocator.allocate(storage, size)
     return allocator
 
 
-def places(allocator: Allocator) -> dict[int, tuple[int, int]]:
+def places(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
     """Of each live storage, where its block begins and ends."""
     return {s: (b.start, b.start + b.size) for s, (_, b) in allocator.blocks.items()}
 
@@ -92,7 +92,7 @@ def test_a_block_with_a_segment_to_itself_is_not_cut_for_its_rounding() -> None:
 
 def test_what_is_freed_is_used_again() -> None:
     allocator = after(50 * MIB)
-    allocator.release(0)
+    allocator.free(0)
     assert allocator.reserved == 50 * MIB  # the driver gets nothing back
     allocator.allocate(1, 50 * MIB)
     assert allocator.reserved == allocator.peak == 50 * MIB
@@ -101,15 +101,15 @@ def test_what_is_freed_is_used_again() -> None:
 def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
     allocator = after(60 * MIB, 40 * MIB, 50 * MIB)
     for storage in range(3):
-        allocator.release(storage)
+        allocator.free(storage)
     allocator.allocate(3, 38 * MIB)
     assert places(allocator)[3] == (60 * MIB, 98 * MIB)  # in the one of 40
 
 
 def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
     allocator = after(40 * MIB, 40 * MIB)
-    allocator.release(1)
-    allocator.release(0)
+    allocator.free(1)
+    allocator.free(0)
     allocator.allocate(2, 40 * MIB)
     assert places(allocator)[2] == (0, 40 * MIB)
 
@@ -119,7 +119,7 @@ def test_free_neighbours_grow_together() -> None:
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         allocator = after(6 * MIB, 6 * MIB, 6 * MIB)
         for storage in order:
-            allocator.release(storage)
+            allocator.free(storage)
         allocator.allocate(3, 9 * MIB + 512)
         allocator.allocate(4, 9 * MIB + 512)
         assert allocator.reserved == 20 * MIB, order
@@ -127,16 +127,16 @@ def test_free_neighbours_grow_together() -> None:
 
 def test_a_live_block_between_keeps_free_ones_apart() -> None:
     allocator = after(6 * MIB, 6 * MIB, 6 * MIB)
-    allocator.release(0)
-    allocator.release(2)
+    allocator.free(0)
+    allocator.free(2)
     allocator.allocate(3, 9 * MIB)  # 6 and 8 are free: neither is enough
     assert allocator.reserved == 40 * MIB
 
 
 def test_segments_do_not_grow_together() -> None:
     allocator = after(10 * MIB, 10 * MIB)
-    allocator.release(0)
-    allocator.release(1)
+    allocator.free(0)
+    allocator.free(1)
     allocator.allocate(2, 12 * MIB)
     assert allocator.reserved == 32 * MIB
 
@@ -147,34 +147,34 @@ def test_segments_do_not_grow_together() -> None:
 def test_a_full_device_gets_unused_segments_back() -> None:
     """40 MiB are free, but in one piece too small for 60: with a capacity they go."""
     for capacity, reserved in ((None, 100 * MIB), (100 * MIB, 100 * MIB), (99 * MIB, 60 * MIB)):
-        allocator = Allocator(capacity)
+        allocator = CachingAllocator(capacity)
         allocator.allocate(0, 40 * MIB)
-        allocator.release(0)
+        allocator.free(0)
         allocator.allocate(1, 60 * MIB)
         assert allocator.reserved == reserved
         assert allocator.peak == reserved
 
 
 def test_a_segment_in_use_is_not_given_back() -> None:
-    allocator = Allocator(50 * MIB)
+    allocator = CachingAllocator(50 * MIB)
     for storage, size in enumerate((6 * MIB, 6 * MIB, 512)):
         allocator.allocate(storage, size)
-    allocator.release(0)
-    allocator.release(2)  # its segment of 2 MiB is empty now
+    allocator.free(0)
+    allocator.free(2)  # its segment of 2 MiB is empty now
     allocator.allocate(3, 40 * MIB)
     assert allocator.reserved == 60 * MIB  # beyond the capacity, which is how one sees it
-    allocator.release(1)
-    allocator.release(3)
+    allocator.free(1)
+    allocator.free(3)
     allocator.allocate(4, 100 * MIB)
     assert allocator.reserved == 100 * MIB
 
 
 def test_the_peak_is_remembered() -> None:
-    allocator = Allocator(80 * MIB)
+    allocator = CachingAllocator(80 * MIB)
     for storage in range(3):
         allocator.allocate(storage, 30 * MIB)
-    allocator.release(0)
-    allocator.release(1)
+    allocator.free(0)
+    allocator.free(1)
     allocator.allocate(3, 40 * MIB)
     assert (allocator.reserved, allocator.peak) == (70 * MIB, 90 * MIB)
 
@@ -188,7 +188,7 @@ def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
     all freed is in whole segments again."""
     draw = random.Random(seed)
     capacity = draw.choice([None, 300 * MIB])
-    allocator, asked = Allocator(capacity), dict[int, int]()
+    allocator, asked = CachingAllocator(capacity), dict[int, int]()
     for storage in range(1500):
         size = int(2 ** draw.uniform(0, 25))
         allocator.allocate(storage, size)
@@ -196,7 +196,7 @@ def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
         while asked and draw.random() < len(asked) / 60:
             gone = draw.choice(list(asked))
             del asked[gone]
-            allocator.release(gone)
+            allocator.free(gone)
         assert sum(asked.values()) <= allocator.reserved <= allocator.peak
         by_pool: dict[int, list[tuple[int, int]]] = {}
         for number, (pool, block) in allocator.blocks.items():
@@ -206,7 +206,7 @@ def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
             spans.sort()
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for storage in asked:
-        allocator.release(storage)
+        allocator.free(storage)
     for pool in (allocator.small, allocator.large):
-        assert {start: size for size, start in pool.free} == pool.segments
+        assert {start: size for size, start in pool.free_list} == pool.segments
         assert sum(pool.segments.values()) == pool.reserved

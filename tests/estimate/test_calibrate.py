@@ -1,4 +1,4 @@
-"""What a finished run teaches: one number, where it came from, and nothing else."""
+"""Calibration fits one number of a device, and records its source."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from tests.small import SMALL, Overrides
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, to_toml
-from weft.estimate.calibrate import calibrate, read_run, save, told
-from weft.estimate.forecast import device_of, forecast
-from weft.plan.devices import CPU_DEVICE, Cluster, get_device, load_clusters, parse_cluster, user_cluster_files
+from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
+from weft.estimate.forecast import device_spec, forecast
+from weft.plan.devices import (
+    CPU_DEVICE,
+    Cluster,
+    get_device,
+    load_clusters,
+    parse_cluster,
+    user_cluster_files,
+)
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.run_dir import write_plan
@@ -74,32 +81,34 @@ FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
 def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     """The run's own time comes out; other layouts move as far; other devices do not move."""
     job, plan, machine = h100(*FEW)
-    before = forecast(job, plan, machine, device_of(plan, machine))
+    before = forecast(job, plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
-    assert before.seconds is not None
+    assert before.time_breakdown is not None
     wanted = 1.3 * before.step_seconds
     run = finished(tmp_path / "run", job, plan, [90.0, 80.0, wanted, 0.9 * wanted, 1.1 * wanted])
     found = calibrate(read_run(run))
-    assert (found.device, found.what) == ("H100", "software")
-    assert found.before == pytest.approx(before.step_seconds)
-    assert found.after == pytest.approx(wanted, rel=1e-6)
-    hidden = before.seconds.total() - before.seconds["compute"]
+    assert (found.device, found.parameter) == ("H100", "software")
+    assert found.seconds_before == pytest.approx(before.step_seconds)
+    assert found.seconds_after == pytest.approx(wanted, rel=1e-6)
+    hidden = before.time_breakdown.total() - before.time_breakdown["compute"]
     # What does not compute is as fast as before.
-    assert found.value == pytest.approx(before.seconds["compute"] / (wanted - hidden), rel=0.02)
-    path = save(found)
+    assert found.value == pytest.approx(
+        before.time_breakdown["compute"] / (wanted - hidden), rel=0.02
+    )
+    path = save_calibration(found)
     assert path == user_cluster_files()[1]
-    after = forecast(job, plan, machine, device_of(plan, machine))
+    after = forecast(job, plan, machine, device_spec(plan, machine))
     assert after.step_seconds == pytest.approx(wanted, rel=1e-3)
     assert after.error < before.error
     h200 = replace(machine, device_name="NVIDIA H200", memory_bytes=None)
-    known = device_of(plan, h200)
+    known = device_spec(plan, h200)
     assert known is not None
     assert (known.software, known.calibrated) == (1.0, "")
     # It is fitted anew each time, and says how far off the last one was.
     again = calibrate(read_run(run))
-    assert again.before == pytest.approx(wanted, rel=1e-3)
+    assert again.seconds_before == pytest.approx(wanted, rel=1e-3)
     assert again.value == pytest.approx(found.value)
-    said = told(again, path)
+    said = render_calibration(again, path)
     assert str(run) in said
     assert f"software = {found.value:.4g}" in said
     assert "40.00 GiB measured" in said
@@ -110,13 +119,13 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     tiny += [("model.num_kv_heads", "8"), ("model.vocab_size", "4096"), ("data.vocab_size", "4096")]
     rows: Overrides = [("train.seq_len", "128"), ("train.global_batch_size", "8")]
     job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "2"), ("compile.enable", "false"))
-    before = forecast(job, plan, machine, device_of(plan, machine))
+    before = forecast(job, plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
     run = finished(tmp_path / "run", job, plan, [2 * before.step_seconds] * 9)
     found = calibrate(read_run(run))
-    assert found.what == "launch"
+    assert found.parameter == "launch"
     assert 1.5 * 12e-6 < found.value < 6 * 12e-6
-    assert found.after == pytest.approx(found.run.seconds, rel=1e-6)
+    assert found.seconds_after == pytest.approx(found.run.seconds, rel=1e-6)
 
 
 def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
@@ -125,7 +134,7 @@ def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text('[devices.A10G]\nsoftware = 0.5\ncalibrated = "mine"\n')
     run = finished(tmp_path / "run", job, plan, [0.7] * 6)
-    save(calibrate(read_run(run)))
+    save_calibration(calibrate(read_run(run)))
     assert get_device("A10G").software == 0.5
     assert get_device("H100").calibrated.startswith(str(run))
     assert list(file.parent.iterdir()) == [file]
@@ -142,11 +151,11 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
     short = finished(tmp_path / "short", job, plan, [1.0, 1.0, 1.0])
     assert "has 1 records after the first 2" in problem(short)
     unknown = finished(tmp_path / "unknown", job, plan, [1.0] * 9, devices=["Abacus"])
-    assert "ran on 'Abacus', of which nothing is known" in problem(unknown)
+    assert "ran on 'Abacus', a device of unknown speed" in problem(unknown)
     fast = finished(tmp_path / "fast", job, plan, [1e-9] * 9)
-    assert "with any software it is at least" in problem(fast)
+    assert "any value of software predicts at least" in problem(fast)
     slow = finished(tmp_path / "slow", job, plan, [1e9] * 9)
-    assert "with any software it is at most" in problem(slow)
+    assert "any value of software predicts at most" in problem(slow)
     assert not user_cluster_files()[1].exists()
 
 
@@ -174,6 +183,6 @@ def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_pat
     found = json.loads(weft("plan", "--calibrate", "run", "--json"))
     assert found["device"] == CPU_DEVICE
     assert found["step_seconds_after"] == pytest.approx(found["measured_step_seconds"], rel=1e-6)
-    seen = json.loads(weft(*plan))
-    assert seen["step_seconds"] > 0
-    assert any("CPU" in limit for limit in seen["limits"])
+    prediction = json.loads(weft(*plan))
+    assert prediction["step_seconds"] > 0
+    assert any("CPU" in limit for limit in prediction["limits"])

@@ -16,8 +16,8 @@ import pytest
 from tests.small import Overrides, small_job
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
-from weft.estimate.charts import number, page, pipeline_chart, rank_chart, ticks
-from weft.estimate.cost import Span, spans
+from weft.estimate.charts import format_number, pipeline_chart, rank_chart, render_page, round_ticks
+from weft.estimate.cost import Span, simulate_pipeline
 from weft.estimate.forecast import GIB, Forecast, forecast
 from weft.plan.devices import parse_cluster
 from weft.plan.pipeline_schedule import build_schedule
@@ -67,7 +67,7 @@ def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
 
 @lru_cache
 def drawn(layout: str) -> ET.Element:
-    return parsed(page(*predicted(layout), layout, "2 nodes of 8 H100"))
+    return parsed(render_page(*predicted(layout), layout, "2 nodes of 8 H100"))
 
 
 def parsed(html: str) -> ET.Element:
@@ -142,11 +142,11 @@ def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
     boxes = {key: at[0] for key, at in actions(picture(drawn(layout), "pipeline")).items()}
-    of_ranks = defaultdict(list)
+    rank_traces = defaultdict(list)
     for box in boxes.values():
-        of_ranks[box.rank].append(box)
+        rank_traces[box.rank].append(box)
     slack = 0.03  # of rounding
-    for mine in of_ranks.values():
+    for mine in rank_traces.values():
         for before, after in itertools.pairwise(sorted(mine, key=lambda box: box.start)):
             assert before.end <= after.start + slack
     last = max(stage for stage, _, _ in boxes)
@@ -166,7 +166,7 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
     """Which is the step but for what follows, and leaves its busiest rank the step's bubble."""
     _, _, prediction = predicted(layout)
     assert prediction.timeline is not None
-    assert prediction.seconds is not None
+    assert prediction.time_breakdown is not None
     svg = picture(drawn(layout), "pipeline")
     zero, per_second = scale_of(svg)
     boxes = actions(svg)
@@ -180,17 +180,17 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
     busy: dict[int, float] = defaultdict(float)
     for span in prediction.timeline:
         busy[span.rank] += span.end - span.start
-    assert end - max(busy.values()) == pytest.approx(prediction.seconds["bubble"])
-    assert end < prediction.seconds.total()
+    assert end - max(busy.values()) == pytest.approx(prediction.time_breakdown["bubble"])
+    assert end < prediction.time_breakdown.total()
 
 
 def test_page_of_many_actions_stays_small() -> None:
     job, plan, prediction = predicted("Interleaved1F1B")
     table = build_schedule("1F1B", 32, 1, 256)
     each = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
-    many = spans(table, each, 0.001)
+    many = simulate_pipeline(table, each, 0.001)
     assert len(many) == 32 * 512
-    html = page(job, plan, replace(prediction, timeline=many), "many", "actions")
+    html = render_page(job, plan, replace(prediction, timeline=many), "many", "actions")
     assert len(html.encode()) < 2e6
     assert len(actions(picture(parsed(html), "pipeline"))) == len(many)
 
@@ -217,43 +217,41 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     assert len(bars) == len(lives)
     for height, live in zip(heights, lives, strict=True):
         assert height / highest == pytest.approx(live / max(lives), rel=2e-3)
-    assert max(lives) == sum(memory.live.values())
+    assert max(lives) == sum(memory.live_bytes.values())
     stack = part(svg, "stack")
     sizes = {title(box).split(":")[0]: float(box.get("height", "")) for box in stack}
-    assert sizes.keys() == prediction.by_category().keys()
+    assert sizes.keys() == prediction.gib_by_category().keys()
     whole = sum(sizes.values())
-    for name, size in prediction.by_category().items():
-        assert sizes[name] / whole == pytest.approx(size * GIB / prediction.needed, rel=2e-3)
+    for name, size in prediction.gib_by_category().items():
+        assert sizes[name] / whole == pytest.approx(size * GIB / prediction.needed_bytes, rel=2e-3)
     peak = next(text.text for text in svg.iter(f"{SVG}text") if text.get("id") == "peak") or ""
     name, _ = title(bars[lives.index(max(lives))]).rsplit(": ", 1)
     assert peak.endswith(f"GiB: {name}")
-    assert f"most is live in {name}:" in (svg.findtext(f"{SVG}desc") or "")
-    if plan.pipeline is not None and memory.at.kind in "FBIW":
+    assert f"Live memory peaks in {name};" in (svg.findtext(f"{SVG}desc") or "")
+    if plan.pipeline is not None and memory.peak_location.kind in "FBIW":
         # The stage that it names is on the rank, and the layer in the stage.
         stage, layer = map(int, re.search(r"stage (\d+), layer (\d+)", name).groups())  # type: ignore[union-attr]
-        pp = rank_to_coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
-        assert stage in plan.pipeline.stages_of(pp)
+        pp = rank_to_coordinates(prediction.rank, plan.axis_sizes, plan.axis_order)["pp"]
+        assert stage in plan.pipeline.stages_on_rank(pp)
         assert layer + 1 in plan.pipeline.stages[stage].units
 
 
 def test_memory_chart_says_which_microbatches_it_has() -> None:
     _, plan, _ = predicted("none")
-    assert plan.accumulation == 8
+    assert plan.num_microbatches == 8
     svg = picture(drawn("none"), "memory")
-    assert "of 8 microbatches 5 are drawn, the first and the last" in (
-        svg.findtext(f"{SVG}desc") or ""
-    )
+    assert "5 of 8 microbatches: the first and last ones" in (svg.findtext(f"{SVG}desc") or "")
 
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_time_bar_parts_are_those_of_the_step(layout: str) -> None:
     _, _, prediction = predicted(layout)
-    assert prediction.seconds is not None
+    assert prediction.time_breakdown is not None
     boxes = part(picture(drawn(layout), "time"), "time-step")
     widths = {title(box).split(":")[0]: float(box.get("width", "")) for box in boxes}
-    spent = {name: seconds for name, seconds in prediction.seconds.items() if seconds > 0}
+    spent = {name: seconds for name, seconds in prediction.time_breakdown.items() if seconds > 0}
     assert widths.keys() == spent.keys()
-    total = prediction.seconds.total()
+    total = prediction.time_breakdown.total()
     assert sum(widths.values()) == pytest.approx(1200, abs=0.1)
     for name, seconds in spent.items():
         assert widths[name] / 1200 == pytest.approx(seconds / total, abs=1e-4)
@@ -278,9 +276,9 @@ def test_rank_chart_ranks_are_in_their_nodes(layout: str) -> None:
             f"rank {rank}" for rank in range(8 * node, 8 * node + 8)
         ]
         for rank, box in enumerate(boxes, 8 * node):
-            places = rank_to_coordinates(rank, plan.sizes, plan.order)
+            places = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
             told = dict(text.split() for text in title(box).split(", ")[1:])
-            assert told == {a: str(i) for a, i in places.items() if plan.sizes[a] > 1}
+            assert told == {a: str(i) for a, i in places.items() if plan.axis_sizes[a] > 1}
     fills = {
         box.get("fill"): title(box).partition("pp ")[2].split(",")[0]
         for node in range(2)
@@ -294,12 +292,12 @@ def test_rank_chart_of_many_nodes_shows_the_first() -> None:
     many = replace(plan, world_size=1024, dp_replicate=64)
     _, text = rank_chart(many)
     assert text.count('<g id="node-') == 2
-    assert "126 more nodes go on like this" in text
+    assert "126 more nodes continue the pattern" in text
 
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_page_is_self_contained_and_readable(layout: str) -> None:
-    html = page(*predicted(layout), "<recipe> & more", "a cluster")
+    html = render_page(*predicted(layout), "<recipe> & more", "a cluster")
     root = parsed(html)
     assert root.findtext("body/h1") == "<recipe> & more on a cluster"
     for outside in ("<script", "href=", "src=", "@import", "url("):
@@ -351,14 +349,14 @@ def everything_fits(svg: ET.Element) -> None:
 
 def test_page_of_a_plan_without_times_has_memory_and_ranks() -> None:
     job, plan, prediction = predicted("Interleaved1F1B")
-    plain = replace(prediction, seconds=None, timeline=None, capacity=None)
-    root = parsed(page(job, plan, plain, "recipe", "machine"))
+    plain = replace(prediction, time_breakdown=None, timeline=None, capacity_bytes=None)
+    root = parsed(render_page(job, plan, plain, "recipe", "machine"))
     assert [svg.get("id") for svg in root.iter(f"{SVG}svg")] == ["memory", "ranks"]
 
 
 @pytest.mark.parametrize("most", [3e-6, 0.07, 1.0, 19.9, 80.0, 32190.0])
 def test_ticks_are_round(most: float) -> None:
-    found = ticks(most, 10)
+    found = round_ticks(most, 10)
     assert 4 <= len(found) <= 11
     assert found[0] == 0
     assert found[-1] <= most * (1 + 1e-9)
@@ -368,4 +366,12 @@ def test_ticks_are_round(most: float) -> None:
 
 def test_numbers_have_three_digits() -> None:
     values = (0.0, 4e-9, 0.000927, 0.5, 9.876, 80.0, 32190.95)
-    assert [*map(number, values)] == ["0", "0", "0.000927", "0.500", "9.88", "80.0", "32,191"]
+    assert [*map(format_number, values)] == [
+        "0",
+        "0",
+        "0.000927",
+        "0.500",
+        "9.88",
+        "80.0",
+        "32,191",
+    ]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.analytic import estimate_memory, estimate_step
 from weft.estimate.cost import (
-    COLLECTIVE_START,
+    COLLECTIVE_LAUNCH,
     CONTENTION,
     Collective,
     Hardware,
@@ -21,17 +21,17 @@ from weft.estimate.cost import (
     Work,
     collective_seconds,
     matmul_seconds,
-    spans,
+    simulate_pipeline,
     step_seconds,
     work_seconds,
 )
-from weft.estimate.decoder import Layout, Sizes, layers_of_stages
+from weft.estimate.decoder import DecoderDims, Layout, split_layers
 from weft.models import llama
 from weft.plan.devices import Network, get_device, load_clusters, read_clusters
 from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
 
 ROOT = Path(__file__).parent.parent.parent
-LLAMA_8B = Sizes(32, 4096, 32, 8, 14336, 128256)
+LLAMA_8B = DecoderDims(32, 4096, 32, 8, 14336, 128256)
 LAYOUT = Layout(seq_len=8192, microbatch=1, global_batch=256, dp_shard=8)
 LAYOUTS = {
     "fsdp": LAYOUT,
@@ -51,7 +51,7 @@ def h100(**changes: float) -> Hardware:
 
 
 def seconds(layout: Layout, hardware: Hardware) -> float:
-    return step_seconds(step_of(LLAMA_8B, layout), hardware).total()
+    return step_seconds(estimate_step(LLAMA_8B, layout), hardware).total()
 
 
 def flops(step: Step) -> float:
@@ -66,7 +66,7 @@ def flops(step: Step) -> float:
 @pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
 def test_sizes_are_the_models(preset: str) -> None:
     config = llama.PRESETS[preset]
-    sizes = Sizes(
+    dims = DecoderDims(
         config.num_layers,
         config.dim,
         config.num_heads,
@@ -74,14 +74,14 @@ def test_sizes_are_the_models(preset: str) -> None:
         config.ffn_dim,
         config.vocab_size,
     )
-    assert sizes.params == llama.num_params(config)
+    assert dims.params == llama.num_params(config)
     # FLOPs are the model's, but of attention only the half that a causal mask leaves: forward 1,
     # backward 2.5 instead of 2 times, for the kernel computes the scores again.
     lay = replace(LAYOUT, microbatch=2, dp_shard=4)
     weights = 6.0 * llama.num_matmul_params(config)
     whole = llama.flops_per_token(config, lay.seq_len) - weights
     tokens = lay.global_batch * lay.seq_len / lay.dp
-    assert flops(step_of(sizes, lay)) / tokens == pytest.approx(weights + whole / 2 * 3.5 / 3)
+    assert flops(estimate_step(dims, lay)) / tokens == pytest.approx(weights + whole / 2 * 3.5 / 3)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -89,13 +89,13 @@ def test_no_layout_loses_flops(name: str) -> None:
     """Ranks share the work: all of them together do what one would."""
     lay = replace(LAYOUTS[name], activation_checkpoint="none")
     ranks = lay.tp * lay.cp * lay.dp
-    one = flops(step_of(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
-    assert ranks * flops(step_of(LLAMA_8B, lay)) == pytest.approx(one)
+    one = flops(estimate_step(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
+    assert ranks * flops(estimate_step(LLAMA_8B, lay)) == pytest.approx(one)
 
 
 def test_recomputation_is_another_forward() -> None:
     plain, full = (replace(LAYOUT, activation_checkpoint=kind) for kind in ("none", "full"))
-    layers = [step_of(LLAMA_8B, lay).stages[0] for lay in (plain, full)]
+    layers = [estimate_step(LLAMA_8B, lay).stages[0] for lay in (plain, full)]
     forward = sum(work.flops * count for work, count in layers[0].forward[1:2])
     back = [sum(work.flops * count for work, count in stage.backward) for stage in layers]
     assert back[1] - back[0] == pytest.approx(forward)
@@ -116,7 +116,7 @@ def test_recomputation_is_another_forward() -> None:
     ],
 )
 def test_layers_of_stages_are_all_layers(layers: int, stages: int, expected: list[int]) -> None:
-    assert layers_of_stages(layers, stages) == expected
+    assert split_layers(layers, stages) == expected
 
 
 # --------------------------------------------------------------------------- what it costs
@@ -162,7 +162,7 @@ def test_an_all_reduce_is_both_its_halves() -> None:
             )  # type: ignore[arg-type]
             for k in (("all_gather", "reduce_scatter"), ("all_reduce",))
         )
-        assert whole == pytest.approx(halves - COLLECTIVE_START)
+        assert whole == pytest.approx(halves - COLLECTIVE_LAUNCH)
 
 
 def test_where_a_group_sits() -> None:
@@ -204,7 +204,7 @@ def test_a_slow_host_is_waited_for() -> None:
 def makespan(
     table: PipelineSchedule, seconds: dict[tuple[int, str], float], hop: float = 0.0
 ) -> float:
-    return max(span.end for span in spans(table, seconds, hop))
+    return max(span.end for span in simulate_pipeline(table, seconds, hop))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
@@ -237,12 +237,12 @@ def test_hops_between_ranks_cost_time() -> None:
 def test_spans_timetable_with_a_deadlock_is_refused() -> None:
     table = {0: [Action(0, "B", 0), Action(0, "F", 0)]}
     with pytest.raises(ValueError, match="never ends"):
-        spans(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
+        simulate_pipeline(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
 
 
 def test_a_step_with_a_pipeline_has_its_bubble() -> None:
     lay = replace(LAYOUTS["pp"], global_batch=64)
-    spent = step_seconds(step_of(LLAMA_8B, lay), h100())
+    spent = step_seconds(estimate_step(LLAMA_8B, lay), h100())
     share = spent["bubble"] / spent.total()
     ideal = 3 / (lay.microbatches + 3)  # and the head's stage is the slowest
     assert ideal / 2 < share < 1.5 * ideal
@@ -254,7 +254,7 @@ def test_a_step_with_a_pipeline_has_its_bubble() -> None:
 
 
 def gib(**changes: object) -> float:
-    held = memory_of(LLAMA_8B, replace(LAYOUT, **changes))  # type: ignore[arg-type]
+    held = estimate_memory(LLAMA_8B, replace(LAYOUT, **changes))  # type: ignore[arg-type]
     return sum(held.values()) / 2**30
 
 
@@ -272,31 +272,35 @@ def test_memory_has_its_directions() -> None:
 
 def test_what_a_pipeline_keeps_beside_activations() -> None:
     """Logits until they are joined, and a buffer for whatever a stage will ever receive."""
-    lay = replace(LAYOUT, pp=4, zero=2, reserved=False)  # 32 microbatches of 8192 tokens
-    whole, plain = (memory_of(LLAMA_8B, replace(lay, output_bytes=b), 3) for b in (2, 0))
+    lay = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
+    whole, plain = (estimate_memory(LLAMA_8B, replace(lay, output_bytes=b), 3) for b in (2, 0))
     assert whole["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
     assert whole["activations"] == whole["temporaries"] == 0 < plain["activations"]
     assert whole["state"] == plain["state"]
-    assert memory_of(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == memory_of(LLAMA_8B, LAYOUT)
+    assert estimate_memory(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == estimate_memory(
+        LLAMA_8B, LAYOUT
+    )
     hidden = 8192 * LLAMA_8B.hidden * 2
-    buffers = [memory_of(LLAMA_8B, lay, rank)["buffers"] / hidden for rank in range(4)]
+    buffers = [estimate_memory(LLAMA_8B, lay, rank)["buffers"] / hidden for rank in range(4)]
     # Of 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
-    assert "buffers" not in memory_of(LLAMA_8B, replace(lay, recv_buffers=False))
+    assert "buffers" not in estimate_memory(LLAMA_8B, replace(lay, recv_buffers=False))
 
 
 def test_in_a_v_one_rank_has_both_tables() -> None:
     """The first stage and the last: embedding, head, and the logits."""
     lay = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
-    first, *others = (memory_of(LLAMA_8B, lay, rank) for rank in range(4))
+    first, *others = (estimate_memory(LLAMA_8B, lay, rank) for rank in range(4))
     tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
     for other in others:
         assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
         assert first["temporaries"] > other["temporaries"]
         # Neither receives what nobody sends.
         assert first["buffers"] < other["buffers"]
-    loop, v = (step_of(LLAMA_8B, some).once for some in (LAYOUTS["interleaved"], lay))
-    assert v.swept_bytes - loop.swept_bytes == pytest.approx(40 * tables / 2 / 8)
+    loop, v = (
+        estimate_step(LLAMA_8B, some).optimizer_work for some in (LAYOUTS["interleaved"], lay)
+    )
+    assert v.traffic_bytes - loop.traffic_bytes == pytest.approx(40 * tables / 2 / 8)
 
 
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
@@ -304,58 +308,62 @@ def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
     twice = replace(lay, stages_per_rank=2, schedule="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
-    plain, interleaved = (memory_of(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))
+    plain, interleaved = (estimate_memory(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))
     assert plain == (2 + 4) * 8 * layer
     assert interleaved == (2 + 4 / 2) * 8 * layer
     # Many microbatches later, both have gradients.
-    many = memory_of(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
+    many = estimate_memory(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
     assert many == plain
     alone = replace(lay, pp=1, dp_shard=8, global_batch=16)
-    assert memory_of(LLAMA_8B, alone)["gathered"] == pytest.approx(6 * LLAMA_8B.params, rel=1e-4)
+    assert estimate_memory(LLAMA_8B, alone)["gathered"] == pytest.approx(
+        6 * LLAMA_8B.params, rel=1e-4
+    )
 
 
 def test_what_a_collective_reads_is_free_late() -> None:
     """Two whole outputs of each layer of a stage, but of no more layers than the queue holds."""
-    late = replace(LAYOUTS["tp"], late_frees=True)
+    late = replace(LAYOUTS["tp"], uses_record_stream=True)
     layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
 
     def waits(lay: Layout) -> float:
-        return memory_of(LLAMA_8B, lay)["late"] / layer
+        return estimate_memory(LLAMA_8B, lay)["late"] / layer
 
     assert waits(replace(late, pp=4, zero=2)) == LLAMA_8B.layers / 4
     assert waits(late) == pytest.approx(1024 / 70)
     assert waits(replace(late, fusion="compiled")) == LLAMA_8B.layers
-    assert "late" not in memory_of(LLAMA_8B, LAYOUTS["tp"])
-    assert "late" not in memory_of(LLAMA_8B, replace(LAYOUT, late_frees=True))
+    assert "late" not in estimate_memory(LLAMA_8B, LAYOUTS["tp"])
+    assert "late" not in estimate_memory(LLAMA_8B, replace(LAYOUT, uses_record_stream=True))
 
 
 def test_layers_as_they_are_dealt() -> None:
     lay = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)
     assert seconds(lay, h100()) > seconds(LAYOUTS["pp"], h100())
-    assert flops(step_of(LLAMA_8B, lay)) == pytest.approx(flops(step_of(LLAMA_8B, LAYOUTS["pp"])))
+    assert flops(estimate_step(LLAMA_8B, lay)) == pytest.approx(
+        flops(estimate_step(LLAMA_8B, LAYOUTS["pp"]))
+    )
 
 
 def test_offloading_trades_memory_for_the_way_to_the_host() -> None:
     parts = (0.0, 0.5, 1.0)
-    held = [memory_of(LLAMA_8B, replace(LAYOUT, offload_part=part)) for part in parts]
+    held = [estimate_memory(LLAMA_8B, replace(LAYOUT, offload_fraction=part)) for part in parts]
     assert held[1]["activations"] == held[0]["activations"] / 2
     assert held[2]["activations"] == 0
-    times = [seconds(replace(LAYOUT, offload_part=part), h100()) for part in parts]
+    times = [seconds(replace(LAYOUT, offload_fraction=part), h100()) for part in parts]
     assert times == sorted(times)
     assert times[0] < times[2]
 
 
 def test_hop_scattered_has_a_part_of_the_bytes() -> None:
     lay = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
-    hops = [step_of(LLAMA_8B, replace(lay, scattered_hops=some)).hop for some in (False, True)]
+    hops = [estimate_step(LLAMA_8B, replace(lay, scatter_p2p=some)).p2p for some in (False, True)]
     assert hops[0]
     assert hops[1]
     assert hops[0].bytes == 4 * hops[1].bytes
 
 
 def test_memory_state_is_16_bytes_a_parameter() -> None:
-    held = memory_of(LLAMA_8B, LAYOUT)
+    held = estimate_memory(LLAMA_8B, LAYOUT)
     assert held["state"] == pytest.approx(16 * LLAMA_8B.params / 8, rel=1e-3)
 
 
@@ -442,13 +450,13 @@ def test_published_runs_have_the_figures_of_the_pages(
 ) -> None:
     found = figures(PUBLISHED[1:], tmp_path / "runs.csv", capsys)
     assert (found["rows"], found["skipped"]) == (293, 1)
-    seen = {name: f"{100 * found[name]:.1f} %" for name in found if "error" in name}
+    prediction = {name: f"{100 * found[name]:.1f} %" for name in found if "error" in name}
     for page in ("README.md", "docs/results.md", "docs/planner.md"):
         text = (ROOT / page).read_text()
         for name in ("throughput_median_error", "throughput_p90_error", "memory_median_error"):
-            assert seen[name] in text, (page, name, seen[name])
+            assert prediction[name] in text, (page, name, prediction[name])
     results = (ROOT / "docs/results.md").read_text()
-    assert [value for value in seen.values() if value not in results] == []
+    assert [value for value in prediction.values() if value not in results] == []
     assert f"rank correlation in nine choice sets {found['rank_correlation']:.2f}" in results
     assert f"loses {100 * found['top1_regret']:.1f} %" in results
     assert f"{100 * found['fits_accuracy']:.1f} %" in results

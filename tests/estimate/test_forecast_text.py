@@ -1,4 +1,4 @@
-"""The screen of a plan: it fits, narrowly, not; the device is unknown, or its memory."""
+"""Text of a plan that fits, narrowly or not, and of unknown devices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from weft.config.schema import Job
 from weft.estimate.advice import Advice
-from weft.estimate.forecast import Forecast, priced
-from weft.estimate.forecast_text import screen
-from weft.estimate.trace import Trace, traces
+from weft.estimate.forecast import Forecast, price_traces
+from weft.estimate.forecast_text import render_plan
+from weft.estimate.trace import RankTrace, trace_ranks
 from weft.plan.devices import GIB, match_device
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 
 
 @pytest.fixture(scope="module")
-def eight() -> tuple[Job, Plan, Machine, Forecast, list[Trace]]:
+def eight() -> tuple[Job, Plan, Machine, Forecast, list[RankTrace]]:
     """A step of a small Llama on eight H100."""
     small = [
         ("model.num_layers", "4"),
@@ -28,16 +28,16 @@ def eight() -> tuple[Job, Plan, Machine, Forecast, list[Trace]]:
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
     device = match_device(machine.device_name, machine.memory_bytes)
-    of_ranks = traces(job, plan)
-    return job, plan, machine, priced(job, plan, machine, device, of_ranks), of_ranks
+    rank_traces = trace_ranks(job, plan)
+    return job, plan, machine, price_traces(job, plan, machine, device, rank_traces), rank_traces
 
 
-Eight = tuple[Job, Plan, Machine, Forecast, list[Trace]]
+Eight = tuple[Job, Plan, Machine, Forecast, list[RankTrace]]
 
 
-def lines_of(eight: Eight, seen: Forecast, *advice: Advice) -> list[str]:
+def lines_of(eight: Eight, prediction: Forecast, *advice: Advice) -> list[str]:
     job, plan, machine, *_ = eight
-    return screen(job, plan, machine, "demo", seen, advice).splitlines()
+    return render_plan(job, plan, machine, "demo", prediction, advice).splitlines()
 
 
 def column(lines: list[str], head: str) -> dict[str, float]:
@@ -52,29 +52,31 @@ def column(lines: list[str], head: str) -> dict[str, float]:
     return found
 
 
-def test_screen_of_a_plan_that_fits_has_memory_speed_and_exchanges(eight: Eight) -> None:
-    seen = eight[3]
-    lines = lines_of(eight, seen)
+def test_screen_of_a_plan_that_fits_has_memory_speed_and_communication(eight: Eight) -> None:
+    prediction = eight[3]
+    lines = lines_of(eight, prediction)
     assert lines[0] == "demo on 8 H100"
     assert lines[1].startswith("  memory     fits: ")
     assert lines[1].endswith("on the fullest rank, of 80.0 GiB")
-    assert "tokens/s a device (within 25%)" in lines[3]
-    assert seen.mfu is not None
-    assert f"MFU {seen.mfu:.1%}" in lines[3]
+    assert "tokens/s per device (within 25%)" in lines[3]
+    assert prediction.mfu is not None
+    assert f"MFU {prediction.mfu:.1%}" in lines[3]
     memory = column(lines, "memory")
-    assert memory.pop("together") == pytest.approx(seen.needed / GIB, abs=0.005)
-    assert sum(memory.values()) == pytest.approx(seen.needed / GIB, abs=0.05)
-    exchanges = column(lines, "a rank's exchanges")
-    assert exchanges == {axis: each.collectives for axis, each in seen.exchanges.items()}
-    assert not any(line.startswith("what would") for line in lines)
+    assert memory.pop("total") == pytest.approx(prediction.needed_bytes / GIB, abs=0.005)
+    assert sum(memory.values()) == pytest.approx(prediction.needed_bytes / GIB, abs=0.05)
+    collectives = column(lines, "communication per rank")
+    assert collectives == {
+        axis: each.collectives for axis, each in prediction.communication.items()
+    }
+    assert not any(line.startswith("changes that") for line in lines)
 
 
 def test_screen_times_add_up_to_the_step(eight: Eight) -> None:
     lines = lines_of(eight, eight[3])
-    start = next(place for place, line in enumerate(lines) if "time of a step" in line)
-    at = lines[start].index("time of a step")
+    start = next(place for place, line in enumerate(lines) if "step time" in line)
+    at = lines[start].index("step time")
     rows = [line[at:].split() for line in lines[start + 1 :] if line[at:].strip()]
-    rows = rows[: 1 + [row[0] for row in rows].index("together")]
+    rows = rows[: 1 + [row[0] for row in rows].index("total")]
     told = [float(next(word for word in row if word[0].isdigit()).replace(",", "")) for row in rows]
     assert eight[3].step_seconds is not None
     assert told[-1] == pytest.approx(1000 * eight[3].step_seconds, abs=0.05)
@@ -89,18 +91,20 @@ def test_screen_verdict_follows_the_share_of_the_capacity(
     eight: Eight, share: float, word: str
 ) -> None:
     """``share``: of the capacity, what is needed."""
-    seen = replace(eight[3], capacity=int(eight[3].needed / share))
-    assert lines_of(eight, seen)[1].startswith(f"  memory     {word}")
-    assert seen.fits == (share <= 1)
+    prediction = replace(eight[3], capacity_bytes=int(eight[3].needed_bytes / share))
+    assert lines_of(eight, prediction)[1].startswith(f"  memory     {word}")
+    assert prediction.fits == (share <= 1)
 
 
 def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None:
-    """With what to do, or that nothing alone helps."""
-    seen = replace(eight[3], capacity=GIB)
-    text = "\n".join(lines_of(eight, seen))
-    assert "--search looks among all layouts" in text
-    lines = lines_of(eight, seen, Advice({"activation_checkpoint.mode": "full"}, -0.2, 0.9 * GIB))
-    assert any(line.startswith("what would make it fit") for line in lines)
+    """Advice is shown, or that no change helps."""
+    prediction = replace(eight[3], capacity_bytes=GIB)
+    text = "\n".join(lines_of(eight, prediction))
+    assert "use --search to try all layouts" in text
+    lines = lines_of(
+        eight, prediction, Advice({"activation_checkpoint.mode": "full"}, -0.2, 0.9 * GIB)
+    )
+    assert any(line.startswith("changes that make it fit") for line in lines)
     (advice,) = [line.split() for line in lines if line.startswith("--")]
     assert advice == ["--activation_checkpoint.mode", "full", "-20%", "921.6", "MiB"]
 
@@ -108,29 +112,29 @@ def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None
 def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> None:
     change = {"compile.enable": True, "precision.float8": "tensorwise"}
     lines = lines_of(eight, eight[3], Advice(change, 0.35, 2 * GIB))
-    assert any(line.startswith("what would make it faster") for line in lines)
+    assert any(line.startswith("changes that make it faster") for line in lines)
     (advice,) = [line for line in lines if line.startswith("--")]
     assert advice.startswith("--compile.enable true --precision.float8 tensorwise")
     assert advice.endswith("+35%  2.0 GiB")
 
 
 def test_screen_of_an_unknown_device_predicts_memory_only(eight: Eight) -> None:
-    job, plan, machine, _, of_ranks = eight
-    seen = priced(job, plan, machine, None, of_ranks)
-    lines = lines_of(eight, seen)
-    assert lines[3] == "  speed      not predicted: nothing is known of this device"
-    assert not any("time of a step" in line for line in lines)
-    assert seen.memory == eight[3].memory
+    job, plan, machine, _, rank_traces = eight
+    prediction = price_traces(job, plan, machine, None, rank_traces)
+    lines = lines_of(eight, prediction)
+    assert lines[3] == "  speed      not predicted: the speed of this device is unknown"
+    assert not any("step time" in line for line in lines)
+    assert prediction.memory == eight[3].memory
 
 
-def test_screen_of_unknown_memory_has_what_is_needed(eight: Eight) -> None:
-    job, plan, machine, _, of_ranks = eight
-    seen = priced(job, plan, replace(machine, memory_bytes=None), None, of_ranks)
-    assert seen.fits is None
-    (line,) = [line for line in lines_of(eight, seen) if "how much there is" in line]
+def test_screen_of_unknown_memory_shows_the_needed_memory(eight: Eight) -> None:
+    job, plan, machine, _, rank_traces = eight
+    prediction = price_traces(job, plan, replace(machine, memory_bytes=None), None, rank_traces)
+    assert prediction.fits is None
+    (line,) = [line for line in lines_of(eight, prediction) if "memory is unknown" in line]
     assert line.startswith("  memory     needs ")
 
 
-def test_screen_doubts_are_warnings(eight: Eight) -> None:
-    seen = replace(eight[3], doubts=("low confidence: so it is",))
-    assert "warning: low confidence: so it is" in lines_of(eight, seen)
+def test_screen_caveats_are_warnings(eight: Eight) -> None:
+    prediction = replace(eight[3], caveats=("low confidence: so it is",))
+    assert "warning: low confidence: so it is" in lines_of(eight, prediction)

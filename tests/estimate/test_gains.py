@@ -22,8 +22,8 @@ def test_published_gains_are_predicted() -> None:
     )
     gains = json.loads(out.stdout)
     assert len(gains) == 3
-    for name, seen in gains.items():
-        published = seen["published"].values()
+    for name, prediction in gains.items():
+        published = prediction["published"].values()
         for way in ("traced", "arithmetic"):
             low, high = min(published) - 0.1, max(published) + 0.1
-            assert low < seen[way]["gain"] < high, (name, way)
+            assert low < prediction[way]["gain"] < high, (name, way)

@@ -17,8 +17,8 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.estimate.memory_check import expect
-from weft.monitor.device_memory import EXPECTED, OTHERS, gib, knobs
+from weft.estimate.memory_check import predict_run
+from weft.monitor.device_memory import OTHERS, PREDICTION, gib, knobs
 from weft.plan.devices import Cluster, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
@@ -36,16 +36,16 @@ def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        expect(job, plan, machine, force=False)
+        predict_run(job, plan, machine, force=False)
     (problem,) = caught.value.problems
     return str(problem)
 
 
 def test_expect_far_from_full_is_by_arithmetic() -> None:
     job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
-    expected, doubt = expect(job, plan, machine, force=False)
+    expected, warning = predict_run(job, plan, machine, force=False)
     assert expected is not None
-    assert doubt == ""
+    assert warning == ""
     assert expected.by == "arithmetic"
     assert 0 < expected.memory_gib < 0.5 * 141
     assert expected.step_seconds is not None
@@ -61,7 +61,7 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     """The remedy is one: with it the run is not refused any more."""
     rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
-    expected, _ = expect(job, plan, machine, force=False)
+    expected, _ = predict_run(job, plan, machine, force=False)
     assert expected is not None
     assert expected.by == "a trace"
     rows[1] = ("train.microbatch_size", "96")
@@ -71,10 +71,10 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     assert "for activations" in said or "for temporaries" in said or "for allocator" in said
     key, value = said.split("use --")[1].split(" (")[0].split()
     changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
-    expect(*changed, force=False)
-    forced, doubt = expect(job, plan, machine, force=True)
+    predict_run(*changed, force=False)
+    forced, warning = predict_run(job, plan, machine, force=True)
     assert forced is not None
-    assert "may run out of memory" in doubt
+    assert "may run out of memory" in warning
 
 
 def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
@@ -88,7 +88,7 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     said = refused(job, plan, machine)
     key, value = said.split("use --")[1].split(" (")[0].split()
     job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
-    expected, _ = expect(job, resolve(job, machine), machine, force=False)
+    expected, _ = predict_run(job, resolve(job, machine), machine, force=False)
     assert expected is not None
     assert expected.memory_gib < 1
 
@@ -96,7 +96,7 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
 def test_expect_without_a_remedy_names_none() -> None:
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
     small = replace(machine, memory_bytes=2**30)
-    assert refused(job, plan, small).endswith("; use --force to try it all the same")
+    assert refused(job, plan, small).endswith("; use --force to start anyway")
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
     overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
     job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
     less = replace(machine, memory_bytes=18 * 2**30)
-    expect(job, plan, less, force=False)
+    predict_run(job, plan, less, force=False)
     assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
 
 
@@ -123,9 +123,9 @@ def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
     job, _, problems = read_job("demo", mine)
     assert not problems
     machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
-    expected, doubt = expect(job, resolve(job, machine), machine, force=False)
+    expected, warning = predict_run(job, resolve(job, machine), machine, force=False)
     assert expected is None
-    assert doubt.startswith("whether this fits is not known: ")
+    assert warning.startswith("cannot predict the memory of this run: ")
 
 
 # --------------------------------------------------------------------------- as a user
@@ -168,32 +168,33 @@ def train_with_little_memory(overrides: Overrides, store: str, more: int) -> Non
             [("train.microbatch_size", "512"), ("train.global_batch_size", "512")],
             [
                 "in step 1",
-                f"less for {OTHERS}: --train.microbatch_size 256 or --activation_checkpoint.mode full",
+                f"less memory for {OTHERS}: --train.microbatch_size 256 or "
+                "--activation_checkpoint.mode full",
             ],
         ),
         (
             2**28,
             [("model.dim", "2048"), ("model.ffn_dim", "16384")],
-            ["building the model", "less for parameters: shards over more ranks"],
+            ["building the model", "less memory for parameters: "],
         ),
     ],
 )
 def test_out_of_memory_is_explained(
     tmp_path: Path, store_path: Path, more: int, keys: Overrides, told: list[str]
 ) -> None:
-    (tmp_path / EXPECTED).write_text('{"memory_gib": 1.25}')
+    (tmp_path / PREDICTION).write_text('{"memory_gib": 1.25}')
     job: Overrides = [("run.dir", str(tmp_path)), *keys]
     with pytest.raises(RankError) as caught:
         run_ranks(train_with_little_memory, 1, job, str(store_path), more, timeout=120)
     said = str(caught.value)
-    assert "OutOfMemory: out of memory: at most " in said
-    assert "expected were 1.25 GiB" in said
+    assert "OutOfMemory: out of memory: the peak of this rank is " in said
+    assert "the plan predicts 1.25 GiB" in said
     for part in told:
         assert part in said
 
 
 def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_path: Path) -> None:
-    (tmp_path / EXPECTED).write_text(json.dumps({"memory_gib": 1.25, "step_seconds": None}))
+    (tmp_path / PREDICTION).write_text(json.dumps({"memory_gib": 1.25, "step_seconds": None}))
     job: Overrides = [("run.dir", str(tmp_path)), ("train.steps", "2")]
     run_ranks(train_rank, 2, job, str(store_path))
     for record in records(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 from weft.config.reader import recipe_names
 from weft.config.schema import Job
-from weft.estimate.forecast import device_of, forecast
-from weft.estimate.memory_check import by_arithmetic
+from weft.estimate.forecast import device_spec, forecast
+from weft.estimate.memory_check import estimate_run
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 
@@ -45,10 +45,10 @@ def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
     """Its keys agree, its layout and schedule are possible, and arithmetic, which is rougher than a
     trace, sees nothing far off."""
     job, plan, machine = planned(recipe)
-    expected = by_arithmetic(job, plan, machine)
+    expected = estimate_run(job, plan, machine)
     assert (expected is None) == (recipe in NO_ARITHMETIC)
     if expected is not None:
-        capacity = machine.memory_of_rank(plan.local_world_size)
+        capacity = machine.memory_per_rank(plan.local_world_size)
         assert capacity is not None
         assert expected.memory_gib < 1.1 * capacity / GIB
         assert expected.step_seconds is not None
@@ -70,10 +70,10 @@ def test_recipe_in_full_on_its_cluster_fits(recipe: str) -> None:
 
 
 def fits(job: Job, plan: Plan, machine: Machine) -> None:
-    seen = forecast(job, plan, machine, device_of(plan, machine))
-    assert seen.fits
+    prediction = forecast(job, plan, machine, device_spec(plan, machine))
+    assert prediction.fits
     if plan.device == "cuda":
-        assert seen.mfu is not None
+        assert prediction.mfu is not None
         # Small products and an exchange of tokens twice a layer: a mixture of experts has less.
-        routed = seen.plan.num_active_params < seen.plan.num_params
-        assert (0.15 if routed else 0.25) < seen.mfu < 0.75
+        routed = prediction.plan.num_active_params < prediction.plan.num_params
+        assert (0.15 if routed else 0.25) < prediction.mfu < 0.75

@@ -18,9 +18,9 @@ from tests.small import SMALL, records
 from weft.cli.main import main
 from weft.config.reader import read_job
 from weft.config.schema import replace, to_toml
-from weft.estimate.calibrate import planned_again
+from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
-from weft.estimate.report_sections import sections, timeline
+from weft.estimate.report_sections import measured_timeline, prediction_sections
 from weft.monitor.html import document
 from weft.monitor.run_reader import RunReader
 from weft.monitor.run_report import FILE
@@ -72,19 +72,19 @@ def test_report_predicted_memory_is_of_the_runs_plan(
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / FILE}\n"
     page = (folder / FILE).read_text()
-    job, plan, machine = planned_again(folder, "run")
+    job, plan, machine = replan_run(folder, "run")
     assert (plan.pp, plan.world_size) == (2, 2)
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert machine.memory_bytes == pytest.approx(pages * page_bytes)
-    seen = forecast(job, plan, machine, None)
+    prediction = forecast(job, plan, machine, None)
     measured = records(folder)[-1]["memory_peak_gib"]
-    predicted = seen.measured / GIB
+    predicted = prediction.recorded_bytes / GIB
     row = "".join(
         f'<td class="number">{text}</td>'
         for text in (f"{predicted:.2f}", f"{measured:.2f}", f"{predicted / measured - 1:+.1%}")
     )
     assert f'<th scope="row">memory of the fullest rank, GiB</th>{row}' in page
-    assert "seconds of a step</th>" not in page  # of a CPU that nothing was learnt of
+    assert "step time, s</th>" not in page  # a CPU without calibration
     assert "weft plan --calibrate" in page
     for picture_name in ("memory", "ranks"):
         assert f'<svg xmlns="http://www.w3.org/2000/svg" id="{picture_name}"' in page
@@ -108,9 +108,9 @@ def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
 
 def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
     folder, _ = trained
-    _, plan, _ = planned_again(folder, "run")
+    _, plan, _ = replan_run(folder, "run")
     # What the run itself has noted: on each rank its actions, in their order.
-    found = timeline(folder, plan)
+    found = measured_timeline(folder, plan)
     assert found is not None
     assert found[0] == 6
     for rank, order in plan.pipeline_schedule.items():
@@ -119,7 +119,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
         assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
     # Step 3 was done again after a failure, and the end of rank 1's step 6 is not written.
     spans(plan, [1, 2, 3, 3, 4, 5, 6], folder, cut=200)
-    found = timeline(folder, plan)
+    found = measured_timeline(folder, plan)
     assert found is not None
     step, drawn = found
     assert step == 5
@@ -130,31 +130,31 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
         for n, action in enumerate(order)
     }
     assert {s[:4]: s[4:] for s in drawn} == expected
-    by_heading = dict(sections([RunReader(folder)]))
-    svg = by_heading["The pipeline, measured in step 5"]
+    by_heading = dict(prediction_sections([RunReader(folder)]))
+    svg = by_heading["Pipeline schedule, measured in step 5"]
     page = document("", svg).decode().replace("pipeline-measured", "pipeline")
     boxes = actions(picture(parsed(page), "pipeline"))
     assert len(boxes) == sum(map(len, table.values()))
     (folder / "spans" / "rank-1.json").unlink()
-    assert timeline(folder, plan) is None
+    assert measured_timeline(folder, plan) is None
 
 
 def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     for steps, compute in (("2-3", 0.1), ("12-13", 0.3)):
-        of_ranks = [
+        rank_traces = [
             {"rank": 0, "steps": 2, "seconds": {"compute": compute, "pp": 0.05}},
             {"rank": 1, "steps": 2, "seconds": {"compute": 0.1, "host": 0.05}},
             {"rank": 2, "error": "no trace"},
         ]
         (folder / "traces" / f"step-{steps}").mkdir(parents=True)
         summary = folder / "traces" / f"step-{steps}" / "summary.json"
-        summary.write_text(json.dumps({"ranks": of_ranks, "expected": None}))
-    by_heading = dict(sections([RunReader(folder)]))
-    drawn = by_heading["Where a step's time went, measured: step-12-13"]
+        summary.write_text(json.dumps({"ranks": rank_traces, "expected": None}))
+    by_heading = dict(prediction_sections([RunReader(folder)]))
+    drawn = by_heading["Time breakdown of a step, measured: step-12-13"]
     assert "Of 250 ms, 80.0% is compute" in drawn
-    assert "pp: communication that nothing hides: 25.0 ms, 10.0%" in drawn
-    assert "host: kernels start later than they could: 25.0 ms, 10.0%" in drawn
+    assert "pp: exposed communication: 25.0 ms, 10.0%" in drawn
+    assert "host: the device waits for kernel launches: 25.0 ms, 10.0%" in drawn
 
 
 def test_sections_without_a_forecast_say_why(
@@ -169,16 +169,16 @@ def test_sections_without_a_forecast_say_why(
     folder = tmp_path / "run"
     write_plan(folder, resolve(job, Machine("cpu", devices=1, world_size=1)))
     (folder / "job.toml").write_text(to_toml(job, "demo", base))
-    ((_, told),) = sections([RunReader(folder)])
-    assert told.startswith("<p>There is no forecast: ")
+    ((_, told),) = prediction_sections([RunReader(folder)])
+    assert told.startswith("<p>This run cannot be predicted: ")
     gone = (folder / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
     (folder / "job.toml").write_text(gone)
-    ((_, told),) = sections([RunReader(folder)])
-    assert "It cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
+    ((_, told),) = prediction_sections([RunReader(folder)])
+    assert "This run cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
 
 
 def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
     folder, _ = trained
-    ((heading, content),) = sections([RunReader(folder), RunReader(folder)])
+    ((heading, content),) = prediction_sections([RunReader(folder), RunReader(folder)])
     assert heading == "Predicted and measured"
     assert content.count("memory of the fullest rank, GiB") == 2

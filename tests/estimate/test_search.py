@@ -1,4 +1,4 @@
-"""The search finds what tracing everything would find, and says why the others lost."""
+"""The search finds the layout that tracing all would find, and why others lost."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.estimate import search as searching
-from weft.estimate.forecast import OUTSIDE
-from weft.estimate.forecast_text import search_screen
-from weft.estimate.plan_to_analytic import layout_of, sizes_of
+from weft.estimate.forecast import OUTSIDE_ALLOCATOR
+from weft.estimate.forecast_text import render_search
+from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.estimate.search import (
-    MOST_TRACED,
-    TRACED,
+    MAX_TRACED,
+    TRACED_OWN,
     Candidate,
     SearchResult,
-    candidates,
-    impossible,
-    named,
+    describe_layout,
+    enumerate_candidates,
     precisions,
+    render_recipe,
+    schedule_conflict,
     search,
-    traced,
-    written,
+    trace_candidate,
 )
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
@@ -59,25 +59,30 @@ def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machi
     return plan_recipe("demo", [*SMALL, *overrides], [], cluster, lambda device: here)
 
 
-def everything(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
+def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
     device = machine.spec
     assert device is not None
-    sizes, base = sizes_of(plan), layout_of(job, plan, device)
-    assert sizes is not None
+    dims, base = decoder_dims(plan), analytic_layout(job, plan, device)
+    assert dims is not None
     assert base is not None
-    return list(candidates(job, sizes, base, plan, machine))
+    return list(enumerate_candidates(job, dims, base, plan, machine))
 
 
 def with_room(machine: Machine, gib: float) -> Machine:
-    return replace(machine, memory_bytes=OUTSIDE["cuda"] + int(gib * 2**30))
+    return replace(machine, memory_bytes=OUTSIDE_ALLOCATOR["cuda"] + int(gib * 2**30))
 
 
-def check_sums(found: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:
-    """Everything that there is was considered once, and has a reason."""
-    told = [*(each.candidate for each in found.best), *(each.candidate for each in found.losers)]
-    assert found.considered == len(told)
-    assert Counter(map(key_of, told)) == Counter(map(key_of, everything(job, plan, machine)))
-    assert all(loser.detail for loser in found.losers)
+def check_sums(result: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:
+    """Check that every candidate was considered once, and has a reason."""
+    reported = [
+        *(each.candidate for each in result.best),
+        *(each.candidate for each in result.rejected),
+    ]
+    assert result.num_considered == len(reported)
+    assert Counter(map(key_of, reported)) == Counter(
+        map(key_of, all_candidates(job, plan, machine))
+    )
+    assert all(item.detail for item in result.rejected)
 
 
 def key_of(candidate: Candidate) -> str:
@@ -93,123 +98,126 @@ def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
     `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
     job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
     machine = with_room(machine, 4.7)
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: 1)
-        return job, plan, machine, search(job, plan, machine, said.append), said
+        return job, plan, machine, search(job, plan, machine, messages.append), messages
 
 
 Tight = tuple[Job, Plan, Machine, SearchResult, list[str]]
 
 
 def test_search_every_layout_is_ranked_or_has_a_reason(tight: Tight) -> None:
-    job, plan, machine, found, said = tight
-    check_sums(found, job, plan, machine)
-    assert said[0].endswith("layouts reckoned")
-    assert any(text.startswith("0 of 6 found; tracing") for text in said)
+    job, plan, machine, result, messages = tight
+    check_sums(result, job, plan, machine)
+    assert messages[0].endswith("layouts estimated")
+    assert any(text.startswith("0 of 6 found; tracing") for text in messages)
 
 
 def test_search_best_layouts_fit_and_are_sorted_by_speed(tight: Tight) -> None:
-    found, machine = tight[3], tight[2]
-    seconds = [each.seen.step_seconds for each in found.best]
+    result, machine = tight[3], tight[2]
+    seconds = [each.prediction.step_seconds for each in result.best]
     assert seconds == sorted(seconds)  # type: ignore[type-var]
     assert machine.memory_bytes is not None
-    assert all(each.seen.fits for each in found.best)
-    assert all(each.seen.needed <= machine.memory_bytes for each in found.best)
-    assert {loser.reason for loser in found.losers} == {"memory", "rule", "slower"}
+    assert all(each.prediction.fits for each in result.best)
+    assert all(each.prediction.needed_bytes <= machine.memory_bytes for each in result.best)
+    assert {item.reason for item in result.rejected} == {"memory", "rule", "slower"}
 
 
 def test_search_winner_keeps_the_recipes_precision(tight: Tight) -> None:
     """Float8 is in the ranking only where it is faster, and never written."""
-    found = tight[3]
-    assert {key["precision"]["float8"] for key in (c.changes for c in everything(*tight[:3]))} == {
-        "none",
-        "tensorwise",
-    }
-    assert found.winner is not None
-    assert found.winner.job.precision.float8 == "none"
-    own = [each for each in found.best if each.candidate.precision == "none"]
-    assert own[0] is found.winner
-    assert 0 < len(own) <= TRACED
+    result = tight[3]
+    precisions = {c.changes["precision"]["float8"] for c in all_candidates(*tight[:3])}
+    assert precisions == {"none", "tensorwise"}
+    assert result.winner is not None
+    assert result.winner.job.precision.float8 == "none"
+    own = [each for each in result.best if each.candidate.precision == "none"]
+    assert own[0] is result.winner
+    assert 0 < len(own) <= TRACED_OWN
 
 
 def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tight) -> None:
-    found = tight[3]
-    lines = search_screen(found).splitlines()
-    assert lines[0] == f"{found.considered:,} layouts considered, the best {len(found.best)} traced"
-    ranked = lines[3 : 3 + len(found.best)]
-    assert found.winner is not None
+    result = tight[3]
+    lines = render_search(result).splitlines()
+    assert (
+        lines[0]
+        == f"{result.num_considered:,} layouts considered, the best {len(result.best)} traced"
+    )
+    ranked = lines[3 : 3 + len(result.best)]
+    assert result.winner is not None
     assert [line.split()[0].endswith("*") for line in ranked] == [
-        each is found.winner for each in found.best
+        each is result.winner for each in result.best
     ]
-    for line, each in zip(ranked, found.best, strict=True):
-        assert line.endswith(named(each.candidate.layout))
-    assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(found.losers)
+    for line, each in zip(ranked, result.best, strict=True):
+        assert line.endswith(describe_layout(each.candidate.layout))
+    assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(result.rejected)
 
 
 def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     tight: Tight, tmp_path: Path
 ) -> None:
     """Its figures are not the twin's, but those of a trace of what is written."""
-    job, _, machine, found, _ = tight
+    job, _, machine, result, _ = tight
     path = tmp_path / "best.toml"
-    path.write_text(written(found, job, "demo", "1x2xH100"), "utf-8")
+    path.write_text(render_recipe(result, job, "demo", "1x2xH100"), "utf-8")
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert head[1] == "# weft plan demo --cluster 1x2xH100 --search"
     assert "GiB on the fullest rank" in head[2]
     again, _, problems = read_job(str(path))
     assert not problems
-    assert found.winner is not None
-    expected = flatten(found.winner.job) | {"run.cluster": "1x2xH100"}
+    assert result.winner is not None
+    expected = flatten(result.winner.job) | {"run.cluster": "1x2xH100"}
     assert flatten(again) == expected
-    seen = traced((again, machine))
-    assert not isinstance(seen, searching.Refused)
-    assert (seen.step_seconds, seen.needed) == (
-        found.winner.seen.step_seconds,
-        found.winner.seen.needed,
+    prediction = trace_candidate((again, machine))
+    assert not isinstance(prediction, searching.TraceFailure)
+    assert (prediction.step_seconds, prediction.needed_bytes) == (
+        result.winner.prediction.step_seconds,
+        result.winner.prediction.needed_bytes,
     )
 
 
 @pytest.mark.slow
 def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tight: Tight) -> None:
-    """The smallest is traced to be sure."""
+    """If no estimate fits, the smallest candidate is traced."""
     job, plan, machine = tight[:3]
     machine = with_room(machine, 1.0)
-    found = search(job, plan, machine)
-    check_sums(found, job, plan, machine)
-    assert found.best == ()
-    assert found.winner is None
-    sure = [loser for loser in found.losers if loser.detail.endswith(", as traced")]
-    assert {loser.candidate.precision for loser in sure} == {"none", "tensorwise"}
-    assert "none fits" in search_screen(found)
+    result = search(job, plan, machine)
+    check_sums(result, job, plan, machine)
+    assert result.best == ()
+    assert result.winner is None
+    sure = [item for item in result.rejected if item.detail.endswith(", as traced")]
+    assert {item.candidate.precision for item in sure} == {"none", "tensorwise"}
+    assert "no layout fits" in render_search(result)
 
 
 # --------------------------------------------------------------------------- what is tried
 
 
-def test_trace_best_traces_few_and_prunes_their_neighbours(tight: Tight) -> None:
-    """Where the twin says too little, a trace prunes its neighbours; and there is an end."""
+def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
+    """A trace that needs more than estimated prunes similar candidates."""
     job, _, machine = tight[:3]
-    some = [c for c in everything(*tight[:3]) if c.precision == "none"]
-    some = [c for c in some if not impossible(job, c.layout)]
+    subset = [c for c in all_candidates(*tight[:3]) if c.precision == "none"]
+    subset = [c for c in subset if not schedule_conflict(job, c.layout)]
     tried: list[int] = []
 
     def trace(tasks: Any) -> Any:
         tried.append(len(tasks))
-        return [traced(task) for task in tasks]
+        return [trace_candidate(task) for task in tasks]
 
-    # As if each needed next to nothing: memory tells of many that they fit, and none does.
-    wrong = [replace(c, seconds=float(place), bytes=2.0**28) for place, c in enumerate(some)]
+    # Estimates near zero claim that all fit; none does.
+    wrong = [
+        replace(c, seconds=float(place), memory_bytes=2.0**28) for place, c in enumerate(subset)
+    ]
     room = 2.0**29
-    best, losers = searching.trace_best(
+    best, rejected = searching.trace_best(
         job, with_room(machine, 0.5), wrong, room, 2, trace, lambda text: None
     )
     assert best == []
-    assert sum(tried) <= MOST_TRACED // 3
-    assert len(losers) == len(some)
-    details = [loser.detail for loser in losers]
-    assert any(detail.endswith("as traced neighbours show") for detail in details)
-    assert {loser.reason for loser in losers} <= {"memory", "untried"}
+    assert sum(tried) <= MAX_TRACED // 3
+    assert len(rejected) == len(subset)
+    details = [item.detail for item in rejected]
+    assert any(detail.endswith("estimated from traced neighbors") for detail in details)
+    assert {item.reason for item in rejected} <= {"memory", "untried"}
 
 
 @pytest.mark.parametrize(
@@ -240,23 +248,23 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
         ("parallel.async_tp", "true"),
         ("compile.enable", "true"),
     )
-    some = everything(job, plan, machine)
-    assert {c.layout.tp for c in some} == {1, 2, 4}
-    for candidate in some:
+    subset = all_candidates(job, plan, machine)
+    assert {c.layout.tp for c in subset} == {1, 2, 4}
+    for candidate in subset:
         assert candidate.changes["parallel"]["async_tp"] == (candidate.layout.tp > 1)
     job, plan, machine = planned(
         "1x4xH100", ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2, 2]")
     )
     assert all(
-        c.changes["pipeline"]["layers_per_stage"] == () for c in everything(job, plan, machine)
+        c.changes["pipeline"]["layers_per_stage"] == () for c in all_candidates(job, plan, machine)
     )
 
 
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
     job, plan, machine = planned("1x4xH100")
     kinds = {
-        (c.layout.activation_checkpoint, c.precision, bool(impossible(job, c.layout)))
-        for c in everything(job, plan, machine)
+        (c.layout.activation_checkpoint, c.precision, bool(schedule_conflict(job, c.layout)))
+        for c in all_candidates(job, plan, machine)
         if c.layout.schedule == "ZBVZeroBubble"
     }
     assert ("none", "none", False) in kinds
@@ -269,19 +277,19 @@ def test_impossible_split_backward_excludes_remat_and_float8() -> None:
 
 def test_candidates_on_several_axes_are_unique() -> None:
     for cluster in ("1x8xH100", "2x4xA100-80GB"):
-        keys = [key_of(c) for c in everything(*planned(cluster))]
+        keys = [key_of(c) for c in all_candidates(*planned(cluster))]
         assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(
     ("cluster", "overrides", "key", "rule"),
     [
-        ("1x2xCPU", [], "--search", "no device that is known"),
+        ("1x2xCPU", [], "--search", "is a device of unknown speed"),
         (
             "1x2xH100",
             [("parallel.pp", "2"), ("pipeline.schedule", "{folder}/order.csv")],
             "pipeline.schedule",
-            "comes from a file",
+            "is a file",
         ),
     ],
 )
@@ -290,10 +298,10 @@ def test_search_unknown_device_or_schedule_file_is_refused(
 ) -> None:
     rows = [",".join(f"{rank}{kind}{m}" for m in range(4) for kind in "FB") for rank in range(2)]
     (tmp_path / "order.csv").write_text("\n".join(rows) + "\n")
-    some = [(name, value.format(folder=tmp_path)) for name, value in overrides]
-    batch = [("train.microbatch_size", "2")] if some else []
+    subset = [(name, value.format(folder=tmp_path)) for name, value in overrides]
+    batch = [("train.microbatch_size", "2")] if subset else []
     with pytest.raises(InvalidConfig) as caught:
-        search(*planned(cluster, *some, *batch))
+        search(*planned(cluster, *subset, *batch))
     (problem,) = caught.value.problems
     assert problem.key == key
     assert rule in problem.rule
@@ -310,25 +318,29 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
     them, or as good as it, and what was told to need too much memory does."""
     job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
     machine = with_room(machine, gib)
-    found = search(job, plan, machine)
-    check_sums(found, job, plan, machine)
-    assert found.winner is not None
+    result = search(job, plan, machine)
+    check_sums(result, job, plan, machine)
+    assert result.winner is not None
     seconds, fitting = [], {}
-    for candidate in everything(job, plan, machine):
-        if candidate.precision == "none" and not impossible(job, candidate.layout):
-            seen = traced((searching.replace_sections(job, **candidate.changes), machine))
-            if not isinstance(seen, searching.Refused):
-                fitting[key_of(candidate)] = bool(seen.fits)
-                if seen.fits:
-                    seconds.append(seen.step_seconds)
+    for candidate in all_candidates(job, plan, machine):
+        if candidate.precision == "none" and not schedule_conflict(job, candidate.layout):
+            prediction = trace_candidate(
+                (searching.replace_sections(job, **candidate.changes), machine)
+            )
+            if not isinstance(prediction, searching.TraceFailure):
+                fitting[key_of(candidate)] = bool(prediction.fits)
+                if prediction.fits:
+                    seconds.append(prediction.step_seconds)
     assert seconds
-    assert found.winner.seen.step_seconds == pytest.approx(min(seconds), rel=0.05)  # type: ignore[type-var]
+    assert result.winner.prediction.step_seconds == pytest.approx(min(seconds), rel=0.05)  # type: ignore[type-var]
     wrong = [
-        loser
-        for loser in found.losers
-        if loser.reason == "memory" and fitting.get(key_of(loser.candidate))
+        item
+        for item in result.rejected
+        if item.reason == "memory" and fitting.get(key_of(item.candidate))
     ]
-    assert len(wrong) <= 0.1 * len(fitting), [named(loser.candidate.layout) for loser in wrong]
+    assert len(wrong) <= 0.1 * len(fitting), [
+        describe_layout(item.candidate.layout) for item in wrong
+    ]
 
 
 @pytest.mark.slow
@@ -338,17 +350,17 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
     gives when it is planned again."""
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
-    found = search(job, plan, machine)
-    assert found.considered > 2000
-    assert found.winner is not None
-    assert len(found.best) >= TRACED
+    result = search(job, plan, machine)
+    assert result.num_considered > 2000
+    assert result.winner is not None
+    assert len(result.best) >= TRACED_OWN
     path = tmp_path / "best.toml"
-    path.write_text(written(found, job, "llama3-405b", "64x8xH100"), "utf-8")
+    path.write_text(render_recipe(result, job, "llama3-405b", "64x8xH100"), "utf-8")
     again = plan_recipe(str(path), [], [], None, lambda device: here)
-    seen = traced((again[0], again[2]))
-    assert not isinstance(seen, searching.Refused)
-    assert seen.step_seconds == found.winner.seen.step_seconds
-    assert seen.needed == found.winner.seen.needed
+    prediction = trace_candidate((again[0], again[2]))
+    assert not isinstance(prediction, searching.TraceFailure)
+    assert prediction.step_seconds == result.winner.prediction.step_seconds
+    assert prediction.needed_bytes == result.winner.prediction.needed_bytes
 
 
 # --------------------------------------------------------------------------- the command
@@ -364,15 +376,15 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
     keys = [text for name, value in small for text in (f"--{name}", value)]
     options = ["--cluster", "1x1xA100-80GB", "--search", "--json", "--write", str(best)]
     assert main(["plan", "demo", *keys, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (winner,) = (each for each in found["best"] if each["winner"])
+    result = json.loads(capsys.readouterr().out)
+    (winner,) = (each for each in result["best"] if each["winner"])
     assert winner is not None
-    assert all(loser["why"] and loser["detail"] for loser in found["lost"])
+    assert all(item["why"] and item["detail"] for item in result["lost"])
     options = ["--json", "--report", str(page)]
     assert main(["plan", str(best), *options]) == 0
-    seen = json.loads(capsys.readouterr().out)
+    prediction = json.loads(capsys.readouterr().out)
     for key in ("fits", "peak_memory_gib", "memory_gib", "step_seconds", "mfu", "communication"):
-        assert seen[key] == winner[key]
+        assert prediction[key] == winner[key]
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
@@ -380,7 +392,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
     ("options", "told"),
     [
         (["--cluster", "8xH100", "--search"], '--cluster = "8xH100": is not a cluster'),
-        (["--cluster", "1x8xH999", "--search"], "is not a known device"),
+        (["--cluster", "1x8xH999", "--search"], "has an unknown device"),
         (["--write", "x.toml"], "is for --search; add --search"),
         (["--cluster", "1x3xH100", "--search"], "train.global_batch_size = 8"),
         (["--search", "--rank-map"], "not allowed with"),

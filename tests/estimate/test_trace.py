@@ -14,24 +14,24 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.layouts import LARGER_RINGS, MATRIX, parse
 from tests.small import Overrides, plan_here, small_job, this_rank
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import WeftError
 from weft.config.schema import Job
 from weft.estimate import trace as tracing
-from weft.estimate.extrapolate import Expansion, HeterogeneousLayers
-from weft.estimate.forecast import exchanges_of
+from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers
+from weft.estimate.forecast import communication_by_axis
 from weft.estimate.op_recorder import OpTrace
 from weft.estimate.trace import (
-    Trace,
+    RankTrace,
     build_fake,
-    exchanged_bytes,
+    collective_bytes,
+    empty_batches,
     fake_world,
-    groups_of,
-    no_rows,
+    find_comm_groups,
     record_step,
-    traces,
+    trace_ranks,
 )
-from weft.estimate.trace_memory import live_peak, memory_of
+from weft.estimate.trace_memory import peak_live_bytes, simulate_memory
 from weft.models import llama
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
@@ -46,7 +46,7 @@ BASE: Overrides = [
 ]
 # Bytes that the stages of a real pipeline send each other in their first step, to be acquainted.
 GREETING = 4
-Told = dict[str, dict[str, Any]]
+StepRecords = dict[str, dict[str, Any]]
 
 
 def small(layout: str) -> Overrides:
@@ -69,7 +69,7 @@ def small(layout: str) -> Overrides:
     ]
 
 
-def told(layout: str, mode: Any = None) -> dict[str, Any]:
+def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
     """What this rank does in its first step."""
     job = small_job(*small(layout))
     plan = plan_here(job)
@@ -83,26 +83,26 @@ def told(layout: str, mode: Any = None) -> dict[str, Any]:
     if dist.get_rank() not in (0, dist.get_world_size() - 1):  # the ends of every axis do
         step(built, job, plan)
         return {}
-    recording = record_step(built, job, plan, mode)
+    op_trace = record_step(built, job, plan, mode)
     flops: dict[str, float] = {}
-    for event in recording.events:
+    for event in op_trace.events:
         if event.call is not None and event.call.flops:
             flops[event.call.name] = flops.get(event.call.name, 0.0) + event.call.flops
     return {
         "flops": flops,
-        "traffic": traffic(recording, built.mesh),
-        "peak": peak_bytes(recording),
+        "traffic": traffic(op_trace, built.mesh),
+        "peak": peak_bytes(op_trace),
     }
 
 
-def traffic(recording: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
+def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
     """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
-    groups = groups_of(recording, mesh)
+    groups = find_comm_groups(op_trace, mesh)
     found: dict[str, tuple[int, int]] = {}
-    for event in recording.events:
+    for event in op_trace.events:
         if event.call is None or not event.call.group:
             continue
-        size = exchanged_bytes(event.call)
+        size = collective_bytes(event.call)
         if event.call.name in ("send", "recv") and size == GREETING:
             continue
         key = f"{event.call.name} {groups[event.call.group].axis}"
@@ -111,10 +111,10 @@ def traffic(recording: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
     return found
 
 
-def peak_bytes(recording: OpTrace) -> int:
+def peak_bytes(op_trace: OpTrace) -> int:
     """The most bytes of live storages at once."""
-    live = peak = sum(recording.kept.values())
-    for event in recording.events:
+    live = peak = sum(op_trace.initial_bytes.values())
+    for event in op_trace.events:
         live += event.bytes
         peak = max(peak, live)
     return peak
@@ -122,24 +122,24 @@ def peak_bytes(recording: OpTrace) -> int:
 
 def step(built: Built, job: Job, plan: Plan) -> None:
     """Without a look at it."""
-    built.engine.forward_backward(no_rows(job, plan))
-    stages = built.mesh.group("pp") if plan.pp > 1 else None
-    params = [param for _, param in named_parameters(built.parts)]
+    built.engine.forward_backward(empty_batches(job, plan))
+    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
+    params = [param for _, param in trainable_parameters(built.parts)]
     clip_grad_norm(params, job.optim.max_grad_norm, stages)
     built.optimizer.step()
     built.optimizer.zero_grad()
 
 
-def real_ranks(layouts: list[str]) -> Told:
+def real_ranks(layouts: list[str]) -> StepRecords:
     gc.freeze()  # each step begins with a collection
     found = {}
     for layout in layouts:
-        found[layout] = told(layout)
+        found[layout] = step_record(layout)
         clear_mesh_cache()
     return found
 
 
-def fake_ranks(layouts: list[str], ranks: int) -> Told:
+def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
     """Of two processes each is one end of the world."""
     gc.freeze()
     rank = dist.get_rank() * (ranks - 1)
@@ -147,11 +147,11 @@ def fake_ranks(layouts: list[str], ranks: int) -> Told:
     found = {}
     for layout in layouts:
         with fake_world(rank, ranks) as mode:
-            found[layout] = told(layout, mode)
+            found[layout] = step_record(layout, mode)
     return found
 
 
-def of_ranks(ranks: int) -> list[str]:
+def layouts_of_size(ranks: int) -> list[str]:
     return [layout for layout in MATRIX if parse(layout)[0] == ranks]
 
 
@@ -166,7 +166,7 @@ EACH_METHOD = [
     "cp2 cp_method=allgather cp_load_balance=false data.packing=documents",
     "cp2 cp_method=ulysses cp_load_balance=false data.packing=windows",
 ]
-assert set(EACH_METHOD) <= set(of_ranks(2))
+assert set(EACH_METHOD) <= set(layouts_of_size(2))
 
 
 @pytest.mark.timeout(900)
@@ -174,16 +174,16 @@ assert set(EACH_METHOD) <= set(of_ranks(2))
     ("ranks", "layouts"),
     [
         pytest.param(2, EACH_METHOD, id="2"),
-        pytest.param(3, of_ranks(3), id="3"),
+        pytest.param(3, layouts_of_size(3), id="3"),
         pytest.param(
             2,
-            [each for each in of_ranks(2) if each not in EACH_METHOD],
+            [each for each in layouts_of_size(2) if each not in EACH_METHOD],
             id="2-more",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             4,
-            [each for each in of_ranks(4) if each not in LARGER_RINGS],
+            [each for each in layouts_of_size(4) if each not in LARGER_RINGS],
             id="4",
             marks=pytest.mark.slow,
         ),
@@ -198,10 +198,10 @@ def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) 
     for _ in range(3):  # on a busy machine gloo's threads give memory back late
         real = run_ranks(real_ranks, ranks, layouts, timeout=800)
         wrong = [
-            (layout, seen[layout], expected[layout])
+            (layout, prediction[layout], expected[layout])
             for layout in layouts
-            for seen, expected in ((fake[0], real[0]), (fake[1], real[-1]))
-            if not alike(seen[layout], expected[layout])
+            for prediction, expected in ((fake[0], real[0]), (fake[1], real[-1]))
+            if not alike(prediction[layout], expected[layout])
         ]
         layouts = sorted({layout for layout, _, _ in wrong})
         if not layouts:
@@ -209,9 +209,9 @@ def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) 
     assert not wrong
 
 
-def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    exact = ours | {"peak": 0} == theirs | {"peak": 0}
-    return exact and abs(ours["peak"] / theirs["peak"] - 1) <= 0.03
+def alike(extrapolated: dict[str, Any], reference: dict[str, Any]) -> bool:
+    exact = extrapolated | {"peak": 0} == reference | {"peak": 0}
+    return exact and abs(extrapolated["peak"] / reference["peak"] - 1) <= 0.03
 
 
 # --------------------------------------------------------------------------- many from a few
@@ -259,18 +259,18 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
     return job, resolve(job, machine)
 
 
-def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
+def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[RankTrace]:
     with monkeypatch.context() as patch:
-        patch.setattr(tracing, "fewer", lambda plan, few, period, all_blocks: plan)
-        patch.setattr(tracing, "fold", lambda job, plan: None)
-        return traces(job, plan)
+        patch.setattr(tracing, "shrink_plan", lambda plan, max_count, group_size, all_blocks: plan)
+        patch.setattr(tracing, "fold_stages", lambda job, plan: None)
+        return trace_ranks(job, plan)
 
 
-def flops_of(trace: Trace) -> float:
+def flops_of(trace: RankTrace) -> float:
     return sum(
         times * repeats * call.flops
-        for segment, times in trace.segment_counts().items()
-        for calls, repeats in trace.expansion.works(segment)
+        for segment, times in trace.count_segments().items()
+        for calls, repeats in trace.extrapolation.segment_calls(segment)
         for _, call in calls
     )
 
@@ -285,39 +285,39 @@ def test_traces_extrapolated_step_equals_the_whole_step(
     """FLOPs, exchanges and live bytes are exact; but a pipeline's actions have another order in
     the recording: messages and gathered weights may be let go, or made, one action on."""
     job, plan = planned(layout, blocks, microbatches)
-    few = traces(job, plan)
-    for ours, whole in zip(few, traced_whole(job, plan, monkeypatch), strict=True):
-        assert len(ours.recording.events) < len(whole.recording.events)
-        assert flops_of(ours) == flops_of(whole)
-        assert exchanges_of(ours, None) == exchanges_of(whole, None)
+    short = trace_ranks(job, plan)
+    for extrapolated, full in zip(short, traced_whole(job, plan, monkeypatch), strict=True):
+        assert len(extrapolated.op_trace.events) < len(full.op_trace.events)
+        assert flops_of(extrapolated) == flops_of(full)
+        assert communication_by_axis(extrapolated, None) == communication_by_axis(full, None)
         late = 0.01 if plan.pp > 1 else 0.0
-        assert live_peak(ours) == pytest.approx(live_peak(whole), rel=late)
-        a, b = memory_of(ours, caching=False), memory_of(whole, caching=False)
+        assert peak_live_bytes(extrapolated) == pytest.approx(peak_live_bytes(full), rel=late)
+        a, b = simulate_memory(extrapolated, caching=False), simulate_memory(full, caching=False)
         assert a.reserved == pytest.approx(b.reserved, rel=0.01)
-        for name, size in b.live.items():
-            some = max(8192, late * sum(b.live.values()))
-            assert a.live[name] == pytest.approx(size, rel=0.003, abs=some), name
+        for name, size in b.live_bytes.items():
+            some = max(8192, late * sum(b.live_bytes.values()))
+            assert a.live_bytes[name] == pytest.approx(size, rel=0.003, abs=some), name
 
 
 def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all are run: the result is the same."""
     job, plan = planned("dp_shard2", 7, 1)
-    expected = live_peak(traces(job, plan)[0])
-    real: Any = Expansion
-    seen = []
+    expected = peak_live_bytes(trace_ranks(job, plan)[0])
+    real: Any = Extrapolation
+    prediction = []
 
-    def refuse(recording: Any, recorded: Any, whole: Any) -> Any:
-        seen.append(recorded.blocks)
-        if recorded != whole:
+    def refuse(op_trace: Any, recorded: Any, full: Any) -> Any:
+        prediction.append(recorded.blocks)
+        if recorded != full:
             raise HeterogeneousLayers("for once")
-        return real(recording, recorded, whole)
+        return real(op_trace, recorded, full)
 
-    monkeypatch.setattr(tracing, "Expansion", refuse)
-    assert live_peak(traces(job, plan)[0]) == expected
-    assert seen == [(4,), (6,), (7,)]
+    monkeypatch.setattr(tracing, "Extrapolation", refuse)
+    assert peak_live_bytes(trace_ranks(job, plan)[0]) == expected
+    assert prediction == [(4,), (6,), (7,)]
 
 
-class Counts(llama.Block):
+class Counts(llama.LlamaBlock):
     """A user's block, which exchanges something in a way that no plan has a price for."""
 
     def forward(self, x_BTD: Tensor, *around: Any) -> Tensor:
@@ -330,10 +330,11 @@ class Counting(llama.Llama):
     block = Counts
 
 
-FAMILY = replace(llama.FAMILY, build=Counting, huggingface=None)
+FAMILY = replace(llama.FAMILY, build=Counting, hf_mapping=None)
 
 
 def test_traces_collective_without_a_price_is_an_error() -> None:
     job = small_job(*small("dp_shard2"), ("model.kind", f"{__name__}:FAMILY"))
-    with pytest.raises(WeftError, match="cannot price the collective reduce_; it can: all_gather"):
-        traces(job, resolve(job, Machine("cpu", devices=2, world_size=2)))
+    rule = "cannot price the collective reduce_: supported collectives are all_gather"
+    with pytest.raises(WeftError, match=rule):
+        trace_ranks(job, resolve(job, Machine("cpu", devices=2, world_size=2)))

@@ -6,8 +6,8 @@ import pytest
 
 from tests.layouts import parse
 from tests.small import small_job
-from weft.estimate.trace import traces
-from weft.estimate.trace_memory import memory_of
+from weft.estimate.trace import trace_ranks
+from weft.estimate.trace_memory import simulate_memory
 from weft.plan.resolve import Machine, resolve
 
 
@@ -16,12 +16,12 @@ def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: st
     """Whole and in float32 where they wait for their reduction, whatever half of a backward pass
     made them: on two shards as many bytes as both moments of a shard."""
     ranks, overrides = parse(
-        f"dp_shard2 tp2 pp2 pipeline.schedule={schedule} precision.compute_dtype=bfloat16 gradient_sync=step"
-        " model.num_layers=6 train.microbatch_size=1 train.global_batch_size=8"
+        f"dp_shard2 tp2 pp2 pipeline.schedule={schedule} precision.compute_dtype=bfloat16"
+        " gradient_sync=step model.num_layers=6 train.microbatch_size=1 train.global_batch_size=8"
     )
     job = small_job(*overrides, ("model.tied_embeddings", "false"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=ranks))
-    for trace in traces(job, plan):
-        live = memory_of(trace, caching=False).live
+    for trace in trace_ranks(job, plan):
+        live = simulate_memory(trace, caching=False).live_bytes
         # Those of the latest microbatch are there, too, in bfloat16.
         assert 0.95 <= live["gradients"] / live["optimizer"] <= 1.5

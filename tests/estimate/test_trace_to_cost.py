@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from weft.config.reader import read_job
-from weft.estimate.forecast import setting_of
-from weft.estimate.trace import traces
-from weft.estimate.trace_to_cost import Pricer
+from weft.estimate.forecast import pricing_options
+from weft.estimate.trace import trace_ranks
+from weft.estimate.trace_to_cost import TracePricer
 from weft.plan.devices import Cluster, get_device, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
@@ -33,6 +33,6 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(
     assert not problems
     assert isinstance(where, Cluster)
     plan = resolve(job, cluster_machine(where))
-    pricer = Pricer(traces(job, plan)[0], setting_of(job, plan, get_device("H100")))
-    swept = pricer.once().swept_bytes / (plan.num_params / 2)
+    pricer = TracePricer(trace_ranks(job, plan)[0], pricing_options(job, plan, get_device("H100")))
+    swept = pricer.price_optimizer().traffic_bytes / (plan.num_params / 2)
     assert least <= swept <= most

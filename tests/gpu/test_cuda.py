@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, small_job
 from weft.config.schema import OptimSection
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.monitor import faults
-from weft.optim.optimizer import adamw
+from weft.optim.optimizer import build_adamw
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.plan.resolve import Machine, resolve
@@ -76,7 +76,7 @@ def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
     params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
     section = OptimSection(lr=1e-2, state_dtype=states)
     optimizers = [
-        adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
+        build_adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
         for param in params
     ]
     for _ in range(5):
@@ -133,7 +133,9 @@ def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:
         with torch.device("meta"):
             model = Llama(model_config)
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
-        apply_tensor_parallel(model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True)
+        apply_tensor_parallel(
+            model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True
+        )
         model.to_empty(device=CUDA).to(torch.bfloat16)
         block = model.layers["0"]
         block.compile(fullgraph=True)
@@ -206,7 +208,7 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
         torch.cuda.set_sync_debug_mode("warn")
         try:
             rank = Rank(0, 0, 1, CUDA)
-            train(job, plan, open_text(store_path), rank, Console(quiet=True))
+            train(job, plan, open_dataset(store_path), rank, Console(quiet=True))
         finally:
             torch.cuda.set_sync_debug_mode("default")
             faults.listeners.remove(listen)

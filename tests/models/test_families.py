@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.test_layouts import MODEL, check
 from weft.models import FAMILIES, resolve_model
-from weft.models.hf_mapping import counterpart, from_config, shapes, to_config
+from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes, to_hf_config
 from weft.models.llama import INIT, num_matmul_params
 from weft.plan.resolve import Machine
 
@@ -55,7 +55,7 @@ def filled(kind: str, config: Any) -> nn.Module:
 def transformers_twin(kind: str, config: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tree = to_config(FAMILIES[kind], config, "float32")
+    tree = to_hf_config(FAMILIES[kind], config, "float32")
     made = AutoConfig.for_model(tree.pop("model_type"), **tree)
     return AutoModelForCausalLM.from_config(made)  # type: ignore[no-any-return]
 
@@ -64,10 +64,10 @@ def transformers_twin(kind: str, config: Any) -> nn.Module:
 def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
     config = config_of(kind, tied_embeddings=tied)
     model, twin = filled(kind, config), transformers_twin(kind, config)
-    named = counterpart(FAMILIES[kind]).hf_name
+    named = get_hf_mapping(FAMILIES[kind]).hf_name
     theirs = dict(twin.named_parameters())
     assert {n: p.shape for n, p in theirs.items()} == {
-        named(name): shape for name, shape in shapes(FAMILIES[kind], config).items()
+        named(name): shape for name, shape in param_shapes(FAMILIES[kind], config).items()
     }
     for name, parameter in model.named_parameters():
         theirs[named(name)].data.copy_(parameter.data)
@@ -89,7 +89,7 @@ def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
 def test_from_config_written_by_transformers_is_understood(kind: str) -> None:
     config = config_of(kind)
     written = json.loads(transformers_twin(kind, config).config.to_json_string())  # type: ignore[union-attr,operator]
-    assert from_config(FAMILIES[kind], written) == (config, [])
+    assert from_hf_config(FAMILIES[kind], written) == (config, [])
 
 
 def test_the_norms_of_queries_and_keys_matter() -> None:
@@ -129,8 +129,8 @@ def test_parameter_counts_of_presets_equal_the_published_weights(
         theirs = transformers_twin(kind, config)
     assert sum(p.numel() for p in built.parameters()) == count
     assert sum(p.numel() for p in theirs.parameters()) == count
-    assert family.units is not None
-    assert sum(unit.params for unit in family.units(config, 4096)) == count
+    assert family.unit_costs is not None
+    assert sum(unit.params for unit in family.unit_costs(config, 4096)) == count
 
 
 def test_the_report_s_counts_without_embeddings() -> None:
@@ -165,7 +165,7 @@ def test_tables_cover_every_parameter_exactly_once(kind: str) -> None:
         assert len([p for p in INIT if fnmatchcase(name, p)]) == 1, name
         module = name.removesuffix(".weight")
         assert len([p for p in family.sharding if fnmatchcase(module, p)]) == 1, name
-    assert not family.decays("layers.0.self_attn.q_norm.weight")
+    assert not family.has_weight_decay("layers.0.self_attn.q_norm.weight")
 
 
 # --------------------------------------------------------------------------- layouts
@@ -192,7 +192,7 @@ def test_every_layout_computes_the_same_gradients(kind: str, layout: str, store_
 
 
 def test_forecast_of_another_family_has_step_seconds() -> None:
-    from weft.estimate.forecast import device_of, forecast
+    from weft.estimate.forecast import device_spec, forecast
     from weft.plan.plan_text import plan_recipe
 
     overrides = [
@@ -208,6 +208,6 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
 
     recipe = "llama3-8b"
     job, plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", here)
-    seen = forecast(job, plan, machine, device_of(plan, machine))
+    seen = forecast(job, plan, machine, device_spec(plan, machine))
     assert plan.num_params == 8_190_735_360
     assert seen.step_seconds

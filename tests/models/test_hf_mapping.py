@@ -11,7 +11,7 @@ from torch import nn
 from tests.models.test_llama import SCALED, SMALL, TIED
 from weft.models import FAMILIES
 from weft.models.family import hf_name
-from weft.models.hf_mapping import from_config, kind_of, shapes, to_config
+from weft.models.hf_mapping import detect_family, from_hf_config, param_shapes, to_hf_config
 from weft.models.llama import PRESETS, Llama, LlamaConfig
 
 LLAMA = FAMILIES["llama"]
@@ -20,7 +20,7 @@ EVERY = [SMALL, TIED, SCALED, *PRESETS.values()]
 
 @pytest.mark.parametrize("config", EVERY)
 def test_to_config_and_from_config_are_inverse(config: LlamaConfig) -> None:
-    assert from_config(LLAMA, to_config(LLAMA, config, "bfloat16")) == (config, [])
+    assert from_hf_config(LLAMA, to_hf_config(LLAMA, config, "bfloat16")) == (config, [])
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED])
@@ -28,17 +28,17 @@ def test_from_config_written_by_transformers_is_understood(config: LlamaConfig) 
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32")))
-    assert from_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])
-    names = {hf_name(name): shape for name, shape in shapes(LLAMA, config).items()}
+    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_hf_config(LLAMA, config, "float32")))
+    assert from_hf_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])
+    names = {hf_name(name): shape for name, shape in param_shapes(LLAMA, config).items()}
     assert names == {name: p.shape for name, p in twin.named_parameters()}
 
 
 def test_shapes_are_those_of_the_model() -> None:
     for config in (SMALL, TIED, SMALL.model_copy(update={"num_layers": 12})):
         params = {name: p.shape for name, p in Llama(config).named_parameters()}
-        assert list(shapes(LLAMA, config)) == list(params)
-        assert shapes(LLAMA, config) == params
+        assert list(param_shapes(LLAMA, config)) == list(params)
+        assert param_shapes(LLAMA, config) == params
 
 
 def test_from_config_of_an_older_transformers_is_understood() -> None:
@@ -66,13 +66,13 @@ def test_from_config_of_an_older_transformers_is_understood() -> None:
         "use_cache": True,
         "vocab_size": 32000,
     }
-    config, problems = from_config(LLAMA, tree)
+    config, problems = from_hf_config(LLAMA, tree)
     assert problems == []
     assert config is not None
     assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, False, 32)
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
         del tree[name]
-    config, problems = from_config(LLAMA, tree)
+    config, problems = from_hf_config(LLAMA, tree)
     assert problems == []
     assert config is not None
     assert (config.num_kv_heads, config.max_seq_len, config.norm_eps) == (32, 2048, 1e-6)
@@ -99,39 +99,39 @@ NONE = object()  # the field is taken out
         ({"mlp_bias": True}, ["mlp_bias = true"]),
         ({"attention_dropout": 0.1}, ["attention_dropout = 0.1: must be 0.0"]),
         ({"head_dim": 128}, ["head_dim = 128: must be hidden_size / num_attention_heads = 16"]),
-        ({"auto_map": {"AutoModel": "x.Y"}}, ["which weft never does"]),
-        ({"quantization_config": {"bits": 4}}, ["dequantised first"]),
-        ({"sliding_window": 4096}, ["sliding_window = 4096: is nothing that weft's Llama has"]),
+        ({"auto_map": {"AutoModel": "x.Y"}}, ["never runs remote code"]),
+        ({"quantization_config": {"bits": 4}}, ["dequantized weights first"]),
+        ({"sliding_window": 4096}, ["sliding_window = 4096: is not a known field of Llama"]),
         ({"layer_types": ["full_attention"] * 2, "head_dim": 32}, ["head_dim = 32: must be"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
         ({"layer_types": 5}, ["layer_types = 5: must be"]),
         ({"layer_types": [{}]}, ["layer_types"]),
         ({"hidden_size": NONE}, ["hidden_size: is missing"]),
-        ({"hidden_size": "64"}, ['hidden_size = "64": must be a whole number']),
-        ({"hidden_size": -64}, ["hidden_size = -64: must be a whole number from 1"]),
-        ({"hidden_size": 10**30}, ["must be a whole number from 1 to 1,048,576"]),
-        ({"hidden_size": True}, ["hidden_size = true: must be a whole number"]),
+        ({"hidden_size": "64"}, ['hidden_size = "64": must be an integer']),
+        ({"hidden_size": -64}, ["hidden_size = -64: must be an integer from 1"]),
+        ({"hidden_size": 10**30}, ["must be an integer from 1 to 1,048,576"]),
+        ({"hidden_size": True}, ["hidden_size = true: must be an integer"]),
         ({"num_attention_heads": 7}, ["num_attention_heads = 7: does not divide hidden_size = 64"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3: does not divide"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps = 0: must be a number from 1e-12"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_type = "linear"']),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ['rope_type = "yarn"']),
         ({"rope_scaling": {"rope_type": "llama3"}}, [".factor: is missing"] + 3 * ["is missing"]),
-        ({"rope_scaling": LLAMA3 | {"beta_fast": 1}}, ["beta_fast = 1: is nothing that 'llama3'"]),
+        ({"rope_scaling": LLAMA3 | {"beta_fast": 1}}, ["beta_fast = 1: is not a field of"]),
         (
             {"rope_scaling": LLAMA3 | {"factor": 0.5}},
             ["rope_scaling.factor = 0.5: must be a number from 1"],
         ),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ["scaling.high_freq_factor = 1.0"]),
-        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.factor = 2.0: is nothing"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.factor = 2.0: is not a field"]),
         ({"rope_scaling": "llama3"}, ["must be an object"]),
         (
             {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 2.0}},
-            ["is not what rope_parameters says"],
+            ["contradicts rope_parameters"],
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"rope_interleaved": True}, ["rope_interleaved = true: is nothing"]),
+        ({"rope_interleaved": True}, ["rope_interleaved = true: is not a known field"]),
         ({"\x1b[2Jx": 1}, ["config.json \\u001b[2Jx = 1"]),
         (
             {"model_type": "qwen2", "hidden_act": "gelu", "vocab_size": 0, "window": 5},
@@ -142,8 +142,8 @@ NONE = object()  # the field is taken out
 def test_from_config_of_another_model_is_refused(
     changes: dict[str, Any], expected: list[str]
 ) -> None:
-    tree = to_config(LLAMA, SMALL, "float32") | changes
-    config, problems = from_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
+    tree = to_hf_config(LLAMA, SMALL, "float32") | changes
+    config, problems = from_hf_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
     assert config is None
     assert len(problems) == len(expected), [str(problem) for problem in problems]
     for problem, text in zip(problems, expected, strict=True):
@@ -164,7 +164,7 @@ def test_from_config_of_another_model_is_refused(
         ("qwen3", {"attention_bias": True}, ["attention_bias"]),
         ("qwen3", {"rope_scaling": LLAMA3}, ["rope_type = \"llama3\": must be 'default'"]),
         ("mistral", {"sliding_window": 4096}, []),  # no row is longer
-        ("mistral", {"sliding_window": 63}, ["narrower than max_position_embeddings = 64"]),
+        ("mistral", {"sliding_window": 63}, ["less than max_position_embeddings = 64"]),
         ("mistral", {"sliding_window": "64"}, ["sliding_window"]),
         (
             "mistral",
@@ -172,7 +172,7 @@ def test_from_config_of_another_model_is_refused(
             ["sliding_window = 4096"],
         ),
         ("mistral", {"head_dim": None}, []),
-        ("mistral", {"attention_bias": False}, ["attention_bias = false: is nothing"]),
+        ("mistral", {"attention_bias": False}, ["attention_bias = false: is not a known field"]),
     ],
 )
 def test_from_config_of_other_families_is_read_or_refused(
@@ -180,9 +180,9 @@ def test_from_config_of_other_families_is_read_or_refused(
 ) -> None:
     family = FAMILIES[kind]
     config = family.presets["toy"].model_copy(update={"max_seq_len": 64})
-    tree = to_config(family, config, "float32") | changes
+    tree = to_hf_config(family, config, "float32") | changes
     tree = {name: value for name, value in tree.items() if value is not NONE}
-    read, problems = from_config(family, tree)
+    read, problems = from_hf_config(family, tree)
     assert len(problems) == len(expected), [str(problem) for problem in problems]
     assert (read is None) == bool(expected)
     for problem, text in zip(problems, expected, strict=True):
@@ -195,12 +195,12 @@ def test_from_config_of_other_families_is_read_or_refused(
 
 def test_kind_of_a_config_is_its_family() -> None:
     for kind, family in FAMILIES.items():
-        for preset in family.presets.values() if family.huggingface else ():
-            tree = to_config(family, preset, "float32")
-            assert kind_of(tree, FAMILIES) == (kind, [])
-            assert from_config(family, tree) == (preset, [])
+        for preset in family.presets.values() if family.hf_mapping else ():
+            tree = to_hf_config(family, preset, "float32")
+            assert detect_family(tree, FAMILIES) == (kind, [])
+            assert from_hf_config(family, tree) == (preset, [])
     for tree in ({"model_type": "gpt2"}, {}, {"model_type": ["llama"]}):
-        kind, (problem,) = kind_of(tree, FAMILIES)
+        kind, (problem,) = detect_family(tree, FAMILIES)
         assert kind is None
         assert 'must be "llama" or "mistral" or "qwen3"' in str(problem)
 
@@ -237,19 +237,19 @@ def test_the_published_llama_is_the_preset() -> None:
         "torch_dtype": "bfloat16",
         "vocab_size": 128256,
     }
-    assert kind_of(tree, FAMILIES) == ("llama", [])
-    assert from_config(FAMILIES["llama"], tree) == (PRESETS["8b"], [])
+    assert detect_family(tree, FAMILIES) == ("llama", [])
+    assert from_hf_config(FAMILIES["llama"], tree) == (PRESETS["8b"], [])
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("mistral", 8), ("qwen3", 32), ("llama", 6)])
 def test_from_config_without_key_heads_has_transformers_default(kind: str, heads: int) -> None:
-    tree = to_config(FAMILIES[kind], FAMILIES[kind].presets["toy"], "float32")
+    tree = to_hf_config(FAMILIES[kind], FAMILIES[kind].presets["toy"], "float32")
     tree["num_attention_heads"] = 6
     del tree["num_key_value_heads"]
-    config = from_config(FAMILIES[kind], tree)[0]
+    config = from_hf_config(FAMILIES[kind], tree)[0]
     assert config is None or config.num_kv_heads == heads
     tree["num_key_value_heads"] = None
-    assert from_config(FAMILIES[kind], tree)[0].num_kv_heads == 6
+    assert from_hf_config(FAMILIES[kind], tree)[0].num_kv_heads == 6
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,13 @@ def test_from_config_without_key_heads_has_transformers_default(kind: str, heads
 )
 def test_from_config_number_that_no_model_has_is_refused(field: str, value: object) -> None:
     from weft.models import FAMILIES
-    from weft.models.hf_mapping import from_config, to_config
+    from weft.models.hf_mapping import from_hf_config, to_hf_config
 
     family = FAMILIES["llama"]
-    tree = to_config(family, family.presets["toy"], "float32")
-    config, problems = from_config(family, tree)
+    tree = to_hf_config(family, family.presets["toy"], "float32")
+    config, problems = from_hf_config(family, tree)
     assert config is not None, problems
-    config, problems = from_config(family, tree | {field: value})
+    config, problems = from_hf_config(family, tree | {field: value})
     assert config is None
     [problem] = [each for each in problems if each.key == f"config.json {field}"]
     assert "must be a" in problem.rule

@@ -15,7 +15,7 @@ from weft.models.layers import (
     SwiGLU,
     apply_rope,
     attend,
-    document_blocks,
+    document_block_mask,
     document_mask,
     rope_frequencies,
 )
@@ -170,7 +170,7 @@ def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) 
     v = torch.randn(2, 512, 2, 16, requires_grad=True)
     upstream = torch.randn(2, 512, 4, 16)
     documents = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
-    blocks = document_blocks(documents)
+    blocks = document_block_mask(documents)
     assert blocks.sparsity() > 37  # of 4 x 4 blocks of 128 those above the diagonal, and more
     found = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)

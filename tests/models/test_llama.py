@@ -19,20 +19,20 @@ from tests.harness import run_ranks
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.models import FAMILIES, Family, load_family, resolve_model
 from weft.models.family import hf_name
-from weft.models.hf_mapping import to_config
+from weft.models.hf_mapping import to_hf_config
 from weft.models.layers import rope_frequencies
 from weft.models.llama import (
     INIT,
     NO_DECAY,
     PRESETS,
-    Block,
     Llama,
+    LlamaBlock,
     LlamaConfig,
     blocks,
     check,
-    decays,
     flops_per_token,
-    init_of,
+    get_init,
+    has_weight_decay,
     num_matmul_params,
     num_params,
 )
@@ -79,7 +79,7 @@ def transformers_twin(model: Llama) -> nn.Module:
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    twin = LlamaForCausalLM(TheirConfig(**to_config(FAMILIES["llama"], model.config, "float32")))
+    twin = LlamaForCausalLM(TheirConfig(**to_hf_config(FAMILIES["llama"], model.config, "float32")))
     theirs = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         theirs.pop(hf_name(name)).data.copy_(parameter.data)
@@ -175,7 +175,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 
 def test_a_row_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rows of 65 tokens, but model\.max_seq_len = 64"):
+    with pytest.raises(ValueError, match=r"65 tokens, which exceeds model\.max_seq_len = 64"):
         filled(SMALL)(random_tokens(1, 65))
 
 
@@ -318,20 +318,20 @@ def test_init_covers_every_parameter_exactly_once(config: LlamaConfig) -> None:
     ],
 )
 def test_init_of_a_parameter_follows_its_name(name: str, kind: str, std: float) -> None:
-    init = init_of(name, SMALL)  # two layers: residual outputs are divided by 2
+    init = get_init(name, SMALL)  # two layers: residual outputs are divided by 2
     assert (init.kind, init.std) == (kind, std)
 
 
 def test_init_of_an_unknown_parameter_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"layers\.0\.router"):
-        init_of("layers.0.router.weight", SMALL)
+        get_init("layers.0.router.weight", SMALL)
 
 
 def test_only_gains_and_embeddings_do_not_decay() -> None:
     parameters = dict(Llama(SMALL).named_parameters())
     for pattern in NO_DECAY:
         assert any(fnmatchcase(name, pattern) for name in parameters)
-    kept = {name for name in parameters if not decays(name)}
+    kept = {name for name in parameters if not has_weight_decay(name)}
     gains = {name for name, parameter in parameters.items() if parameter.ndim == 1}
     assert kept == gains | {"embed_tokens.weight"}
 
@@ -340,7 +340,7 @@ def test_blocks_are_the_layers_in_order() -> None:
     config = SMALL.model_copy(update={"num_layers": 12})  # "10" sorts before "2"
     model = Llama(config)
     found = blocks(model)
-    assert all(isinstance(block, Block) for block in found)
+    assert all(isinstance(block, LlamaBlock) for block in found)
     assert found == [model.get_submodule(f"layers.{i}") for i in range(12)]
 
 
@@ -399,7 +399,7 @@ def test_every_bad_override_is_reported_at_once() -> None:
         ),
         (
             {"num_heads": 256},
-            "model.num_heads = 256: makes heads of odd width 1, and rotary positions rotate "
+            "model.num_heads = 256: makes head_dim = 1 odd, and rotary positions rotate "
             "pairs; use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 512",
         ),
         (
@@ -435,8 +435,8 @@ def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
         ("no_such_module.x:FAMILY", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("json:FAMILY", "json has no 'FAMILY'"),
         ("json:loads", "is not a weft.models.Family"),
-        ("models/mine.py:FAMILY", "not a module's name before the colon"),
-        (":FAMILY", "not a module's name before the colon"),
+        ("models/mine.py:FAMILY", "is not a module name before the colon"),
+        (":FAMILY", "is not a module name before the colon"),
     ],
 )
 def test_load_family_unknown_name_is_refused(kind: str, rule: str) -> None:

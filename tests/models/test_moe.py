@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models import FAMILIES, resolve_model
-from weft.models.layers import grouped_linear, sizes_of
+from weft.models.layers import group_sizes, grouped_linear
 from weft.models.moe import (
     INIT,
     PRESETS,
@@ -20,11 +20,11 @@ from weft.models.moe import (
     Moe,
     MoeConfig,
     flops_per_token,
-    init_of,
+    get_init,
+    moe_layers,
     num_active_params,
     num_params,
-    routed,
-    units,
+    unit_costs,
 )
 
 TINY: dict[str, Any] = {
@@ -146,9 +146,9 @@ def test_grouped_linear_equals_a_loop_over_experts(
 def test_sizes_of_fake_tensors_are_balanced() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert sizes_of(torch.tensor([7, 0, 1]), 8) == [7, 0, 1]
+    assert group_sizes(torch.tensor([7, 0, 1]), 8) == [7, 0, 1]
     with FakeTensorMode():
-        assert sizes_of(torch.tensor([7, 0, 1]), 8) == [3, 3, 2]
+        assert group_sizes(torch.tensor([7, 0, 1]), 8) == [3, 3, 2]
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -216,18 +216,18 @@ def test_moe_preset_tables_and_counts_cover_every_parameter(preset: str) -> None
         model = Moe(shape)
     params = dict(model.named_parameters())
     assert sum(param.numel() for param in params.values()) == num_params(shape)
-    assert sum(unit.params for unit in units(shape, 1)) == num_params(shape)
-    assert sum(unit.flops_per_token for unit in units(shape, 64)) == flops_per_token(shape, 64)
+    assert sum(unit.params for unit in unit_costs(shape, 1)) == num_params(shape)
+    assert sum(unit.flops_per_token for unit in unit_costs(shape, 64)) == flops_per_token(shape, 64)
     experts = sum(p.numel() for name, p in params.items() if ".experts." in name)
-    assert sum(unit.expert_params for unit in units(shape, 1)) == experts
+    assert sum(unit.expert_params for unit in unit_costs(shape, 1)) == experts
     idle = experts * (shape.num_experts - shape.active_experts) // shape.num_experts
     assert num_active_params(shape) == num_params(shape) - idle
     for name in [*params, *(name for name in model.state_dict() if name not in params)]:
         assert sum(fnmatchcase(name, pattern) for pattern in INIT) == 1, name
-        init_of(name, shape)
+        get_init(name, shape)
         module = name.rpartition(".")[0]
         assert sum(fnmatchcase(module, pattern) for pattern in SHARDING) == 1, module
-    assert len(routed(model)) == shape.num_layers - shape.dense_layers
+    assert len(moe_layers(model)) == shape.num_layers - shape.dense_layers
 
 
 def test_moe_preset_has_the_published_sizes() -> None:
@@ -239,14 +239,14 @@ def test_moe_preset_has_the_published_sizes() -> None:
     # part in that.
     v3 = PRESETS["v3-like"]
     assert (
-        sum(unit.expert_params for unit in units(v3, 1)) + 58 * 3 * 7168 * 2048
+        sum(unit.expert_params for unit in unit_costs(v3, 1)) + 58 * 3 * 7168 * 2048
         == 58 * 257 * 3 * 7168 * 2048
     )
 
 
 def test_the_bias_stays_float32_and_is_saved() -> None:
     model = Moe(config())
-    layer = routed(model)[0]
+    layer = moe_layers(model)[0]
     layer.router.expert_bias += 0.001
     model.to(torch.bfloat16)
     assert layer.router.expert_bias.dtype == torch.float32

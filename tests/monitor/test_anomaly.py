@@ -11,7 +11,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
-from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
+from weft.checkpoint.manifest import list_checkpoints, manifest_text, read_manifest
 from weft.config.schema import ResilienceSection
 from weft.monitor import anomaly
 from weft.monitor.anomaly import AnomalyDetector, AnomalyError, StepResult
@@ -148,7 +148,7 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
     with pytest.raises(RankError, match="9 steps in a row before it were skipped") as caught:
         run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.max_anomalies", "9"))
     assert "in step 11" in str(caught.value)
-    assert not checkpoints(tmp_path / "b/checkpoints")
+    assert not list_checkpoints(tmp_path / "b/checkpoints")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -167,14 +167,15 @@ def test_skip_in_a_resumed_run_is_decided_the_same(
     killed = [*first, {"site": "step", "kind": "kill", "passing": 7, "rank": 0}]
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path / "b", store_path, ranks, *every, *faults(*killed))
-    saved = read_manifest(checkpoints(tmp_path / "b/checkpoints")[-1])
+    saved = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
     assert (saved["step"], saved["samples"], saved["watch"]["in_a_row"]) == (6, 48, 1)
     more = faults(*killed, *bad("corrupt", 3, 4, rank=0))
     resumed = run(tmp_path / "b", store_path, ranks, *every, *more)
     assert same(resumed, straight)
     assert anomalies(tmp_path / "b") == anomalies(tmp_path / "a")
     watches = [
-        read_manifest(checkpoints(tmp_path / name / "checkpoints")[-1])["watch"] for name in "ab"
+        read_manifest(list_checkpoints(tmp_path / name / "checkpoints")[-1])["watch"]
+        for name in "ab"
     ]
     assert watches[0] == watches[1]
 
@@ -203,7 +204,7 @@ def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Pat
     cut = faults({"site": "step", "kind": "kill", "passing": 6})
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path / "b", store_path, 2, *REWIND, *cut)
-    (saved,) = checkpoints(tmp_path / "b/checkpoints")
+    (saved,) = list_checkpoints(tmp_path / "b/checkpoints")
     manifest = read_manifest(saved)
     assert manifest.pop("hash")
     assert manifest["samples"] == 40
@@ -219,7 +220,7 @@ def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Pa
         run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
     # The one that ended the run is the failure.
     assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
 
 
 def test_rewind_twice_to_one_checkpoint_records_both(store_path: Path, tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_stop_bad_step_between_two_records_ends_the_run(
     with pytest.raises(RankError, match=r"the gradient norm is (nan|inf) in step 6"):
         run(tmp_path, store_path, 2, *often, *faults(*bad(kind, 6, factor=1e45)))
     assert [record["step"] for record in records(tmp_path)] == [1, 4]
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
 # --------------------------------------------------------------------------- the usual

@@ -20,7 +20,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, records, this_rank, train_rank
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.data.loader import Batch, Loader
 from weft.train import loop
 
@@ -52,8 +52,8 @@ def note_batches(path: str) -> None:
     """From now on a line for each row that this rank trains on: its place in the run, its hash."""
 
     class Noting(Loader):
-        def batch(self, consumed: int, *groups: int) -> list[Batch]:
-            batches = super().batch(consumed, *groups)
+        def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
+            batches = super().get_microbatches(consumed, *groups)
             rows = torch.cat([batch.tokens_BT for batch in batches])
             first = consumed + self.dp_rank * len(rows)
             with open(path, "a", encoding="utf-8") as file:
@@ -113,7 +113,7 @@ def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
         except RankError as error:
             if "SIGKILL" not in str(error):
                 raise
-        found = checkpoints(folder / "run/checkpoints")
+        found = list_checkpoints(folder / "run/checkpoints")
         now = checkpoint_step(found[-1]) if found else 0
         assert now >= newest, "a committed checkpoint was lost"
         assert all(read_manifest(path)["samples"] == 6 * checkpoint_step(path) for path in found)
@@ -170,7 +170,9 @@ def test_train_changing_number_of_ranks_reads_the_same_samples(
         else:
             with pytest.raises(RankError, match="injected fault at step"):
                 run_ranks(train_until_killed, ranks, *call)
-            assert checkpoint_step(checkpoints(changing / "run/checkpoints")[-1]) == 3 * part + 3
+            assert (
+                checkpoint_step(list_checkpoints(changing / "run/checkpoints")[-1]) == 3 * part + 3
+            )
     assert noted(changing / "seen") == noted(alone / "seen")
     assert set(noted(alone / "seen")) == set(range(9 * 12))
     ours, theirs = records(changing / "run"), records(alone / "run")

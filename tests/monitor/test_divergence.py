@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.harness import run_ranks
 from tests.small import Overrides, plan_here, records, small_job, this_rank
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.monitor.anomaly import DivergenceDetector, divergence_of
 from weft.monitor.event_log import read_events
 from weft.monitor.run_reader import RunReader
@@ -127,7 +127,7 @@ def _train(overrides: Overrides, store: str) -> str:
     out = io.StringIO()
     job = small_job(*overrides)
     console = Console(file=out, width=10_000)
-    assert train(job, plan_here(job), open_text(store), this_rank(), console)
+    assert train(job, plan_here(job), open_dataset(store), this_rank(), console)
     return out.getvalue()
 
 

@@ -17,13 +17,13 @@ from tests.garbled import FILES, Case, cases, garbled
 from tests.harness import run_ranks
 from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
-from weft.cluster.rank_exit import log_path, read_reports, write_error
-from weft.cluster.start import changes_since, last_step, open_run
+from weft.cluster.rank_exit import log_path, read_error_reports, write_error
+from weft.cluster.start import describe_changes, last_logged_step, write_run_files
 from weft.config.errors import WeftError
 from weft.config.files import read_json
 from weft.config.reader import read_job
-from weft.data.dataset import open_text
-from weft.estimate.memory_check import Expected
+from weft.data.dataset import open_dataset
+from weft.estimate.memory_check import RunPrediction
 from weft.monitor.device_memory import expected_of
 from weft.monitor.goodput import Ledger
 from weft.monitor.jsonl import JsonlFile, read_records, read_tail
@@ -55,10 +55,10 @@ STEPS: Overrides = [
 
 def _train(overrides: Overrides, store: str, run: str) -> None:
     folder, job = Path(run), small_job(*overrides)
-    base, text = read_job("demo", SMALL)[0], open_text(store)
+    base, text = read_job("demo", SMALL)[0], open_dataset(store)
     folder.mkdir()
-    expected = Expected("a trace", 1.0, {"weights": 0.5}, 0.1, {"computing": 0.1})
-    open_run(folder, job, base, "demo", text, expected)
+    expected = RunPrediction("a trace", 1.0, {"weights": 0.5}, 0.1, {"computing": 0.1})
+    write_run_files(folder, job, base, "demo", text, expected)
     train(job, plan_here(job), text, this_rank(), Console(quiet=True))
     log_path(folder, 0).parent.mkdir(exist_ok=True)
     write_error(folder, 0, RuntimeError("planted"), sys.stderr)  # type: ignore[arg-type]
@@ -85,12 +85,12 @@ def show(folder: Path) -> bytes:
 
 def read_all(folder: Path, sound: Path) -> None:
     """What a start that resumes reads of the run, and a comparison."""
-    changes_since(folder, small_job())
-    last_step(folder)
+    describe_changes(folder, small_job())
+    last_logged_step(folder)
     tail = read_tail(folder / "metrics.jsonl", 6)
     Ledger(tail.last).back_to(tail.last, tail.kept)
     expected_of(folder)
-    read_reports(folder)
+    read_error_reports(folder)
     for read in (
         lambda: read_records(folder / "metrics.jsonl"),
         lambda: measure_trial(0, 0, 0, folder, read_json(folder / "plan.json")),
@@ -106,9 +106,9 @@ def read_all(folder: Path, sound: Path) -> None:
 
 
 def commands(folder: Path, sound: Path) -> Iterator[list[str]]:
-    yield ["debug", "diff", str(folder), str(sound)]
-    yield ["debug", "diff", str(sound), str(folder)]
-    yield ["debug", "hang", str(folder)]
+    yield ["diff", str(folder), str(sound)]
+    yield ["diff", str(sound), str(folder)]
+    yield ["hang", str(folder)]
     yield ["rollback", str(folder), "12"]
 
 

@@ -36,8 +36,10 @@ MODEL: Overrides = [
 LAYOUTS = [
     "dp_shard2 tp2",
     "dp_replicate2 cp2 train.microbatch_size=2 activation_checkpoint.mode=full",
-    "pp2 pipeline.schedule=ZBVZeroBubble train.microbatch_size=3",  # 8 rows: the last microbatch has 2
-    "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",  # two share a key head
+    # 8 sequences: the last microbatch has 2.
+    "pp2 pipeline.schedule=ZBVZeroBubble train.microbatch_size=3",
+    # Two ranks share a key head.
+    "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",
 ]
 MORE = [
     "dp_shard3 train.global_batch_size=9",

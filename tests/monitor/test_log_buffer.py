@@ -18,9 +18,9 @@ from rich.console import Console
 from tests.harness import run_ranks
 from tests.monitor.test_step_record import record
 from tests.small import Overrides, plan_here, small_job, this_rank
-from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.manifest import list_checkpoints
 from weft.config.files import append_bytes
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.monitor.event_log import EventLog, read_events
 from weft.monitor.jsonl import read_records
 from weft.monitor.log_buffer import LogBuffer
@@ -193,7 +193,7 @@ def _train(overrides: Overrides, store: str) -> str:
     out = io.StringIO()
     job = small_job(*overrides)
     console = Console(file=out, width=10_000)
-    assert train(job, plan_here(job), open_text(store), this_rank(), console)
+    assert train(job, plan_here(job), open_dataset(store), this_rank(), console)
     return out.getvalue()
 
 
@@ -205,7 +205,7 @@ def test_a_run_on_a_full_disk_trains_to_its_end(
     filler = fill(small_disk)
     job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
     (out,) = run_ranks(_train, 1, job, str(store_path))
-    assert len(checkpoints(tmp_path / "elsewhere")) == 2
+    assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
     for name in ("plan.json", "metrics.jsonl", "events.jsonl", "statistics.jsonl", "report.html"):
         assert out.count(f"{folder / name} cannot be written: no space left on device") == 1, name
     assert "metrics.jsonl: 8 records are lost: no space left on device" in out
@@ -221,7 +221,7 @@ def test_a_run_whose_directory_goes_away_trains_to_its_end(
     folder.mkdir()
     job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
     (out,) = run_ranks(_train_without, 1, job, str(store_path), trouble)
-    assert len(checkpoints(tmp_path / "elsewhere")) == 2
+    assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
     why = {"deleted": "no such file or directory", "read-only": "read-only file system"}[trouble]
     assert out.count(f"{folder / 'metrics.jsonl'} cannot be written: {why}") == 1
     if trouble == "deleted":  # TensorBoard's file brings the directory back

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.monitor import spans
-from weft.monitor.faults import DOING, fault_point
+from weft.monitor.faults import ACTIVITIES, fault_point
 from weft.monitor.profile_breakdown import COLLECTIVE, breakdown, claim, union
 from weft.monitor.spans import Spans
 
@@ -69,7 +69,7 @@ def test_breakdown_of_a_cpu_trace_attributes_every_second(tmp_path: Path) -> Non
     assert seconds["pp"] >= 0.12
     assert seconds["compute"] > 0
     assert seconds.keys() == {"data", "host", "pp", "compute"}
-    phases = (DOING["step"], DOING["forward_backward"])
+    phases = (ACTIVITIES["step"], ACTIVITIES["forward_backward"])
     whole = sum(e["dur"] for e in trace["traceEvents"] if e["name"] in phases)
     assert sum(seconds.values()) == pytest.approx(whole / 1e6, abs=1e-6)
 
@@ -93,11 +93,11 @@ def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
         },
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
-            event("user_annotation", DOING["step"], 0, 100),
-            event("user_annotation", DOING["forward_backward"], 100, 300),
-            event("user_annotation", DOING["record"], 300, 1000),
-            event("user_annotation", DOING["tell"], 1000, 1500),
-            event("gpu_user_annotation", DOING["forward_backward"], 150, 900, tid=20),
+            event("user_annotation", ACTIVITIES["step"], 0, 100),
+            event("user_annotation", ACTIVITIES["forward_backward"], 100, 300),
+            event("user_annotation", ACTIVITIES["record"], 300, 1000),
+            event("user_annotation", ACTIVITIES["tell"], 1000, 1500),
+            event("gpu_user_annotation", ACTIVITIES["forward_backward"], 150, 900, tid=20),
             event("cpu_op", "aten::mm", 110, 250),
             event("kernel", "sm90_xmma_gemm_bf16", 150, 350, tid=20),
             # Hidden by a product up to 350, exposed from there.

@@ -15,10 +15,10 @@ from rich.console import Console
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
 from weft.config.errors import InvalidConfig
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import profiler as profiling
-from weft.monitor.faults import DOING
+from weft.monitor.faults import ACTIVITIES
 from weft.monitor.profile_breakdown import axis_between
 from weft.monitor.profiler import table
 from weft.monitor.spans import spans_path
@@ -73,7 +73,7 @@ def test_profile_late_rank_is_waited_for_on_the_shared_axis(
     run(tmp_path, store_path, 2, ("profile.steps", "3"), change, *overrides)
     summary = summary_of(tmp_path, "3-3")
     assert (summary["first_step"], summary["steps"]) == (3, 1)
-    phases = {DOING[site] for site in breakdown.STEP}
+    phases = {ACTIVITIES[site] for site in breakdown.STEP}
     for rank, told in enumerate(summary["ranks"]):
         assert told["rank"] == rank
         seconds = told["seconds"]
@@ -110,10 +110,11 @@ def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
         spans = [
             event
             for event in noted
-            if event.get("args", {}).get("step") in (2, 3) and event["name"] != DOING["profile"]
+            if event.get("args", {}).get("step") in (2, 3)
+            and event["name"] != ACTIVITIES["profile"]
         ]
         names = {event["name"] for event in spans}
-        assert {DOING["evaluate"], DOING["checkpoint"], "optimizer", f"{rank}B3"} <= names
+        assert {ACTIVITIES["evaluate"], ACTIVITIES["checkpoint"], "optimizer", f"{rank}B3"} <= names
         ranges = [e for e in trace_of(tmp_path, "2-3", rank) if e.get("cat") == "user_annotation"]
         seen = sorted((e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"]))
         noted = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
@@ -130,7 +131,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(said, "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
+        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
 
 def test_profile_stopped_run_is_resumed_without_a_second_profile(
@@ -156,8 +157,8 @@ def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Pat
     with pytest.raises(RankError, match="injected fault"):
         run(tmp_path, store_path, 1, ("profile.steps", "2-4"), change)
     names = [event["name"] for event in trace_of(tmp_path, "2-4", 0)]
-    assert names.count(DOING["step"]) == 2
-    assert names.count(DOING["gradients"]) == 2
+    assert names.count(ACTIVITIES["step"]) == 2
+    assert names.count(ACTIVITIES["gradients"]) == 2
     assert not (tmp_path / "traces/step-2-4/summary.json").exists()
 
 
@@ -199,9 +200,9 @@ def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path:
         ("-3", "must be steps such as 7 or 7,20-30; steps to profile"),
         ("0-2", "must be steps from 1, the smaller of a range first; steps to profile"),
         ("5-4", "must be steps from 1, the smaller of a range first; steps to profile"),
-        ("5,7", "is more than one range of steps; use 10, or 10-12"),
-        ("99-101", "ends after the run, which has train.steps = 100; use 100 or less"),
-        ("10-30", "has 21 steps: traces of more than 20 are too large to read; use 10-12"),
+        ("5,7", "has 2 ranges, and weft profiles one; use one step or range, such as 10 or 10-12"),
+        ("99-101", "exceeds the last step, train.steps = 100; use steps up to 100"),
+        ("10-30", "has 21 steps: traces of over 20 are too large to read; use 10-12"),
     ],
 )
 def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_path: Path) -> None:

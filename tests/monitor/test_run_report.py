@@ -44,7 +44,7 @@ def values(step: int, **more: Any) -> dict[str, Any]:
         lr=1e-3 / step,
         times=(0.5 + 0.1 * noise, 0.01 + 0.001 * noise),
         memory_peak_gib=1.0 + step / 1000,
-        seconds=seconds,
+        time_breakdown=seconds,
     ).to_dict()
     return changed | {"time": BEGAN + step} | more
 
@@ -173,7 +173,7 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
 
     for chart, name, key in (
         ("loss", "train", "loss"),
-        ("loss", "held out", "eval_loss"),
+        ("loss", "validation", "eval_loss"),
         ("speed", "Speed", "tokens_per_second"),
         ("mfu", "MFU", "mfu"),
         ("mfu", "attention counted as causal", "mfu_causal"),

@@ -21,8 +21,8 @@ from tests.small import (
     this_rank,
     train_rank,
 )
-from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.data.dataset import open_text
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
+from weft.data.dataset import open_dataset
 from weft.monitor.signals import listen
 from weft.train.loop import train
 
@@ -48,7 +48,7 @@ def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=send, daemon=True).start()
-    return train(job, plan_here(job), open_text(Path(store)), rank, Console(quiet=True))
+    return train(job, plan_here(job), open_dataset(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     overrides = [*STEPS, ("run.dir", str(tmp_path)), ("resilience.faults", fault)]
     call = (overrides, str(store_path), number, str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [False, False]
-    saved = checkpoint_step(checkpoints(tmp_path / "checkpoints")[-1])
+    saved = checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert saved == records(tmp_path)[-1]["step"]
     assert saved <= last
     # And the rest of the run is as if nothing had happened.
@@ -113,7 +113,7 @@ def test_signal_while_loading_saves_and_resumes_bit_for_bit(
     slow = ("resilience.faults", '[{site = "load", kind = "slow", seconds = 0.5, rank = 1}]')
     call = ([*part, slow], str(store_path), int(signal.SIGTERM), str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [False, False]
-    assert checkpoint_step(checkpoints(tmp_path / "checkpoints")[-1]) == 5
+    assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) == 5
     assert run_ranks(train_with_a_signal, 2, part, str(store_path), 0, "") == [True, True]
     state, expected = newest_state(tmp_path), newest_state(undisturbed)
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
@@ -127,4 +127,4 @@ def test_signal_while_compiling_saves(store_path: Path, tmp_path: Path) -> None:
     overrides.append(("resilience.faults", fault))
     call = (overrides, str(store_path), int(signal.SIGTERM), str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call, timeout=240) == [False, False]
-    assert checkpoint_step(checkpoints(tmp_path / "checkpoints")[-1]) <= 2
+    assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) <= 2

@@ -14,7 +14,7 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
-from weft.monitor.faults import DOING, fault_point
+from weft.monitor.faults import ACTIVITIES, fault_point
 from weft.monitor.spans import Spans, action, read_spans, span, spans_path
 from weft.plan.pipeline_schedule import build_schedule
 
@@ -94,7 +94,7 @@ def test_spans_without_a_pipeline_continue_over_two_starts(
     assert events[: len(first)] == first
     check_nesting(events)
     sites = ("start", "load", "step", "forward_backward", "gradients", "record", "tell")
-    phases = {DOING[site] for site in (*sites, "evaluate", "checkpoint")}
+    phases = {ACTIVITIES[site] for site in (*sites, "evaluate", "checkpoint")}
     inside = {"loss", "gradient norm", "clip", "optimizer"}
     passes = {f"0{kind}{microbatch}" for kind in "FB" for microbatch in range(2)}
     assert {event["name"] for event in events} == phases | inside | passes
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
         found = json.loads(spans_path(folder, 0).read_text())[-1]
         # What a killed rank did since it was last at 'record' is lost.
         assert found["args"]["step"] == (2 if kind == "raise" else 1)
-        assert found["name"] == DOING["gradients"]
+        assert found["name"] == ACTIVITIES["gradients"]
         assert last in {event["name"] for event in read_spans(folder, 0)}
 
 
@@ -165,7 +165,10 @@ def test_the_background_is_no_phase(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     kept.close()
-    assert [event["name"] for event in read_spans(tmp_path, 0)] == [DOING["start"], DOING["step"]]
+    assert [event["name"] for event in read_spans(tmp_path, 0)] == [
+        ACTIVITIES["start"],
+        ACTIVITIES["step"],
+    ]
 
 
 def test_a_disk_that_takes_no_more_costs_the_spans_only(

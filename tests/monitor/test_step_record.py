@@ -343,7 +343,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert first.startswith("step 1/10  loss 10.0000  2,000 tokens/s  MFU 50.0%  grad norm 1.000")
     assert first.endswith(" left")
     assert "MFU" not in second
-    assert third == "step 2: held-out loss 3.0000 nats/token"
+    assert third == "step 2: validation loss 3.0000 nats/token"
 
 
 def test_a_live_line_on_a_terminal() -> None:

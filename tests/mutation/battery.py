@@ -440,12 +440,12 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
 
 # What a report says, and the module that it blames.
 BLAMED = (
-    (r"the gradient norm departs", "optim/optimizer.py"),
-    (r"updates depart", "optim/optimizer.py"),
+    (r"the gradient norm differs", "optim/optimizer.py"),
+    (r"updates first differ", "optim/optimizer.py"),
     (r"initial weights differ", "parallel/initialization.py"),
-    (r"the loss's normalisation", "train/step.py"),
-    (r"and no gradient: only what is told", "train/step.py"),
-    (r"evaluation loss departs", "train/step.py"),
+    (r"the loss's normalization", "train/step.py"),
+    (r"and no gradient does", "train/step.py"),
+    (r"validation loss differs", "train/step.py"),
 )
 
 
@@ -466,7 +466,7 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
         return frame
     for pattern, module in BLAMED:
         if re.search(pattern, text):
-            if "updates depart" in text:
+            if "updates first differ" in text:
                 special = [t for t in techniques if TECHNIQUES[t].module.startswith("optim/")]
                 return TECHNIQUES[special[0]].module if special else module
             return module

@@ -42,27 +42,27 @@ from tests.oracle import (
     theirs_of,
 )
 from tests.small import Overrides, small_job
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
+from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.errors import WeftError
 from weft.config.schema import DataSection, Job, LoraSection, to_toml
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.data.loader import (
-    IGNORE,
+    IGNORE_INDEX,
     Loader,
     Mixture,
     Prefetcher,
     TokenChunks,
+    build_mixture,
     evaluation_batches,
-    samples_of,
 )
 from weft.data.order import MixtureSampler, sample_index
-from weft.data.packing import best_fit
+from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family, resolve_model
-from weft.optim.optimizer import clip, grad_norm, set_learning_rate
+from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, set_learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.tools.local_ranks import run_ranks
 from weft.train.setup import Built, Rank, build
@@ -157,7 +157,7 @@ def check_order() -> None:
     shares = (0.5, 0.3, 0.2)
     turns = MixtureSampler(shares)
     places = np.arange(3 * 10_007)
-    owner, before = turns.at(places)
+    owner, before = turns.assign(places)
     for source, share in enumerate(shares):
         mine = before[owner == source]
         expect(near(len(mine) / len(places), share, 1e-3), "shares of a mixture", module)
@@ -183,7 +183,7 @@ def check_loader() -> None:
                 rows, sizes = [], []
                 for group, rank in itertools.product(range(groups), range(dp)):
                     loader = Loader(mixture, 7, 12, rank, dp, micro)
-                    batches = loader.batch(consumed, group, groups)
+                    batches = loader.get_microbatches(consumed, group, groups)
                     sizes += [len(batch.tokens_BT) for batch in batches]
                     for batch in batches:
                         here = torch.cat((batch.tokens_BT, batch.targets_BT), 1).tolist()
@@ -198,18 +198,25 @@ def check_loader() -> None:
         flat = [tuple(row) for consumed in (0, 12, 24, 36) for row in known[consumed]]
         expect(len(set(flat)) == len(flat), "a row comes twice", module)
     loader = Loader(Mixture(sources[:1]), 7, 12, 0, 1, 3)
-    seen = [r for c in range(0, 204, 12) for b in loader.batch(c) for r in b.tokens_BT.tolist()]
-    every = {tuple(sources[0].stream.window(np.array([10 * n]), 10)[0].tolist()) for n in range(69)}
+    seen = [
+        r
+        for c in range(0, 204, 12)
+        for b in loader.get_microbatches(c)
+        for r in b.tokens_BT.tolist()
+    ]
+    every = {
+        tuple(sources[0].stream.read_windows(np.array([10 * n]), 10)[0].tolist()) for n in range(69)
+    }
     expect({tuple(row) for row in seen[:69]} == every, "an epoch is not whole", module)
     walking = Loader(mixture, 7, 12, 1, 3, 2)
     for consumed in range(0, 120, 12):
-        fresh = Loader(mixture, 7, 12, 1, 3, 2).batch(consumed)
-        pairs = zip(walking.batch(consumed), fresh, strict=True)
+        fresh = Loader(mixture, 7, 12, 1, 3, 2).get_microbatches(consumed)
+        pairs = zip(walking.get_microbatches(consumed), fresh, strict=True)
         same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in pairs)
         expect(same, "batches after others are others", module)
-    ahead = Prefetcher(loader, torch.device("cpu"), threaded=True)
+    ahead = Prefetcher(loader, torch.device("cpu"), use_thread=True)
     for consumed in (0, 12, 24, 0, 12):
-        mine, theirs = ahead.batch(consumed, 0, 1), loader.batch(consumed)
+        mine, theirs = ahead.get_microbatches(consumed, 0, 1), loader.get_microbatches(consumed)
         same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(mine, theirs, strict=True))
         expect(same, "batches made ahead are others", module)
     ahead.close()
@@ -230,7 +237,7 @@ def check_evaluation_rows() -> None:
             for batches in every
             for batch in batches
             for row, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True)
-            if (targets != IGNORE).any()
+            if (targets != IGNORE_INDEX).any()
         ]
         expected = []
         for source, share in enumerate((0.75, 0.25)):
@@ -238,7 +245,8 @@ def check_evaluation_rows() -> None:
             chosen = [n * lengths[source] // count for n in range(count)]
             stream: Any = mixture.sources[source]
             expected += [
-                tuple(stream.stream.window(np.array([10 * n]), 10)[0].tolist()) for n in chosen
+                tuple(stream.stream.read_windows(np.array([10 * n]), 10)[0].tolist())
+                for n in chosen
             ]
         # Of 5 the shares are 3.75 and 1.25.
         expect(rows == expected, f"{wanted} rows over {dp} ranks", module)
@@ -252,7 +260,7 @@ def check_streams() -> None:
     expect(len(stream) == 45, "its length", module)
     for length in (1, 3, 9):
         starts = np.arange(0, 45 - length + 1)
-        found = stream.window(starts, length)
+        found = stream.read_windows(starts, length)
         expect((found == starts[:, None] + np.arange(length)).all(), "a window", module)
     expect(stream.find(8).tolist() == [8], "where a token stands", module)
     expect(stream.count_nonzero() == 44, "how many are not 0", module)
@@ -260,8 +268,8 @@ def check_streams() -> None:
 
 @check("token files of others")
 def check_token_files() -> None:
-    from weft.data.foreign_tokens import Span, chunks, read_headers, split_tokens
-    from weft.data.source_files import local_file
+    from weft.data.foreign_tokens import Span, read_chunks, read_headers, split_tokens
+    from weft.data.source_files import stat_local_file
 
     module = "data/foreign_tokens.py"
     random = np.random.default_rng(0)
@@ -291,12 +299,12 @@ def check_token_files() -> None:
         (path / "nano.bin").write_bytes(flat.astype("<u2").tobytes())
         for name in ("plain", "bare", "shuffled", "llmc", "nano"):
             file = path / f"{name}.bin"
-            [source] = read_headers([local_file(file, file.name)])
+            [source] = read_headers([stat_local_file(file, file.name)])
             expect(source.tokens == len(flat) - 40 * (name in ("bare", "shuffled")), name, module)
-            parts = [tokens for _, tokens in chunks(Span(source, 0, source.tokens), 0)]
+            parts = [tokens for _, tokens in read_chunks(Span(source, 0, source.tokens), 0)]
             expect(np.array_equal(np.concatenate(parts), flat), f"tokens of {name}", module)
             for begin, end in ((3, 50), (60, 200)):
-                here = [tokens for _, tokens in chunks(Span(source, begin, end), None)]
+                here = [tokens for _, tokens in read_chunks(Span(source, begin, end), None)]
                 whole = np.concatenate(documents if name in ("bare", "shuffled") else ended)
                 expect(np.array_equal(np.concatenate(here), whole[begin:end]), name, module)
             train, held = split_tokens([source], 0, 0.2)
@@ -313,7 +321,7 @@ def check_packing() -> None:
     random = np.random.default_rng(0)
     for seed in range(4):
         lengths = random.integers(1, 33, 200)
-        order, firsts = best_fit(lengths, 32, seed)
+        order, firsts = pack_best_fit(lengths, 32, seed)
         expect(sorted(order.tolist()) == list(range(200)), "a document is lost", module)
         rows = [order[a:b] for a, b in itertools.pairwise(firsts)]
         expect(all(lengths[row].sum() <= 32 for row in rows), "a row is too full", module)
@@ -337,9 +345,9 @@ def check_packing() -> None:
         long = {i for i, d in enumerate(train.documents) if len(d) - 1 > 16}
         for what in ("skip", "truncate"):
             section = DataSection.model_validate({"format": "chat", "overlong": what})
-            from weft.data.packing import pack
+            from weft.data.packing import pack_split
 
-            rows_found = pack(store, "train", 16, section, 0)
+            rows_found = pack_split(store, "train", 16, section, 0)
             sizes = sorted(rows_found.lengths.tolist())
             kept = [
                 min(16, len(d) - 1)
@@ -350,16 +358,20 @@ def check_packing() -> None:
         pairs = draw_corpus("preferences", 40, 100, 12, 3)
         store = pairs.write(Path(folder), 100, 8)
         section = DataSection.model_validate({"format": "preferences", "overlong": "skip"})
-        rows_found = pack(store, "train", 16, section, 0)
+        rows_found = pack_split(store, "train", 16, section, 0)
         pieces = pairs.part(8, False).documents
         both = [len(a) + len(b) - 2 for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
         expect(len(rows_found) == sum(size <= 16 for size in both), "pairs left out", module)
-        expect((rows_found.order[1::2] - rows_found.order[::2] == 1).all(), "order", module)
+        expect(
+            (rows_found.document_order[1::2] - rows_found.document_order[::2] == 1).all(),
+            "order",
+            module,
+        )
 
 
 @check("conversations")
 def check_conversations() -> None:
-    from weft.data.prepare import prepare_text
+    from weft.data.prepare import prepare_data
 
     module = "data/chat.py"
     turns = [
@@ -385,20 +397,20 @@ def check_conversations() -> None:
             ]
             file = chats.write_lines(home / "chat.jsonl", lines)
             values = {"path": str(file), "tokenizer": str(tokenizer), "format": "chat"}
-            text = prepare_text(
+            text = prepare_data(
                 DataSection.model_validate(values | {"validation_fraction": 0.1}), home / "c"
             )
             store = text.sources[0].store
             known = chats.make_tokenizer()
             found = []
             for split in ("train", "validation"):
-                stream, learned = store.tokens(split), store.learned(split)  # type: ignore[arg-type]
+                stream, learned = store.tokens(split), store.loss_mask(split)  # type: ignore[arg-type]
                 begin = 0
                 for end, _, line in store.index(split).tolist():  # type: ignore[arg-type]
                     at = np.array([begin])
-                    ids = stream.window(at, end - begin)[0]
+                    ids = stream.read_windows(at, end - begin)[0]
                     assert learned is not None
-                    marks = learned.window(at, end - begin)[0].astype(bool)
+                    marks = learned.read_windows(at, end - begin)[0].astype(bool)
                     found.append((line, ids, marks))
                     begin = end
             expect(len(found) == len(lines), "conversations are lost", "data/conversations.py")
@@ -479,7 +491,8 @@ def check_arithmetic() -> None:
             expect(near(family.num_active_params(config), count - idle), "active", module)
         for name in shapes:
             expect(
-                family.decays(name) == decays(name, torch.empty(shapes[name], device="meta")),
+                family.has_weight_decay(name)
+                == decays(name, torch.empty(shapes[name], device="meta")),
                 f"weight decay of {name}",
                 "models/llama.py",
             )
@@ -523,7 +536,7 @@ def check_arithmetic() -> None:
 
 @check("cut of stages")
 def check_stages() -> None:
-    from weft.plan.stages import split_into_stages, partition
+    from weft.plan.stages import partition, split_into_stages
 
     module = "plan/stages.py"
     random = np.random.default_rng(0)
@@ -549,9 +562,9 @@ def check_stages() -> None:
             expect(cost[tuple(found)] == min(cost.values()), f"{objective} {trial}", module)
     family = load_family("llama")
     config: Any = resolve_model("llama", "toy", {"num_layers": 6})[0]
-    assert family.units is not None
-    cut = split_into_stages(family.units(config, 64), [3, 2, 1], 64, 16.0, layers=[1, 3, 2])
-    ends = [(stage.first, stage.end, stage.blocks) for stage in cut]
+    assert family.unit_costs is not None
+    cut = split_into_stages(family.unit_costs(config, 64), [3, 2, 1], 64, 16.0, layers=[1, 3, 2])
+    ends = [(stage.first_unit, stage.end_unit, stage.num_blocks) for stage in cut]
     expect(ends == [(0, 2, 1), (2, 5, 3), (5, 8, 2)], f"stages of given blocks: {ends}", module)
 
 
@@ -612,19 +625,21 @@ def check_loop() -> None:
         plan = resolve(job, Machine("cpu", devices=1, world_size=1))
         built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
         model = build_theirs("llama", plan.model)
-        params = {n: p.detach().clone() for n, p in named_parameters(built.parts)}
+        params = {n: p.detach().clone() for n, p in trainable_parameters(built.parts)}
         with torch.no_grad():
             for n, p in params.items():
                 theirs_of(model, n).copy_(p)
-        text = open_text(store_path())
-        mixture = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
-        held = samples_of(text, "validation", job.train.seq_len, job.data, job.train.seed)
+        text = open_dataset(store_path())
+        mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
+        held = build_mixture(text, "validation", job.train.seq_len, job.data, job.train.seed)
         updates = Updates(params, job)
         records = _records(folder)
         expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/metric_logger.py")
         size = job.train.global_batch_size
         for step, record in enumerate(records, 1):
-            batches = Loader(mixture, job.train.seed, size, 0, 1, 3).batch((step - 1) * size)
+            batches = Loader(mixture, job.train.seed, size, 0, 1, 3).get_microbatches(
+                (step - 1) * size
+            )
             tokens = torch.cat([b.tokens_BT for b in batches])
             rows = Rows(
                 tokens,
@@ -677,7 +692,7 @@ def check_loop() -> None:
             "steps that are evaluated",
             "train/metric_logger.py",
         )
-        saved = checkpoints(folder / "checkpoints")
+        saved = list_checkpoints(folder / "checkpoints")
         expect(
             [p.name for p in saved] == ["step-00000002", "step-00000004"],
             "what is saved",
@@ -742,12 +757,16 @@ def check_mixture_loop() -> None:
         if rank:
             return
         job = small_job(*keys)
-        text = open_text(home / "mixture")
-        mixture = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
+        text = open_dataset(home / "mixture")
+        mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
         for step, record in enumerate(_records(home / "run"), 1):
             size = job.train.global_batch_size
-            [batch] = Loader(mixture, job.train.seed, size, 0, 1, size).batch((step - 1) * size)
-            counts = [int((batch.targets_BT[batch.sources_B == s] != IGNORE).sum()) for s in (0, 1)]
+            [batch] = Loader(mixture, job.train.seed, size, 0, 1, size).get_microbatches(
+                (step - 1) * size
+            )
+            counts = [
+                int((batch.targets_BT[batch.sources_B == s] != IGNORE_INDEX).sum()) for s in (0, 1)
+            ]
             losses = [record.get(f"loss/{n}", 0.0) for n in ("a", "b")]
             mean = sum(c * v for c, v in zip(counts, losses, strict=True)) / sum(counts)
             of_layers = math.sqrt(
@@ -794,13 +813,13 @@ def check_references() -> None:
     corpus = draw_corpus("preferences", 30, 500, 14, 3)
     with tempfile.TemporaryDirectory() as folder:
         text = Dataset(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
-        [pairs] = samples_of(text, "train", job.train.seq_len, job.data, 0).sources
+        [pairs] = build_mixture(text, "train", job.train.seq_len, job.data, 0).sources
         assert isinstance(pairs, Pairs)
         found = log_probs(built.engine, pairs, plan, built.mesh)
-        batch = pairs.rows(np.arange(len(pairs)))
+        batch = pairs.get_batch(np.arange(len(pairs)))
     model = build_theirs("llama", plan.model)
     with torch.no_grad():
-        for n, p in named_parameters(built.parts):
+        for n, p in trainable_parameters(built.parts):
             theirs_of(model, n).copy_(_all(p))
         assert batch.documents_BT is not None
         assert batch.positions_BT is not None
@@ -819,7 +838,7 @@ def check_moments() -> None:
         param = nn.Parameter(torch.zeros(4096))
         group: dict[str, Any] = {"params": [param], "weight_decay": 0.0}
         optimizer = LowPrecisionAdamW(
-            [group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16"
+            [group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, state_dtype="bfloat16"
         )
         for step in range(120):
             param.grad = torch.ones(4096) if step < 20 else torch.full((4096,), 1e-3)
@@ -834,7 +853,7 @@ def check_norms() -> None:
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.zeros(2000, 1000))
     param.grad = torch.randn(param.shape, generator=generator)
-    norm, own = grad_norm([param])
+    norm, own = compute_grad_norm([param])
     exact = float(param.grad.double().norm())
     for found in (norm, own):
         expect(near(float(found), exact, 1e-6), f"{found}, not {exact}", "parallel/dtensor.py")
@@ -850,7 +869,7 @@ def check_packed_moments() -> None:
     spread = torch.logspace(-9, -1, 32 * 4).view(1, -1)  # two decades within a block
     exact = spread * (1 + torch.rand((1, 32 * 4), generator=generator))
     second, first = torch.zeros(exact.shape), torch.zeros(exact.shape)
-    limit = lean._limit(0.9, 0.95)
+    limit = lean._max_ratio(0.9, 0.95)
     steps, worst = 400, 0.0
     for _ in range(steps):
         chances = [
@@ -879,7 +898,9 @@ def check_packed_moments() -> None:
         {"params": [each], "weight_decay": 0.0, "low_precision": each is param}
         for each in (param, rare, other)
     ]
-    packed = lean.LowPrecisionAdamW(groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, states="8bit")
+    packed = lean.LowPrecisionAdamW(
+        groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, state_dtype="8bit"
+    )
     plain = torch.optim.AdamW([other], weight_decay=0.0, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for step in range(6):
         for each in (param, rare, other):
@@ -944,9 +965,9 @@ def check_statistics() -> None:
         built = build(job, plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
         statistics = open_statistics(job, plan, built.mesh, built.parts)
         statistics.back_to(0, print)
-        text = open_text(store_path())
-        mixture = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
-        batches = Loader(mixture, 0, 8, 0, 1, plan.microbatch).batch(0)
+        text = open_dataset(store_path())
+        mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
+        batches = Loader(mixture, 0, 8, 0, 1, plan.microbatch_size).get_microbatches(0)
         with statistics.forward(1, [len(b.tokens_BT) for b in batches]):
             built.engine.forward_backward(batches)
         statistics.gradients(1)
@@ -954,7 +975,7 @@ def check_statistics() -> None:
         statistics.close()
         params = {
             n: (p.full_tensor(), p.grad.full_tensor())  # type: ignore[union-attr,operator]
-            for n, p in named_parameters(built.parts)
+            for n, p in trainable_parameters(built.parts)
         }
         model = build_theirs("llama", plan.model)
         with torch.no_grad():
@@ -1043,17 +1064,17 @@ def _all(tensor: Any) -> Tensor:
 
 def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     """One optimizer step; the loss."""
-    mixture = samples_of(open_text(store_path()), "train", job.train.seq_len, job.data, 0)
-    loader = Loader(mixture, 0, 12, built.mesh.dp_rank, plan.dp_size, plan.microbatch)
-    loss = built.engine.forward_backward(loader.batch(12 * number))
+    mixture = build_mixture(open_dataset(store_path()), "train", job.train.seq_len, job.data, 0)
+    loader = Loader(mixture, 0, 12, built.mesh.dp_rank, plan.dp_size, plan.microbatch_size)
+    loss = built.engine.forward_backward(loader.get_microbatches(12 * number))
     dist.all_reduce(loss)
-    params = [p for _, p in named_parameters(built.parts)]
-    stages = built.mesh.group("pp") if plan.pp > 1 else None
-    norm, _ = grad_norm(params, stages)
-    clip(params, norm, 1.0)
+    params = [p for _, p in trainable_parameters(built.parts)]
+    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
+    norm, _ = compute_grad_norm(params, stages)
+    clip_grads_with_norm(params, norm, 1.0)
     set_learning_rate(built.optimizer, 0.01)
     built.optimizer.step()
-    built.engine.balance.total()
+    built.engine.balance.reduce_loads()
     built.engine.balance.step()
     built.optimizer.zero_grad()
     return loss.item()
@@ -1064,7 +1085,7 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     job, plan, built = _built(overrides)
     for number in range(2):
         _step(job, plan, built, number)
-    saver = CheckpointManager(Path(folder), 2, background=True)
+    saver = CheckpointManager(Path(folder), 2, async_save=True)
     state = _state(built)
     saver.save(built.parts, built.optimizer, {"step": 2, "samples": 24})
     params = [param for part in built.parts for param in part.parameters()]
@@ -1080,7 +1101,7 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
 def load_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     """The same from the checkpoint."""
     job, plan, built = _built(overrides)
-    load(checkpoints(Path(folder))[-1], built.parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[-1], built.parts, built.optimizer)
     state = _state(built)
     loss = _step(job, plan, built, 2)
     return {"state": state, "loss": loss, "after": _state(built)}
@@ -1112,7 +1133,7 @@ def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float]
 
 def _compare_states(folder: Path, saved: list[Any], loaded: list[Any]) -> None:
     before = {n: t for rank in saved for n, t in rank["state"].items()}
-    on_disk = read_by_hand(checkpoints(folder)[-1])
+    on_disk = read_by_hand(list_checkpoints(folder)[-1])
     expect(on_disk.keys() == before.keys(), "what is saved", "checkpoint/state_dict.py")
     for n, t in before.items():
         expect(torch.equal(on_disk[n], t), f"{n} on the disk", "checkpoint/shard_files.py")
@@ -1170,20 +1191,20 @@ def check_damage() -> None:
         for step in (1, 2, 3, 4):
             saver.save(built.parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()
-        kept = [path.name for path in checkpoints(Path(name))]
+        kept = [path.name for path in list_checkpoints(Path(name))]
         expect(
             kept == [f"step-0000000{n}" for n in (2, 3, 4)],
             f"kept: {kept}",
             "checkpoint/manager.py",
         )
-        path = checkpoints(Path(name))[-1]
+        path = list_checkpoints(Path(name))[-1]
         shard = path / "shard-00000.bin"
         whole = bytearray(shard.read_bytes())
         manifest = json.loads((path / "manifest.json").read_bytes())
 
         def refused(what: str, module: str, says: str = "") -> None:
             try:
-                load(path, built.parts, built.optimizer)
+                load_checkpoint(path, built.parts, built.optimizer)
             except WeftError as error:
                 expect(says in str(error), f"{what}: {error}", module)
                 return
@@ -1211,7 +1232,7 @@ def check_damage() -> None:
         shard.write_bytes(whole + b"abcd")
         refused("a file that is too long", "checkpoint/shard_files.py")
         shard.write_bytes(whole)
-        load(path, built.parts, built.optimizer)
+        load_checkpoint(path, built.parts, built.optimizer)
         text = (path / "manifest.json").read_text()
         (path / "manifest.json").write_text(re.sub(r'("samples": *)12', r"\g<1>13", text))
         refused("a manifest that was changed", "checkpoint/manifest.py")
@@ -1234,7 +1255,7 @@ def check_export() -> None:
     from transformers import AutoModelForCausalLM
 
     from weft.tools.hf_convert import export_checkpoint, import_model
-    from weft.tools.inference_model import find_checkpoint, load_whole
+    from weft.tools.inference_model import find_checkpoint, load_unsharded
 
     tokens = torch.arange(48).view(2, 24) * 7 % 512
     rows = Rows(tokens, tokens, torch.zeros_like(tokens), torch.arange(24).expand_as(tokens))
@@ -1251,7 +1272,7 @@ def check_export() -> None:
         job = _train(home / "run", *keys)
         (home / "run" / "job.toml").write_text(to_toml(job, "demo", job))
         shutil.copy(store_path() / "tokenizer.json", home / "run")
-        state = read_by_hand(checkpoints(home / "run" / "checkpoints")[-1])
+        state = read_by_hand(list_checkpoints(home / "run" / "checkpoints")[-1])
         plan = resolve(job, Machine("cpu", devices=1, world_size=1))
         known = build_theirs("llama", plan.model)
         with torch.no_grad():
@@ -1266,7 +1287,7 @@ def check_export() -> None:
             off = (exported(tokens).logits - expected).abs().max() / expected.abs().max()
         expect(off < 1e-5, f"exported logits are off by {off}", "models/hf_mapping.py")
         import_model(home / "out", home / "again", silent)
-        ours = load_whole(find_checkpoint(home / "again"), torch.device("cpu")).eval()
+        ours = load_unsharded(find_checkpoint(home / "again"), torch.device("cpu")).eval()
         with torch.no_grad():
             off = (ours(tokens) - expected).abs().max() / expected.abs().max()
         expect(off < 1e-5, f"imported logits are off by {off}", "tools/hf_convert.py")
@@ -1284,7 +1305,7 @@ def check_export() -> None:
         lora = [pair for pair in lora if pair[0] != "model.ffn_dim"]
         job = _train(home / "again", *lora, ("run.dir", str(home / "again")))
         (home / "again" / "job.toml").write_text(to_toml(job, "demo", job))
-        ours = load_whole(find_checkpoint(home / "again"), torch.device("cpu")).eval()
+        ours = load_unsharded(find_checkpoint(home / "again"), torch.device("cpu")).eval()
         with torch.no_grad():
             tuned = ours(tokens)
         expect((tuned - expected).abs().max() > 0.02, "adapters do nothing", "parallel/lora.py")
@@ -1312,15 +1333,22 @@ def check_export() -> None:
 def check_generate() -> None:
     """Greedy and with a cache, what the plain model finds by itself; sampling by formulas."""
     from tests.asked import random_run
-    from weft.tools.generate import Row, Sampling, choose, generate, rows_of, speech_of
-    from weft.tools.inference_model import find_checkpoint, restore_alone
+    from weft.tools.generate import (
+        GeneratedSequence,
+        Sampling,
+        generate,
+        load_chat_format,
+        make_sequences,
+        sample_token,
+    )
+    from weft.tools.inference_model import find_checkpoint, load_local_model
 
     module = "tools/generate.py"
     with tempfile.TemporaryDirectory() as name:
         folder = random_run(Path(name) / "run", store_path())
         found = find_checkpoint(folder)
         plan_model = found.config
-        speech = replace(speech_of(found), ends=frozenset())
+        speech = replace(load_chat_format(found), end_tokens=frozenset())
         state = read_by_hand(found.path)
         known = build_theirs("llama", plan_model)
         with torch.no_grad():
@@ -1328,13 +1356,13 @@ def check_generate() -> None:
                 theirs_of(known, n.removeprefix("model.")).copy_(value)
         prompts = ["def f(", "import os\nclass A", "x"]
         for cached in (True, False):
-            model = restore_alone(found, torch.device("cpu"))
+            model = load_local_model(found, torch.device("cpu"))
             sampling = Sampling(max_tokens=8, temperature=0.0)
-            rows = rows_of(prompts, speech, sampling)
+            rows = make_sequences(prompts, speech, sampling)
             for _ in generate(model, speech, rows, sampling, cached=cached):
                 pass
             for row in rows:
-                ids = list(row.ids[: row.begun])
+                ids = list(row.ids[: row.prompt_length])
                 for _ in range(8):
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
@@ -1343,11 +1371,11 @@ def check_generate() -> None:
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
     torch.manual_seed(0)
     logits = torch.randn(50)
-    row = Row("", [3, 7, 7], 0, torch.Generator().manual_seed(0), "")
+    row = GeneratedSequence("", [3, 7, 7], 0, torch.Generator().manual_seed(0), "")
 
     def shares(**options: Any) -> Tensor:
         sampling = Sampling(**{"top_k": 0, "temperature": 1.0} | options)
-        drawn = torch.tensor([choose(logits, row, sampling) for _ in range(3000)])
+        drawn = torch.tensor([sample_token(logits, row, sampling) for _ in range(3000)])
         return torch.bincount(drawn, minlength=50) / 3000
 
     plain = logits.softmax(0)
@@ -1380,7 +1408,7 @@ def check_generate() -> None:
 def check_losses() -> None:
     """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
     from tests.asked import random_run
-    from weft.tools.evaluate import EVERY, losses_on
+    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
     from weft.tools.inference_model import find_checkpoint, plan_inference
 
     module = "tools/evaluate.py"
@@ -1392,17 +1420,19 @@ def check_losses() -> None:
         with torch.no_grad():
             for n, value in state.items():
                 theirs_of(known, n.removeprefix("model.")).copy_(value)
-        text = open_text(store_path())
+        text = open_dataset(store_path())
         store = text.sources[0].store
         stream = store.tokens("validation")
-        tokens = stream.window(np.array([0]), len(stream))[0]
+        tokens = stream.read_windows(np.array([0]), len(stream))[0]
         for packing in ("windows", "documents"):
             allowed = ("data.", "train.")
             job, plan = plan_inference(
-                found, [("data.packing", packing)], [], allowed, generating=False
+                found, [("data.packing", packing)], [], allowed, for_generation=False
             )
             rank = Rank(0, 0, 1, torch.device("cpu"))
-            [loss] = losses_on(found, job, plan, text, EVERY, rank, False, lambda progress: None)
+            [loss] = evaluate_sources(
+                found, job, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
+            )
             told = loss.to_dict()
             count = (len(tokens) - 1) // 32 * 32
             inputs = torch.from_numpy(tokens[:count].reshape(-1, 32))

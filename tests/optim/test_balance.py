@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from weft.models.moe import Moe, MoeConfig, routed
-from weft.optim.balance import Balance
+from weft.models.moe import Moe, MoeConfig, moe_layers
+from weft.optim.balance import ExpertBalancer
 
 
 class OneRank:
@@ -17,7 +17,7 @@ class OneRank:
         return value
 
 
-def model(rate: float = 0.01) -> tuple[Moe, Balance]:
+def model(rate: float = 0.01) -> tuple[Moe, ExpertBalancer]:
     torch.manual_seed(0)
     config = MoeConfig(
         num_layers=3,
@@ -34,7 +34,7 @@ def model(rate: float = 0.01) -> tuple[Moe, Balance]:
         max_seq_len=64,
     )
     made = Moe(config)
-    return made, Balance([made], routed, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
+    return made, ExpertBalancer([made], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 TOKENS = torch.arange(64).view(2, 32)
@@ -43,13 +43,13 @@ TOKENS = torch.arange(64).view(2, 32)
 def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     made, balance = model()
     made(TOKENS)
-    (loads_LE,) = balance.total()
+    (loads_LE,) = balance.reduce_loads()
     assert loads_LE.sum(1).tolist() == [128, 128]  # 64 tokens, two experts each
     balance.step()
-    for loads_E, layer in zip(loads_LE, routed(made), strict=True):
+    for loads_E, layer in zip(loads_LE, moe_layers(made), strict=True):
         wanted_E = 0.01 * (16 - loads_E).sign()
         torch.testing.assert_close(layer.router.expert_bias, wanted_E.float())
-    worst = float(balance.worst(None)[0])
+    worst = float(balance.max_load_ratio(None)[0])
     assert worst == pytest.approx(loads_LE.max().item() / 16)
 
 
@@ -57,7 +57,7 @@ def test_balance_bad_step_moves_nothing() -> None:
     made, balance = model()
     made(TOKENS)
     balance.step(torch.tensor(True))
-    assert not any(layer.router.expert_bias.any() for layer in routed(made))
+    assert not any(layer.router.expert_bias.any() for layer in moe_layers(made))
 
 
 def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
@@ -65,36 +65,36 @@ def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
     made, balance = model()
     with torch.no_grad():
         made(TOKENS)
-    assert balance.total()[0].sum() == 0
-    layer = routed(made)[0]
+    assert balance.reduce_loads()[0].sum() == 0
+    layer = moe_layers(made)[0]
     x = torch.randn(1, 10, 16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert balance.total()[0].sum(1).tolist() == [20, 0]
-    balance.begin()
-    assert balance.total()[0].sum() == 0
+    assert balance.reduce_loads()[0].sum(1).tolist() == [20, 0]
+    balance.reset()
+    assert balance.reduce_loads()[0].sum() == 0
 
 
 def test_balance_experts_become_balanced() -> None:
     """Routers that love two experts, left as they are: only the biases move."""
     made, balance = model(rate=0.001)
     x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
-    routers = [layer.router for layer in routed(made)]
+    routers = [layer.router for layer in moe_layers(made)]
     with torch.no_grad():
         for router in routers:
             router.weight[:2] += 0.1
     worst = []
     for _ in range(300):
-        balance.begin()
+        balance.reset()
         for router in routers:
             router(x_ND)
-        worst.append(float(balance.worst(None)[0]))
+        worst.append(float(balance.max_load_ratio(None)[0]))
         balance.step()
     assert worst[0] > 2
     assert worst[-1] < 1.3
 
 
 def test_balance_without_experts_does_nothing() -> None:
-    balance = Balance([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
-    balance.begin()
+    balance = ExpertBalancer([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
+    balance.reset()
     balance.step()
-    assert balance.total() == balance.worst(None) == []
+    assert balance.reduce_loads() == balance.max_load_ratio(None) == []

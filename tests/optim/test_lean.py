@@ -18,19 +18,19 @@ from torch.distributed.fsdp import fully_shard
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import loader_of, newest_state, plan_here, small_job, this_rank, train_rank, whole
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.schema import OptimSection
 from weft.optim.lean import (
     LowPrecisionAdamW,
-    Packed,
+    PackedMoment,
     pack_first,
     pack_second,
-    round_by,
+    round_stochastic,
     unpack_first,
     unpack_second,
 )
-from weft.optim.optimizer import adamw, masked_step
+from weft.optim.optimizer import build_adamw, masked_step
 from weft.plan.memory_formula import MOMENT_BYTES
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
@@ -42,7 +42,7 @@ def optimizer_of(
     states: str, param: nn.Parameter, beta2: float = 0.95, lr: float = 1e-2, decay: float = 0.1
 ) -> Any:
     section = OptimSection(lr=lr, beta2=beta2, state_dtype=states)
-    return adamw([{"params": [param], "weight_decay": decay, "matrices": True}], section)
+    return build_adamw([{"params": [param], "weight_decay": decay, "matrices": True}], section)
 
 
 def trained(states: str, steps: int, beta2: float = 0.95) -> tuple[nn.Parameter, Any]:
@@ -68,7 +68,7 @@ def test_lean_adamw_equals_adamw_to_rounding(states: str) -> None:
 
 
 def held_bytes(moment: Tensor) -> int:
-    parts = [moment.codes, moment.ranges] if isinstance(moment, Packed) else [moment]
+    parts = [moment.codes, moment.ranges] if isinstance(moment, PackedMoment) else [moment]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
@@ -159,9 +159,11 @@ def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(4):
         built.optimizer.zero_grad()
-        built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
+        built.engine.forward_backward(loader.get_microbatches(step * job.train.global_batch_size))
         built.optimizer.step()
-    return {name: whole(param.detach()).clone() for name, param in named_parameters(built.parts)}
+    return {
+        name: whole(param.detach()).clone() for name, param in trainable_parameters(built.parts)
+    }
 
 
 @functools.cache
@@ -199,13 +201,17 @@ def test_lean_moments_are_rounded_alike_on_every_layout(
 def test_round_by_chance_is_right_on_average() -> None:
     values = torch.randn(100) * 10.0 ** torch.randint(-20, 20, (100,))
     chance = torch.arange(0, 1 << 16, 16, dtype=torch.int32)
-    mean = round_by(values[:, None].expand(-1, len(chance)).contiguous(), chance).double().mean(1)
+    mean = (
+        round_stochastic(values[:, None].expand(-1, len(chance)).contiguous(), chance)
+        .double()
+        .mean(1)
+    )
     torch.testing.assert_close(mean, values.double(), rtol=2e-6, atol=0)
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, torch.inf, -torch.inf, torch.nan])
-    kept = round_by(exact, torch.full((7,), 0xFFFF, dtype=torch.int32))
+    kept = round_stochastic(exact, torch.full((7,), 0xFFFF, dtype=torch.int32))
     every_bit = torch.tensor([2**31 - 1, -1], dtype=torch.int32)  # as CUDA writes NaN
     chance = torch.full((2,), 0xFFFF, dtype=torch.int32)
-    assert round_by(every_bit.view(torch.float32), chance).isnan().all()
+    assert round_stochastic(every_bit.view(torch.float32), chance).isnan().all()
     assert kept.float().view(torch.int32).equal(exact.bfloat16().float().view(torch.int32))
 
 
@@ -276,7 +282,7 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
 def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
     keys = [("optim.state_dtype", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     keys += [("model.num_kv_heads", "4")]
-    rule = r"parallel.tp = 4: cuts the 192 inputs of down_proj into parts .* use 1, 2 or 3, or"
+    rule = r"parallel.tp = 4: splits the 192 inputs of down_proj into shards .* use 1, 2 or 3, or"
     with pytest.raises(InvalidConfig, match=rule):
         resolve(small_job(*keys, ("parallel.tp", "4")), Machine("cpu", devices=4, world_size=4))
     resolve(small_job(*keys, ("parallel.tp", "2")), Machine("cpu", devices=2, world_size=2))
@@ -292,19 +298,19 @@ def packed_names(store: str) -> set[str]:
     job = small_job(("optim.state_dtype", "8bit"))
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    built.engine.forward_backward(loader_of(job, plan, store, built.mesh).batch(0))
+    built.engine.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
     built.optimizer.step()
     return {
         name.split(".")[-2]
-        for name, param in named_parameters(built.parts)
-        if isinstance(built.optimizer.state[param]["exp_avg_sq"], Packed)
+        for name, param in trainable_parameters(built.parts)
+        if isinstance(built.optimizer.state[param]["exp_avg_sq"], PackedMoment)
     }
 
 
 def test_lean_with_muon_is_refused() -> None:
     job = small_job(("optim.state_dtype", "8bit"), ("optim.name", "muon"))
     with pytest.raises(
-        InvalidConfig, match=r"optim.state_dtype = \"8bit\": is for adamw, not muon"
+        InvalidConfig, match=r"optim.state_dtype = \"8bit\": is only for adamw, not muon"
     ):
         resolve(job, Machine("cpu", devices=2, world_size=1))
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.harness import run_ranks
 from tests.small import newest_state, plan_here, small_job, this_rank, train_rank, whole
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import OptimSection
-from weft.optim.muon import _Exchange, orthogonal
-from weft.optim.optimizer import masked_step, muon, set_learning_rate
+from weft.optim.muon import _MatrixExchange, orthogonalize
+from weft.optim.optimizer import build_muon, masked_step, set_learning_rate
 from weft.train.setup import build
 
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
@@ -25,14 +25,14 @@ MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(*shape)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonal(matrix)
+    found = orthogonalize(matrix)
     assert found.shape == shape
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.3  # the smallest: the iteration is steepest, not exact, there
     assert values.max() < 1.3
     along = torch.diagonal(u.T @ found @ v.T)  # the directions are those of the matrix
     torch.testing.assert_close(along.sort().values, values.sort().values, rtol=1e-3, atol=1e-3)
-    assert orthogonal(torch.zeros(shape)).abs().max() == 0
+    assert orthogonalize(torch.zeros(shape)).abs().max() == 0
 
 
 def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
@@ -41,7 +41,7 @@ def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
         {"params": [matrix], "weight_decay": 0.1, "matrices": True},
         {"params": [table], "weight_decay": 0.0, "matrices": False},
     ]
-    optimizer = muon(groups, MUON)
+    optimizer = build_muon(groups, MUON)
     copy = nn.Parameter(table.detach().clone())
     reference = torch.optim.AdamW([copy], lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     expected, momentum = matrix.detach().clone(), torch.zeros(8, 12)
@@ -52,7 +52,7 @@ def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
         matrix.grad, table.grad = torch.randn(8, 12), torch.randn(8, 12)
         copy.grad = table.grad.clone()
         momentum = 0.9 * momentum + 0.1 * matrix.grad
-        update = orthogonal(0.9 * momentum + 0.1 * matrix.grad)
+        update = orthogonalize(0.9 * momentum + 0.1 * matrix.grad)
         expected = expected * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(12) * update
         optimizer.step()
         reference.step()
@@ -62,7 +62,7 @@ def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
 
 def test_muon_bad_step_changes_no_bit() -> None:
     matrix = nn.Parameter(torch.randn(8, 12))
-    optimizer = muon([{"params": [matrix], "weight_decay": 0.1, "matrices": True}], MUON)
+    optimizer = build_muon([{"params": [matrix], "weight_decay": 0.1, "matrices": True}], MUON)
     matrix.grad = torch.randn(8, 12)
     masked_step(optimizer, torch.tensor(False))
     before = matrix.detach().clone(), optimizer.state[matrix]["momentum_buffer"].clone()
@@ -91,17 +91,17 @@ def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
     """What two steps with given gradients make of this rank's parameters, as a whole."""
     job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
     built = build(job, plan_here(job), this_rank())
-    params = dict(named_parameters(built.parts))
+    params = dict(trainable_parameters(built.parts))
     for seed in (1, 2):
         for name, param in params.items():
             draw = torch.Generator().manual_seed(seed + sum(name.encode()))
             grad = torch.randn(param.shape, generator=draw)
             param.grad = like(param, grad)
         built.optimizer.step()
-    exchanges: list[_Exchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
+    exchanges: list[_MatrixExchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
     return {
         "params": {name: whole(param).detach().clone() for name, param in params.items()},
-        "work": sum(len(each.mine) for each in exchanges),
+        "work": sum(len(each.owned) for each in exchanges),
         "matrices": sum(len(each.params) for each in exchanges),
     }
 

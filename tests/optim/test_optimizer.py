@@ -12,10 +12,10 @@ from torch import nn
 from weft.config.schema import OptimSection
 from weft.models import llama
 from weft.optim.optimizer import (
-    adamw,
+    build_adamw,
     build_optimizer,
     clip_grad_norm,
-    grad_norm,
+    compute_grad_norm,
     masked_step,
     set_learning_rate,
 )
@@ -28,7 +28,9 @@ OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=
 def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
     model = llama.Llama(llama.PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
     inside = {param for block in llama.blocks(model) for param in block.parameters()}
-    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, llama.decays, inside)
+    optimizer = build_optimizer(
+        model.named_parameters(), OPTIM, build_adamw, llama.has_weight_decay, inside
+    )
     names = {param: name for name, param in model.named_parameters()}
     found = {
         (group["weight_decay"], group["matrices"]): {names[param] for param in group["params"]}
@@ -44,7 +46,7 @@ def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
 def test_optimizer_step_equals_adamw() -> None:
     """Against the formula, with decoupled weight decay and bias correction."""
     model = nn.Linear(5, 7, bias=False)
-    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, lambda name: True, ())
+    optimizer = build_optimizer(model.named_parameters(), OPTIM, build_adamw, lambda name: True, ())
     w = model.weight.detach().double().clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for step in range(1, 6):
@@ -72,8 +74,8 @@ def test_clip_grad_norm_small_gradients_are_unchanged() -> None:
 def test_grad_norm_of_frozen_part_is_on_its_device() -> None:
     """Else it would be added up with the other stages' over another network, or never."""
     frozen = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
-    assert [norm.device.type for norm in grad_norm([frozen])] == ["meta", "meta"]
-    assert [norm.item() for norm in grad_norm([])] == [0.0, 0.0]
+    assert [norm.device.type for norm in compute_grad_norm([frozen])] == ["meta", "meta"]
+    assert [norm.item() for norm in compute_grad_norm([])] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

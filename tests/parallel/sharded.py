@@ -1,4 +1,4 @@
-"""A small model, sharded, and what a step of it does: for the tests of data parallelism."""
+"""A small sharded model and its training step, for tests of data parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.config.schema import ParallelSection
 from weft.models.llama import Llama, LlamaConfig, blocks
-from weft.parallel.data_parallel import set_gradient_sync, apply_fsdp
+from weft.parallel.data_parallel import apply_fsdp, set_gradient_sync
 
 # No size but the norms' is a multiple of every group's, so that shards are padded.
 CONFIG = LlamaConfig(
@@ -35,7 +35,7 @@ ROWS, TOKENS = 16, 12
 AXES = ("dp_replicate", "dp_shard")
 PERSIST = {
     "param_persistence_threshold": 100
-}  # the norms' gains have 24 elements, the matrices 288 or more
+}  # norm weights have 24 elements, matrices 288 or more
 
 
 class Layout(NamedTuple):
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def build_model() -> Llama:
-    """The same model everywhere, with gains that matter."""
+    """Build the same model on all ranks, with norm weights other than one."""
     torch.manual_seed(1)
     model = Llama(CONFIG)
     with torch.no_grad():
@@ -77,18 +77,18 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """This part's share of the mean over the whole batch."""
+    """Return this rank's share of the mean loss of the batch."""
     flat = logits_BTV.flatten(0, 1).float()
     return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum") / (ROWS * TOKENS)
 
 
 def recompute(module: nn.Module) -> None:
-    """Checkpoint a module's activations, without a wrapper in its parameters' names."""
+    """Checkpoint a module's activations without changing parameter names."""
     module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = None) -> Llama:
-    """The model, sharded."""
+    """Build the sharded model."""
     if mesh is None:
         mesh = init_device_mesh("cpu", (layout.replicas, layout.shards), mesh_dim_names=AXES)
     model = model or build_model()
@@ -109,7 +109,7 @@ def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = 
 
 
 def step(model: Llama, layout: Layout) -> Tensor:
-    """Forward and backward of this rank's rows; its share of the loss."""
+    """Run forward and backward on this rank's sequences; return its loss share."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens_BT, targets_BT = (x[rank::ranks].chunk(layout.microbatches) for x in data())
     total = torch.zeros(())
@@ -140,7 +140,7 @@ class Seen(NamedTuple):
 
 
 class Collectives(TorchDispatchMode):
-    """Records every collective while it is entered."""
+    """Records every collective."""
 
     KINDS = ("reduce_scatter", "allgather", "allreduce")
 
@@ -173,7 +173,7 @@ def one_process() -> dict[str, Any]:
 
 
 def assert_equal(many: dict[str, Any], one: dict[str, Any], tolerance: float = 2e-6) -> None:
-    """Gradients within ``tolerance`` of each one's largest element."""
+    """Check gradients within ``tolerance`` of each one's largest element."""
     assert many["grads"].keys() == one["grads"].keys()
     for name, grad in one["grads"].items():
         scale = grad.abs().max()

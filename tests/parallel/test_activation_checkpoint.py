@@ -1,4 +1,4 @@
-"""Recomputation and offload change what is kept, and not a bit of the gradients."""
+"""Recomputation and offload change saved memory, and give bitwise equal gradients."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
 
-WAYS: dict[str, Overrides] = {
+MODES: dict[str, Overrides] = {
     "full": [("activation_checkpoint.mode", "full")],
-    "every second": [
+    "every second block": [
         ("activation_checkpoint.mode", "full"),
         ("activation_checkpoint.every_n_layers", "2"),
     ],
     "selective": [("activation_checkpoint.mode", "selective")],
-    "all products": [
+    "all matmuls": [
         ("activation_checkpoint.mode", "selective"),
         ("activation_checkpoint.recompute_every_n_matmuls", "0"),
     ],
@@ -37,7 +37,7 @@ WAYS: dict[str, Overrides] = {
         ("activation_checkpoint.memory_budget", "0.4"),
     ],
     "offload": [("activation_checkpoint.offload", "true")],
-    "offload far ahead": [
+    "offload prefetch 2": [
         ("activation_checkpoint.offload", "true"),
         ("activation_checkpoint.offload_prefetch", "2"),
     ],
@@ -52,27 +52,31 @@ WAYS: dict[str, Overrides] = {
 }
 
 
-def differing(
-    job: Overrides, store: str, ways: tuple[str, ...] = tuple(WAYS)
+def find_differing(
+    job: Overrides, store: str, modes: tuple[str, ...] = tuple(MODES)
 ) -> dict[str, list[str]]:
-    """Of each way, the gradients that are not, to the bit, those without any."""
+    """Return, per mode, the gradients that differ from those without checkpointing."""
     offload.MIN_OFFLOAD_BYTES = 0
     plain = gradients(job, store)
-    found = {}
-    for name in ways:
-        ours = gradients([*job, *WAYS[name]], store)
+    differing = {}
+    for name in modes:
+        ours = gradients([*job, *MODES[name]], store)
         assert ours["loss"] == plain["loss"], name
-        found[name] = [n for n, grad in plain["grads"].items() if not grad.equal(ours["grads"][n])]
-    return found
+        differing[name] = [
+            n for n, grad in plain["grads"].items() if not grad.equal(ours["grads"][n])
+        ]
+    return differing
 
 
-# What differs most, for layouts whose ranks exchange much.
-SOME = ("full", "selective", "budget", "selective, offload")
+# The most different modes, for layouts with much communication.
+REPRESENTATIVE_MODES = ("full", "selective", "budget", "selective, offload")
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_remat_some_ways_gradients_are_equal_bit_for_bit(layout: str, store_path: Path) -> None:
-    check_bits(layout, SOME, store_path)
+def test_activation_checkpoint_representative_modes_are_equal_bit_for_bit(
+    layout: str, store_path: Path
+) -> None:
+    check_bits(layout, REPRESENTATIVE_MODES, store_path)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +95,24 @@ def test_remat_some_ways_gradients_are_equal_bit_for_bit(layout: str, store_path
         pytest.param("dp_shard2 cpu_offload=true", marks=pytest.mark.slow),
     ],
 )
-def test_remat_gradients_are_equal_bit_for_bit(layout: str, store_path: Path) -> None:
-    check_bits(layout, tuple(WAYS), store_path)
+def test_activation_checkpoint_gradients_are_equal_bit_for_bit(
+    layout: str, store_path: Path
+) -> None:
+    check_bits(layout, tuple(MODES), store_path)
 
 
-def check_bits(layout: str, ways: tuple[str, ...], store: Path) -> None:
+def check_bits(layout: str, modes: tuple[str, ...], store: Path) -> None:
     ranks, overrides = parse(layout)
     job = [*MODEL, *size(layout), *overrides]
-    for found in run_ranks(differing, ranks, job, str(store), ways, timeout=300):
-        assert found == {name: [] for name in ways}
+    for found in run_ranks(find_differing, ranks, job, str(store), modes, timeout=300):
+        assert found == {name: [] for name in modes}
 
 
 # --------------------------------------------------------------------------- memory
 
 
-class Live(TorchDispatchMode):
-    """Bytes of all that operators have made and that still lives."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors that operators created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,11 +121,11 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._seen:
+                if storage._cdata not in inputs and storage._cdata not in self._seen:
                     self._seen[storage._cdata] = storage
                     self.bytes += storage.nbytes()
                     weakref.finalize(storage, self._free, storage.nbytes())
@@ -129,17 +135,15 @@ class Live(TorchDispatchMode):
         self.bytes -= size
 
 
-def kept(**activation_checkpoint: Any) -> float:
-    """What eight blocks keep between forward and backward, in MB."""
+def saved_megabytes(**section: Any) -> float:
+    """Return the MB that eight blocks save for backward."""
     torch.manual_seed(0)
     model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 8, "vocab_size": 256}))
     blocks = list(model.layers.values())
-    apply_activation_checkpoint(
-        blocks, ActivationCheckpointSection(**activation_checkpoint), compiled=False
-    )
+    apply_activation_checkpoint(blocks, ActivationCheckpointSection(**section), compiled=False)
     tokens_BT = torch.randint(0, 256, (2, 128))
-    for _ in range(2):  # the first one chooses what a budget pays for
-        with Live() as live:
+    for _ in range(2):  # *budget* chooses in the first one
+        with LiveBytes() as live:
             out = model(tokens_BT)
             found = live.bytes
             out.sum().backward()
@@ -147,39 +151,43 @@ def kept(**activation_checkpoint: Any) -> float:
     return found / 1e6
 
 
-def test_remat_keeps_less_memory() -> None:
-    none, full = kept(mode="none"), kept(mode="full")
-    some, products = kept(mode="selective"), kept(mode="selective", recompute_every_n_matmuls=0)
-    half = kept(mode="full", every=2)
+def test_activation_checkpoint_saves_less_memory() -> None:
+    none, full = saved_megabytes(mode="none"), saved_megabytes(mode="full")
+    selective = saved_megabytes(mode="selective")
+    matmuls = saved_megabytes(mode="selective", recompute_every_n_matmuls=0)
+    half = saved_megabytes(mode="full", every_n_layers=2)
     assert full < 0.1 * none
-    assert full < some < products < none
+    assert full < selective < matmuls < none
     assert full < half < none
-    budgets = [kept(mode="budget", memory_budget=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    budgets = [saved_megabytes(mode="budget", memory_budget=share) for share in shares]
     assert budgets == sorted(budgets)
     assert budgets[0] == full
     assert budgets[-1] == none
-    for share, found in zip((0.25, 0.5, 0.75), budgets[1:-1], strict=True):
-        assert share * none - 2 <= found <= share * none + full
+    for share, saved in zip(shares[1:-1], budgets[1:-1], strict=True):
+        assert share * none - 2 <= saved <= share * none + full
 
 
-def test_offload_kept_tensors_move_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last block's, each once; parameters and what blocks share stay.  The copy of each
-    has begun before it is asked for."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    moved: list[tuple[int, ...]] = []
-    under_way: list[bool] = []
-    begin, get = offload.OffloadedTensor.__init__, offload.OffloadedTensor.get
+def test_offload_saved_tensors_are_copied_and_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks but the last offload each tensor once, without parameters and shared arguments.
 
-    def note(self: Any, mover: Any, tensor: torch.Tensor) -> None:
-        moved.append((tensor.data_ptr(), tensor.nbytes))
-        begin(self, mover, tensor)
+    The copy back of each has started before backward waits for it.
+    """
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 0)
+    offloaded: list[tuple[int, ...]] = []
+    prefetched: list[bool] = []
+    init, wait = offload.OffloadedTensor.__init__, offload.OffloadedTensor.wait
 
-    def ask(self: Any) -> torch.Tensor:
-        under_way.append(self.back is not None)
-        return get(self)
+    def record_init(self: Any, offloader: Any, tensor: torch.Tensor) -> None:
+        offloaded.append((tensor.data_ptr(), tensor.nbytes))
+        init(self, offloader, tensor)
 
-    monkeypatch.setattr(offload.OffloadedTensor, "__init__", note)
-    monkeypatch.setattr(offload.OffloadedTensor, "get", ask)
+    def record_wait(self: Any) -> torch.Tensor:
+        prefetched.append(self.on_device is not None)
+        return wait(self)
+
+    monkeypatch.setattr(offload.OffloadedTensor, "__init__", record_init)
+    monkeypatch.setattr(offload.OffloadedTensor, "wait", record_wait)
     model = Llama(PRESETS["toy"])
     apply_activation_checkpoint(
         list(model.layers.values()), ActivationCheckpointSection(mode="full"), compiled=False
@@ -187,9 +195,9 @@ def test_offload_kept_tensors_move_and_return(monkeypatch: pytest.MonkeyPatch) -
     apply_activation_offload(list(model.layers.values()), 1)
     tokens_BT = torch.randint(0, 256, (2, 64))
     model(tokens_BT).sum().backward()
-    assert len(moved) == len(model.layers) - 1
-    assert {size for _, size in moved} == {2 * 64 * 192 * 4}
-    assert under_way == [True] * len(moved)
+    assert len(offloaded) == len(model.layers) - 1
+    assert {size for _, size in offloaded} == {2 * 64 * 192 * 4}
+    assert prefetched == [True] * len(offloaded)
     with torch.no_grad():
         model(tokens_BT)
-    assert len(moved) == len(model.layers) - 1
+    assert len(offloaded) == len(model.layers) - 1

@@ -58,11 +58,11 @@ def test_clip_grad_norm_clipped_norm_is_the_limit(store_path: Path) -> None:
 
 
 def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
-    """The gradient collectives of one global batch."""
+    """Return the gradient collectives of one global batch."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    batches = loader_of(job, plan, store, built.mesh).batch(0)
+    batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     with torch.profiler.profile() as profile:
         built.engine.forward_backward(batches)
     return [
@@ -84,12 +84,12 @@ def test_accumulation_gradients_are_reduced_once(store_path: Path) -> None:
     assert sorted(few) == sorted(many)
 
 
-def loss_of_nothing(overrides: list[tuple[str, str]], store: str) -> float:
-    """The loss of a batch in which no target counts."""
+def loss_without_targets(overrides: list[tuple[str, str]], store: str) -> float:
+    """Return the loss of a batch without targets."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    batches = loader_of(job, plan, store, built.mesh).batch(0)
+    batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     empty = [
         batch._replace(targets_BT=torch.full_like(batch.targets_BT, -100)) for batch in batches
     ]
@@ -97,22 +97,24 @@ def loss_of_nothing(overrides: list[tuple[str, str]], store: str) -> float:
 
 
 def test_forward_backward_batch_without_targets_loss_is_zero(store_path: Path) -> None:
-    assert run_ranks(loss_of_nothing, 2, [], str(store_path)) == [0.0, 0.0]
+    assert run_ranks(loss_without_targets, 2, [], str(store_path)) == [0.0, 0.0]
 
 
-def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
+def train_bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
     job = small_job(("precision.compute_dtype", "bfloat16"), *overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     (model,) = built.parts
-    model.layers["0"].register_forward_hook(lambda *a: seen.append(a[2].dtype))
-    loss = built.engine.forward_backward(loader_of(job, plan, store, built.mesh).batch(0))
+    model.layers["0"].register_forward_hook(lambda *a: dtypes.append(a[2].dtype))
+    loss = built.engine.forward_backward(
+        loader_of(job, plan, store, built.mesh).get_microbatches(0)
+    )
     dist.all_reduce(loss)
     param = model.norm.weight
     assert isinstance(param, DTensor)
     assert param.grad is not None
-    return loss.item(), str(seen[0]), str((param.dtype, param.grad.dtype))
+    return loss.item(), str(dtypes[0]), str((param.dtype, param.grad.dtype))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -120,8 +122,8 @@ def test_bfloat16_computes_low_and_keeps_parameters_in_float32(
     ranks: int, store_path: Path
 ) -> None:
     (exact,) = run_ranks(gradients, 1, [], str(store_path))
-    for loss, computed, kept in run_ranks(bfloat16, ranks, [], str(store_path)):
-        assert computed == "torch.bfloat16"
-        assert kept == "(torch.float32, torch.float32)"
+    for loss, compute_dtype, param_dtypes in run_ranks(train_bfloat16, ranks, [], str(store_path)):
+        assert compute_dtype == "torch.bfloat16"
+        assert param_dtypes == "(torch.float32, torch.float32)"
         assert loss == pytest.approx(exact["loss"], rel=5e-3)
         assert loss != exact["loss"]

@@ -1,4 +1,4 @@
-"""Compiled blocks: in every layout, with every way of recomputing, and compiled once for all."""
+"""Compiled blocks: every layout, every activation checkpointing, one compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from tests.harness import run_ranks
 from tests.parallel.test_layouts import check
 from tests.small import SMALL, plan_here, small_job, this_rank
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.models.llama import PRESETS, Llama
 from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
@@ -70,9 +70,9 @@ def test_compile_graph_break_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: Path) -> None:
-    """Six blocks are compiled as one is, and the second start takes what the first left."""
+    """Six blocks compile as fast as one, and the second start uses the cache of the first."""
 
-    def compiled(run: str, layers: int) -> list[float]:
+    def compile_seconds(run: str, layers: int) -> list[float]:
         pairs = [
             *SMALL,
             ("run.dir", run),
@@ -92,19 +92,20 @@ def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: P
         assert "again" not in done.stdout
         return [float(s) for s in re.findall(r"(?m)pass of a block in ([\d.]+) s$", done.stdout)]
 
-    first, deep, again = compiled("a", 1), compiled("b", 6), compiled("c", 6)
+    first, deep, cached = (
+        compile_seconds(run, layers) for run, layers in (("a", 1), ("b", 6), ("c", 6))
+    )
     assert len(first) == 2
-    assert (
-        max(len(deep), len(again)) <= 2
-    )  # a backward pass that comes whole from the cache is not told
-    assert sum(again) < 0.7 * sum(first)
+    # A backward pass that is in the cache is not logged.
+    assert max(len(deep), len(cached)) <= 2
+    assert sum(cached) < 0.7 * sum(first)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_blocks_share_a_graph(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen by what was captured; C++ for a CPU takes its compiler ten seconds."""
+    """The C++ compiler for inductor on a CPU takes ten seconds."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 4}))
     torch._dynamo.reset()
@@ -117,22 +118,22 @@ def test_compile_blocks_share_a_graph(
     assert graphs() == 1
 
 
-def train_recomputed_under_a_context(store: str, folder: str) -> str:
-    """What a run says on the terminal, of which torch.compile captures nothing today."""
+def train_with_cp_and_full_checkpointing(store: str, directory: str) -> str:
+    """Return the terminal output of a run in which torch.compile captures no graph."""
     layout = [
         ("parallel.cp", "2"),
         ("activation_checkpoint.mode", "full"),
         ("compile.enable", "true"),
     ]
-    job = small_job(("run.dir", folder), ("train.steps", "2"), *layout)
-    written = io.StringIO()
-    train(job, plan_here(job), open_text(store), this_rank(), quiet_console(written))
-    return written.getvalue()
+    job = small_job(("run.dir", directory), ("train.steps", "2"), *layout)
+    output = io.StringIO()
+    train(job, plan_here(job), open_dataset(store), this_rank(), quiet_console(output))
+    return output.getvalue()
 
 
 def test_compile_blocks_not_captured_warns_once(store_path: Path, tmp_path: Path) -> None:
-    """Of blocks that need not be one graph, as under a context, torch.compile says nothing."""
-    said, _ = run_ranks(
-        train_recomputed_under_a_context, 2, str(store_path), str(tmp_path / "run"), timeout=200
+    """Without fullgraph, as in context parallelism, torch.compile itself reports nothing."""
+    output, _ = run_ranks(
+        train_with_cp_and_full_checkpointing, 2, str(store_path), str(tmp_path / "run"), timeout=200
     )
-    assert said.count(f"warning: {NO_GRAPH_CAPTURED}") == 1
+    assert output.count(f"warning: {NO_GRAPH_CAPTURED}") == 1

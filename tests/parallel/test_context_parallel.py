@@ -1,4 +1,4 @@
-"""Attention over tokens that are spread over ranks equals one process's."""
+"""Context-parallel attention equals one process's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from weft.models import layers
 from weft.models.llama import Llama, LlamaConfig
 from weft.parallel import attention_ops as ops
 from weft.parallel.block_attention import BlocksBySource, allgather_blocks, ring_blocks
-from weft.parallel.context_parallel import CPMethod, apply_context_parallel, shard_sequence, unshard_sequence
+from weft.parallel.context_parallel import (
+    CPMethod,
+    apply_context_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
 
 METHODS: list[CPMethod] = ["ring", "allgather", "ulysses"]
 
@@ -30,14 +35,14 @@ METHODS: list[CPMethod] = ["ring", "allgather", "ulysses"]
 
 
 def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
-    """Which tokens of a row each rank holds, in order: ``[cp_size, num_tokens / cp_size]``."""
+    """Return each rank's tokens in order: ``[cp_size, num_tokens / cp_size]``."""
     row_1T = torch.arange(num_tokens).unsqueeze(0)
     return torch.cat([shard_sequence(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
 
 
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_cut_every_token_has_one_rank(size: int, balance: bool) -> None:
+def test_shard_sequence_every_token_has_one_rank(size: int, balance: bool) -> None:
     num_tokens = 12 * size
     order_CL = token_order(num_tokens, size, balance)
     assert order_CL.shape == (size, 12)
@@ -50,7 +55,7 @@ def test_cut_every_token_has_one_rank(size: int, balance: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_cut_balanced_ranks_have_equal_work(size: int) -> None:
+def test_shard_sequence_balanced_ranks_have_equal_work(size: int) -> None:
     """A query at position p has p + 1 keys."""
     work_C = (token_order(24 * size, size, balance=True) + 1).sum(1)
     assert len(set(work_C.tolist())) == 1
@@ -59,7 +64,7 @@ def test_cut_balanced_ranks_have_equal_work(size: int) -> None:
 
 
 def area(blocks: BlocksBySource) -> int:
-    """How many products the kernels compute."""
+    """Return the number of query-key pairs that the kernels compute."""
     sizes = [
         (b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.causal)
         for listed in blocks
@@ -72,7 +77,7 @@ def area(blocks: BlocksBySource) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
 def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, balance: bool) -> None:
-    """And nothing above it: no product is computed in vain, and nobody waits for another."""
+    """No query-key pair above the diagonal is computed, and the work is balanced."""
     num_tokens = 8 * size
     order_CL = token_order(num_tokens, size, balance)
     seen_TT = torch.zeros(num_tokens, num_tokens, dtype=torch.int64)
@@ -92,19 +97,19 @@ def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, bala
     assert (len(set(areas)) == 1) == balance
 
 
-def test_cut_uneven_rows_are_refused() -> None:
+def test_shard_sequence_uneven_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match=r"multiple of 8"):
-        shard_sequence(torch.zeros(1, 12), 0, 4, balance=True)
-    assert shard_sequence(torch.zeros(1, 12), 0, 4, balance=False).shape == (1, 3)
-    with pytest.raises(ValueError, match="a head and a tail"):
-        ring_blocks(0, 2, 3, balance=True)
+        shard_sequence(torch.zeros(1, 12), 0, 4, load_balance=True)
+    assert shard_sequence(torch.zeros(1, 12), 0, 4, load_balance=False).shape == (1, 3)
+    with pytest.raises(ValueError, match="two equal chunks"):
+        ring_blocks(0, 2, 3, load_balance=True)
 
 
 # --------------------------------------------------------------------------- one block
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, allowed_BQS: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp, spelled out; in the layout of `ops.attend_block`."""
+    """Reference attention and log-sum-exp, with the layout of `ops.attend_block`."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhk,bshk->bhqs", q, k) / q.shape[-1] ** 0.5
     scores = scores.masked_fill(~allowed_BQS.unsqueeze(1), -torch.inf)
@@ -113,7 +118,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, allowed_BQS: Tensor) -> tuple[Tensor,
 
 
 def test_attend_block_query_without_keys_has_no_weight() -> None:
-    """In a block; PyTorch's operator gives it the log-sum-exp 0."""
+    """PyTorch's operator returns the log-sum-exp 0 for it."""
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     allowed = torch.rand(2, 5, 7) > 0.4
     allowed[0, 3] = False
@@ -170,13 +175,17 @@ def test_private_attention_operators_have_expected_schemas() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked: bool) -> None:
-    """On the meta device, which has shapes and no values: all that can be tried without a GPU."""
+    """On the meta device: all that can be tested without a GPU."""
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, k, v = meta(2, 6, 4, 8), meta(2, 10, 2, 8), meta(2, 10, 2, 8)
-    mask = ops.build_block_mask(torch.ones(2, 6, 10, dtype=torch.bool, device="meta")) if masked else None
+    mask = (
+        ops.build_block_mask(torch.ones(2, 6, 10, dtype=torch.bool, device="meta"))
+        if masked
+        else None
+    )
     out, lse = ops.attend_block(q, k, v, causal=False, mask=mask)
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
@@ -188,21 +197,21 @@ def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked:
 
 
 def lengths(num_tokens: int, *cuts: int) -> Tensor:
-    """Documents of a row that begin at 0 and at ``cuts``."""
+    """Return document ids of a sequence with boundaries at ``cuts``."""
     sizes = [end - start for start, end in pairwise([0, *cuts, num_tokens])]
     return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
 
 
 def documents_of(kind: str, num_tokens: int) -> Tensor | None:
-    """Of two rows.  Wholly one document, many short ones, and a mixture."""
+    """Return ids for two sequences: one document, many short ones, or a mixture."""
     one, many = lengths(num_tokens), torch.arange(num_tokens) // 3
     long = lengths(num_tokens, 3, num_tokens // 2 - 1)
     rows = {"none": None, "one": [one, one], "many": [many, many], "mixed": [long, many]}[kind]
     return None if rows is None else torch.stack(rows)
 
 
-class Attending(nn.Module):
-    """The least that `apply_context` can change."""
+class AttentionModel(nn.Module):
+    """The smallest model that `apply_context_parallel` accepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +225,7 @@ class Attending(nn.Module):
 
 
 def random_qkv(heads: int, groups: int, num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """Whole queries, keys and values, and a gradient of the output; the same on every rank."""
+    """Full queries, keys, values and output gradient; the same on every rank."""
     torch.manual_seed(1)
     counts = (heads, groups, groups, heads)
     return [torch.randn(2, num_tokens, n, 8).to(dtype) for n in counts]
@@ -243,7 +252,7 @@ def attention_errors(
     heads: int = 4,
     groups: int = 2,
 ) -> dict[str, list[float]]:
-    """Largest error of output and gradients over the largest value, by case."""
+    """Return the largest relative error of output and gradients, by case."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     exact = torch.promote_types(dtype, torch.float32)
@@ -251,11 +260,13 @@ def attention_errors(
     errors = {}
     for kind, balance in product(KINDS, balances):
         documents = documents_of(kind, 24)
-        expected = with_gradients(Attending(), [x.to(exact) for x in tensors], documents)
+        expected = with_gradients(AttentionModel(), [x.to(exact) for x in tensors], documents)
         local = [shard_sequence(x, rank, size, balance) for x in tensors]
-        local_documents = None if documents is None else shard_sequence(documents, rank, size, balance)
+        local_documents = (
+            None if documents is None else shard_sequence(documents, rank, size, balance)
+        )
         for method in methods:
-            model = Attending()
+            model = AttentionModel()
             apply_context_parallel(model, group, method, balance, compiled=False)
             found = with_gradients(model, local, local_documents)
             assert [x.shape for x in found] == [x.shape for x in local[:1] + local[:3]]
@@ -288,12 +299,12 @@ def test_context_parallel_any_head_grouping_equals_one_process_in_float64(
 
 
 def test_context_parallel_bfloat16_error_is_of_rounding() -> None:
-    """Against float32: the inputs are equal, so it is the rounding within."""
+    """Compare with float32 on equal inputs, so only inner rounding differs."""
     check_errors(run_ranks(attention_errors, 2, METHODS, [True], torch.bfloat16), 1.5e-2)
 
 
-class Operators(TorchDispatchMode):
-    """What ran, and the most elements of any tensor that came of it."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records operators, and the size of the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,19 +323,19 @@ def largest_tensors(num_tokens: list[int]) -> dict[CPMethod, list[int]]:
     methods: list[CPMethod] = ["ring", "allgather"]
     group, found = dist.new_group(), {}
     for method in methods:
-        model = Attending()
+        model = AttentionModel()
         apply_context_parallel(model, group, method, True, compiled=False)
         found[method] = []
         for num in num_tokens:
             tensors = [torch.randn(1, num // group.size(), 2, 4) for _ in range(4)]
-            with Operators() as operators:
+            with OperatorRecorder() as operators:
                 with_gradients(model, tensors, None)
             found[method].append(operators.largest)
     return found
 
 
 def test_context_parallel_without_documents_makes_no_mask() -> None:
-    """What is kept and passed on grows as the row does, not as its square."""
+    """Saved and communicated tensors grow linearly with the sequence."""
     (found, _) = run_ranks(largest_tensors, 2, [128, 1024])
     for small, large in found.values():
         assert large == 8 * small
@@ -345,16 +356,16 @@ def without_attention(group: dist.ProcessGroup) -> None:
 
 
 def with_odd_heads(group: dist.ProcessGroup) -> None:
-    model = Attending()
+    model = AttentionModel()
     apply_context_parallel(model, group, "ulysses", False, compiled=False)
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 1, 8)
     model(q, k, k, documents=None)
 
 
-def test_apply_context_unsupported_model_is_refused() -> None:
+def test_apply_context_parallel_unsupported_model_is_refused() -> None:
     (unreachable, uneven), _ = run_ranks(refusals, 2)
     assert "`attend`" in unreachable
-    assert "2 context-parallel ranks cannot share 3 query heads" in uneven
+    assert "2 context-parallel ranks do not divide 3 query heads" in uneven
 
 
 # --------------------------------------------------------------------------- model
@@ -419,7 +430,7 @@ def model_errors(
             if num_groups > 1:
                 for block in many.layers.values():
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            part = partial(shard_sequence, cp_rank=group.rank(), cp_size=size, balance=balance)
+            part = partial(shard_sequence, cp_rank=group.rank(), cp_size=size, load_balance=balance)
             local = None if documents is None else part(documents)
             local_loss, grads = loss_and_gradients(
                 many, part(tokens), part(targets), local, part(positions)
@@ -452,14 +463,14 @@ def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> N
 # --------------------------------------------------------------------------- around it
 
 
-def traced() -> dict[str, dict[str, int]]:
-    """Collectives of one forward and backward pass under fake tensors, as a planner runs them."""
+def trace_collectives() -> dict[str, dict[str, int]]:
+    """Return the collectives of one forward and backward pass with fake tensors."""
     group = dist.new_group(backend="fake")
     found = {}
     for method, documents in product(METHODS, BOTH):
         model = small_llama(tied=False)
         apply_context_parallel(model, group, method, True, compiled=False)
-        with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+        with FakeTensorMode(allow_non_fake_inputs=True), OperatorRecorder() as operators:
             tokens = torch.zeros(2, 16, dtype=torch.int64)
             model(tokens, tokens if documents else None, tokens).sum().backward()
         names = [name.split(".")[1] for name in operators.names if name.startswith("c10d.")]
@@ -468,8 +479,8 @@ def traced() -> dict[str, dict[str, int]]:
 
 
 def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
-    """Two layers on two ranks: what passes between them is known before anything runs."""
-    (found, _) = run_ranks(traced, 2)
+    """Two layers on two ranks."""
+    (found, _) = run_ranks(trace_collectives, 2)
     assert found == {
         # Forward: one step.  Backward: that step again, and gradients once round.
         "ring, documents False": {"send": 2 * (1 + 1 + 2), "recv_": 2 * (1 + 1 + 2)},
@@ -482,7 +493,7 @@ def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
 
 
 def compiled_graphs() -> tuple[list[int], float]:
-    """Graphs so far after each of three steps of compiled blocks; error of the last gradients."""
+    """Return the number of graphs after each of three steps, and the last error."""
     from torch._dynamo.utils import counters
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -505,7 +516,6 @@ def compiled_graphs() -> tuple[list[int], float]:
 
 
 def test_context_parallel_blocks_are_compiled_once_for_all_documents() -> None:
-    """Whatever the documents are."""
     for graphs, error in run_ranks(compiled_graphs, 2):
         assert graphs[0] > 0
         assert graphs == graphs[:1] * 3

@@ -1,4 +1,4 @@
-"""Data parallelism computes one process's gradients, with the collectives that it promises."""
+"""FSDP computes one process's gradients, with the documented collectives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.parallel.sharded import (
 )
 from weft.config.schema import ParallelSection
 from weft.models.llama import Llama
-from weft.parallel.data_parallel import reshard, set_gradient_sync, apply_fsdp
+from weft.parallel.data_parallel import apply_fsdp, reshard, set_gradient_sync
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def one() -> dict[str, Any]:
 
 
 def gradients(layouts: list[Layout]) -> list[dict[str, Any]]:
-    """Of each layout, one step's loss and gradients, and its collectives."""
+    """Return each layout's loss, gradients and collectives of one step."""
     found = []
     for layout in layouts:
         model = build(layout)
@@ -70,11 +70,11 @@ LAYOUTS = {
     "to 2, one microbatch": Layout(shards=4, reshard_after_forward=2, microbatches=1),
     "to 1": Layout(shards=2, reshard_after_forward=1),
     "to all": Layout(shards=2, reshard_after_forward=2),
-    "no prefetch": Layout(keys={"prefetch": 0}),
-    "prefetch 2, 2 hops": TWO_HOPS._replace(keys={"prefetch": 2}),
-    "prefetch more than there is": Layout(keys={"prefetch": 9}),
+    "no prefetch": Layout(keys={"fsdp_prefetch": 0}),
+    "prefetch 2, 2 hops": TWO_HOPS._replace(keys={"fsdp_prefetch": 2}),
+    "prefetch more than all": Layout(keys={"fsdp_prefetch": 9}),
     "one microbatch": Layout(microbatches=1),
-    "persist nothing, one microbatch": Layout(
+    "persist none, one microbatch": Layout(
         keys={"param_persistence_threshold": CONFIG.dim}, microbatches=1
     ),
     "persist, one microbatch": Layout(keys=PERSIST, microbatches=1),
@@ -100,7 +100,7 @@ LAYOUTS |= {
     for sync in ("step", "microbatch")
 }
 LAYOUTS["always, microbatch, persist"] = LAYOUTS["always, microbatch"]._replace(keys=PERSIST)
-ALL = {"hierarchical_gather": True, "prefetch": 2, "cpu_offload": True, **PERSIST}
+ALL = {"hierarchical_gather": True, "fsdp_prefetch": 2, "cpu_offload": True, **PERSIST}
 LAYOUTS |= {
     "hierarchical, 4 nodes": Layout(shards=8, node_size=2, keys={"hierarchical_gather": True}),
     "hierarchical, 2 nodes": Layout(shards=8, node_size=4, keys={"hierarchical_gather": True}),
@@ -128,7 +128,7 @@ RARELY = {
 
 @cache
 def results(names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    """What every rank has of each layout.  They share a world, which takes as long as several."""
+    """Run layouts in one world, because creating a world is slow."""
     layouts = [LAYOUTS[name] for name in names]
     ranks = run_ranks(gradients, layouts[0].ranks, layouts, timeout=110)
     return dict(zip(names, zip(*ranks, strict=True), strict=True))
@@ -144,7 +144,7 @@ def result(name: str) -> list[dict[str, Any]]:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
 )
-def test_shard_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
+def test_apply_fsdp_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
     for many in result(name):
         assert_equal(many, one)
 
@@ -163,10 +163,10 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("name", "gathers", "scatters", "all_reduces"), COUNTS)
-def test_shard_step_has_expected_number_of_collectives(
+def test_apply_fsdp_step_has_expected_number_of_collectives(
     name: str, gathers: int, scatters: int, all_reduces: int
 ) -> None:
-    """Were replicas synchronised with every microbatch, there would be M all-reduces a unit."""
+    """Without two hops, there would be M all-reduces per unit."""
     for many in result(name):
         found = Counter(kind for kind, *_ in many["seen"])
         assert found == {
@@ -176,7 +176,7 @@ def test_shard_step_has_expected_number_of_collectives(
         }
 
 
-def test_shard_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
+def test_apply_fsdp_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
     seen = result("2 hops")[3]["seen"]
     assert {ranks for kind, ranks, *_ in seen if kind == "allreduce"} == {(1, 3)}
     assert {ranks for kind, ranks, *_ in seen if kind != "allreduce"} == {(2, 3)}
@@ -185,19 +185,19 @@ def test_shard_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
     assert kinds == ["reduce_scatter"] * UNITS + ["reduce_scatter", "allreduce"] * UNITS
 
 
-def test_shard_backward_gathers_among_fewer_ranks() -> None:
+def test_apply_fsdp_backward_gathers_among_fewer_ranks() -> None:
     seen = result("to 2, one microbatch")[3]["seen"]
     gathers = [ranks for kind, ranks, *_ in seen if kind == "allgather"]
     # The root and the blocks forward, the blocks backward.
     assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
 
 
-def test_shard_small_parameters_are_gathered_with_the_root() -> None:
+def test_apply_fsdp_small_parameters_are_gathered_with_the_root() -> None:
     sizes = [
         [numel for kind, _, numel, _ in result(name)[0]["seen"] if kind == "allgather"]
         for name in (
             "one microbatch",
-            "persist nothing, one microbatch",
+            "persist none, one microbatch",
             "persist, one microbatch",
         )
     ]
@@ -209,9 +209,8 @@ def test_shard_small_parameters_are_gathered_with_the_root() -> None:
 
 
 def order(depth: int) -> str:
-    """What follows what in a step: g gathers, f computes forward, r reduces gradients; of a block
-    its number, of the root nothing."""
-    model = build(Layout(microbatches=1, keys={"prefetch": depth}))
+    """Return the order of a step: g gathers, f forwards, r reduces; a number is the block."""
+    model = build(Layout(microbatches=1, keys={"fsdp_prefetch": depth}))
 
     def mark(name: str, *_: Any) -> None:
         with torch.profiler.record_function(f"f{name}"):
@@ -239,7 +238,7 @@ def order(depth: int) -> str:
         (2, "g g0 g1 g2 f0 f1 f2  g2 g1 g0 r2 r1 r0 r"),
     ],
 )
-def test_shard_prefetch_gathers_that_many_blocks_ahead(depth: int, expected: str) -> None:
+def test_apply_fsdp_prefetch_gathers_that_many_blocks_ahead(depth: int, expected: str) -> None:
     assert run_ranks(order, 2, depth)[0].split() == expected.split()
 
 
@@ -266,7 +265,7 @@ def dtypes() -> list[dict[str, Any]]:
     return found
 
 
-def test_shard_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any]) -> None:
+def test_apply_fsdp_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any]) -> None:
     for many in run_ranks(dtypes, 4)[0]:
         assert many["computed"] == {torch.bfloat16}
         assert many["kept"] == {torch.float32}
@@ -279,7 +278,7 @@ def test_shard_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any])
 
 
 class Table(nn.Module):
-    """Takes a float32 table, like one of rotations."""
+    """A block with a float32 table, such as rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,15 +306,15 @@ def table_dtype() -> torch.dtype:
     return model(torch.ones(2)).dtype
 
 
-def test_shard_inputs_keep_their_dtype() -> None:
+def test_apply_fsdp_inputs_keep_their_dtype() -> None:
     assert run_ranks(table_dtype, 1) == [torch.float32]
 
 
 # --------------------------------------------------------------------------- between steps
 
 
-def evaluated(layout: Layout) -> dict[str, Any]:
-    """Evaluation before and between steps, and parameters that move."""
+def train_and_evaluate(layout: Layout) -> dict[str, Any]:
+    """Evaluate before and between steps that update parameters."""
     model = build(layout)
     tokens_BT, _ = data()
 
@@ -346,7 +345,7 @@ def evaluated(layout: Layout) -> dict[str, Any]:
     [Layout(keys=PERSIST), Layout(reshard_after_forward=False, sync="microbatch")],
     ids=["always", "never"],
 )
-def test_shard_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
+def test_apply_fsdp_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
     tokens_BT, _ = data()
     alone = build_model()
     with torch.no_grad():
@@ -354,14 +353,14 @@ def test_shard_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str,
         for param in alone.parameters():
             param.mul_(2)
         doubled = alone(tokens_BT[:2])
-    for many in run_ranks(evaluated, layout.ranks, layout):
+    for many in run_ranks(train_and_evaluate, layout.ranks, layout):
         assert_equal(many, one)
         torch.testing.assert_close(many["logits"], logits)
         torch.testing.assert_close(many["doubled"], doubled)
 
 
 def from_meta(layout: Layout) -> dict[str, Any]:
-    """A model that is filled after it has been sharded."""
+    """Build a model that is initialized after it is sharded."""
     filled = build_model()
     with torch.device("meta"):
         model = Llama(CONFIG)
@@ -378,14 +377,14 @@ def from_meta(layout: Layout) -> dict[str, Any]:
     return {"grads": whole_gradients(model)}
 
 
-def test_shard_model_from_meta_device_gradients_equal_one_process(one: dict[str, Any]) -> None:
+def test_apply_fsdp_model_from_meta_device_gradients_equal_one_process(one: dict[str, Any]) -> None:
     layout = Layout(keys={**PERSIST, "cpu_offload": True})
     for many in run_ranks(from_meta, 2, layout):
         assert_equal(many, one)
 
 
-def offloading() -> list[tuple[bool, bool]]:
-    """Of each unit, whether its policy is to offload, and whether it pins memory."""
+def offload_policies() -> list[tuple[bool, bool]]:
+    """Return, per unit, if it offloads and if it pins memory."""
     model = build(Layout(keys={"cpu_offload": True}))
     policies = []
     for module in model.modules():
@@ -395,9 +394,9 @@ def offloading() -> list[tuple[bool, bool]]:
     return policies
 
 
-def test_shard_offload_policy_is_set_on_every_unit() -> None:
-    """On CPU it can be seen in no other way."""
-    assert run_ranks(offloading, 2)[0] == [(True, False)] * UNITS
+def test_apply_fsdp_offload_policy_is_set_on_every_unit() -> None:
+    """On a CPU, offload has no other visible effect."""
+    assert run_ranks(offload_policies, 2)[0] == [(True, False)] * UNITS
 
 
 def plain_model() -> None:
@@ -413,7 +412,7 @@ def test_reshard_unsharded_model_is_unchanged() -> None:
 # --------------------------------------------------------------------------- refusals
 
 
-def refused() -> None:
+def try_impossible_groups() -> None:
     def refuse(layout: Layout, message: str, ranks: list[int], tensor_parallel: bool) -> None:
         shape = torch.tensor(ranks).view(1, 4, 1)
         mesh = DeviceMesh("cpu", shape, mesh_dim_names=(*AXES, "tp"))
@@ -433,5 +432,5 @@ def refused() -> None:
     refuse(Layout(), "must ascend", [0, 2, 1, 3], False)
 
 
-def test_shard_impossible_groups_are_refused() -> None:
-    run_ranks(refused, 4)
+def test_apply_fsdp_impossible_groups_are_refused() -> None:
+    run_ranks(try_impossible_groups, 4)

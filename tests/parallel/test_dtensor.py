@@ -1,4 +1,4 @@
-"""What a rank computes of its parts of tensors."""
+"""Norms of local tensors."""
 
 from __future__ import annotations
 

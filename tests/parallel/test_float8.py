@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.layouts import many_gradients, one_process, parse
-from tests.parallel.test_activation_checkpoint import WAYS, differing
+from tests.parallel.test_activation_checkpoint import MODES, find_differing
 from tests.parallel.test_layouts import distance
 from tests.small import (
     Overrides,
@@ -28,7 +28,7 @@ from tests.small import (
     train_rank,
     whole,
 )
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS, Llama
@@ -241,7 +241,8 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         ("dp_shard2 cp2 cp_method=ulysses precision.float8=rowwise", EQUAL),
         ("dp_shard2 tp2 pp2 precision.float8=tensorwise", ALMOST),
         (
-            "pp2 pipeline.schedule=Interleaved1F1B dp_shard2 model.num_layers=4 precision.float8=mxfp8",
+            "pp2 pipeline.schedule=Interleaved1F1B dp_shard2 model.num_layers=4"
+            " precision.float8=mxfp8",
             EQUAL,
         ),
         (
@@ -269,13 +270,13 @@ SOME_WAYS = ("full", "selective", "selective, offload")
     ("layout", "ways"),
     [
         ("precision.float8=tensorwise dp_shard2", SOME_WAYS),
-        pytest.param("precision.float8=tensorwise dp_shard2", tuple(WAYS), marks=pytest.mark.slow),
-        pytest.param("precision.float8=tensorwise", tuple(WAYS), marks=pytest.mark.slow),
+        pytest.param("precision.float8=tensorwise dp_shard2", tuple(MODES), marks=pytest.mark.slow),
+        pytest.param("precision.float8=tensorwise", tuple(MODES), marks=pytest.mark.slow),
         pytest.param(
-            "precision.float8=tensorwise dp_shard2 tp2", tuple(WAYS), marks=pytest.mark.slow
+            "precision.float8=tensorwise dp_shard2 tp2", tuple(MODES), marks=pytest.mark.slow
         ),
-        pytest.param("precision.float8=rowwise tp2", tuple(WAYS), marks=pytest.mark.slow),
-        pytest.param("precision.float8=mxfp8 pp2", tuple(WAYS), marks=pytest.mark.slow),
+        pytest.param("precision.float8=rowwise tp2", tuple(MODES), marks=pytest.mark.slow),
+        pytest.param("precision.float8=mxfp8 pp2", tuple(MODES), marks=pytest.mark.slow),
     ],
 )
 def test_float8_recomputed_gradients_are_equal_bit_for_bit(
@@ -283,7 +284,7 @@ def test_float8_recomputed_gradients_are_equal_bit_for_bit(
 ) -> None:
     ranks, overrides = parse(layout)
     job = MODEL + overrides
-    for found in run_ranks(differing, ranks, job, str(store_path), ways, timeout=300):
+    for found in run_ranks(find_differing, ranks, job, str(store_path), ways, timeout=300):
         assert found == {name: [] for name in ways}
 
 
@@ -325,7 +326,7 @@ def gathers(overrides: Overrides, store: str) -> list[tuple[int, str]]:
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    batches = loader_of(job, plan, store, built.mesh).batch(0)
+    batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     with Gathered() as found:
         built.engine.forward_backward(batches[:1])
     return found.bytes
@@ -355,13 +356,13 @@ def test_float8_gather_takes_one_byte_for_each_weight(
         assert 3 <= len(of_blocks) <= 4  # two in forward; the last may still be there in backward
 
 
-def scales(overrides: Overrides, store: str) -> None:
-    """Whatever changes the weights: each pass gathers them with the scales of what they are."""
+def check_scales(overrides: Overrides, store: str) -> None:
+    """Check that each pass gathers weights with the scales of their current values."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
-    params = dict(named_parameters(built.parts))
+    params = dict(trainable_parameters(built.parts))
     engine: Any = built.engine
 
     def check(count: int) -> None:
@@ -369,28 +370,28 @@ def scales(overrides: Overrides, store: str) -> None:
         assert len(shards) == count
         for name, param in params.items():
             local: Any = param._local_tensor  # type: ignore[attr-defined]
-            assert type(local) is Tensor  # plain, to all but FSDP
+            assert type(local) is Tensor  # only FSDP sees its hooks
             if (shard := shards.get(id(local))) is None:
                 continue
             scale = shard.weight._precomputed_scale
-            if plan.tp == 1:  # else a scale is that of a rank's part
+            if plan.tp == 1:  # with tp, a scale is of the local shard
                 assert scale == (448 / whole(param).abs().amax()).log2().floor().exp2(), name
-            (data,), _ = shard.before(None)
+            (data,), _ = shard.pre_all_gather(None)
             assert data.equal((local * scale).to(torch.float8_e4m3fn).view(torch.uint8)), name
 
     count = 14
-    engine.forward_backward(loader.batch(0))
+    engine.forward_backward(loader.get_microbatches(0))
     check(count)
     built.optimizer.step()
     with torch.no_grad():
         for param in params.values():
             param.mul_(0.3)
-    engine.forward_backward(loader.batch(8))
+    engine.forward_backward(loader.get_microbatches(8))
     check(count)
     with torch.no_grad():
         for param in params.values():
             param.mul_(5.0)
-    engine.evaluate(iter(loader.batch(16)))
+    engine.evaluate(iter(loader.get_microbatches(16)))
     check(count)
 
 
@@ -398,7 +399,10 @@ def scales(overrides: Overrides, store: str) -> None:
 def test_float8_scales_follow_changed_weights(layout: str, store_path: Path) -> None:
     ranks, overrides = parse(layout)
     run_ranks(
-        scales, ranks, [*MODEL, *overrides, ("precision.float8", "tensorwise")], str(store_path)
+        check_scales,
+        ranks,
+        [*MODEL, *overrides, ("precision.float8", "tensorwise")],
+        str(store_path),
     )
 
 

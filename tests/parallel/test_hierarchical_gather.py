@@ -1,4 +1,4 @@
-"""A gather in two stages is a plain one, and each byte enters a node once."""
+"""A hierarchical all-gather equals a plain one; each byte enters a node once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.parallel.hierarchical_gather import HierarchicalAllGather
 
 
 def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
-    """Two-stage gathers equal plain ones bitwise; a case: axes' sizes, ranks on a node."""
+    """Compare bitwise with a plain all-gather; a case: axis sizes, ranks per node."""
     for shape, node_size in cases:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp_shard", "tp"))
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -58,14 +58,14 @@ def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> Non
             assert torch.equal(staged, plain)
 
 
-def test_two_stage_gather_equals_all_gather() -> None:
+def test_hierarchical_all_gather_equals_all_gather() -> None:
     run_ranks(gather_both_ways, 4, [((1, 4, 1), 2)])
     beside = [((2, 4, 1), 2), ((1, 4, 2), 2)]
     run_ranks(gather_both_ways, 8, [*beside, ((1, 8, 1), 2), ((1, 8, 1), 4)])
 
 
 def stages() -> list[Seen]:
-    """Collectives of one gather of 80 elements by 8 ranks in 4 nodes."""
+    """Return the collectives of one gather of 80 elements on 8 ranks in 4 nodes."""
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
     gather = HierarchicalAllGather(mesh, 2)
     with Collectives() as collectives:
@@ -73,7 +73,7 @@ def stages() -> list[Seen]:
     return collectives.seen
 
 
-def test_two_stage_gather_each_byte_enters_a_node_once() -> None:
+def test_hierarchical_all_gather_each_byte_enters_a_node_once() -> None:
     nodes, node_size = 4, 2
     received: Counter[int] = Counter()  # of each node, from others
     for rank, seen in enumerate(run_ranks(stages, 8)):
@@ -106,8 +106,8 @@ def test_hierarchical_gather_is_used_only_across_nodes() -> None:
     assert plain == [{(0, 1, 2, 3)}] * 5
 
 
-def unsharded_ahead() -> dict[str, Any]:
-    """Gathers of all units under way at the same time, as a schedule of several stages does it."""
+def unshard_all_units() -> dict[str, Any]:
+    """Gather all units at the same time, as a schedule with several stages does."""
     keys = {"hierarchical_gather": True}
     layout = Layout(shards=4, node_size=2, microbatches=1, keys=keys)
     model = build(layout)
@@ -123,14 +123,14 @@ def unsharded_ahead() -> dict[str, Any]:
     return {"grads": whole_gradients(model)}
 
 
-def test_two_stage_gather_asynchronous_gradients_equal_one_process() -> None:
+def test_hierarchical_all_gather_asynchronous_gradients_equal_one_process() -> None:
     one = one_process()
-    for many in run_ranks(unsharded_ahead, 4):
+    for many in run_ranks(unshard_all_units, 4):
         assert_equal(many, one)
 
 
 def test_all_gather_interface_is_that_of_pytorch() -> None:
-    """The abstract class is private; its methods are what ours stand in for."""
+    """FSDP's abstract class is private."""
     assert AllGather.__abstractmethods__ == {"allocate", "__call__"}
     for method in ("allocate", "__call__"):
         theirs, ours = (

@@ -1,4 +1,4 @@
-"""Initial weights: the same under every layout, and distributed as the table says."""
+"""Initial weights: equal on every layout, with the distribution of the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMAL = Init("truncated_normal", 0.02)
 
 
 class Matrix(nn.Module):
-    """One parameter, a DTensor where a mesh is given."""
+    """A module with one parameter, a DTensor if there is a mesh."""
 
     def __init__(self, shape: tuple[int, ...], mesh=None, placements=()) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def shards(shape: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | Non
         ((3, 4, 5), (2,), (2,)),
     ],
 )
-def test_init_shards_are_parts_of_the_whole(shape, sizes, dims) -> None:
+def test_init_shards_equal_the_full_tensor(shape, sizes, dims) -> None:
     expected = filled(shape)
     for whole in run_ranks(shards, math.prod(sizes), shape, sizes, dims):
         assert torch.equal(whole, expected)
@@ -64,7 +64,7 @@ def test_init_shards_are_parts_of_the_whole(shape, sizes, dims) -> None:
 
 def test_init_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = filled((50, 7))
-    monkeypatch.setattr(init_module, "CHUNK", 20)
+    monkeypatch.setattr(init_module, "CHUNK_ELEMENTS", 20)
     assert torch.equal(filled((50, 7)), expected)
 
 

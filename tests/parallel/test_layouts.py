@@ -58,7 +58,7 @@ def check(layout: str, store: Path, model: Overrides = MODEL) -> None:
 
 
 def check_any(*layouts: str, store: Path) -> None:
-    """Compare with one process that has each layout's own model and sequences."""
+    """Compare each layout with one process on the layout's model and sequences."""
     check_many(layouts, store, own_model, TOLERANCE)
 
 
@@ -67,25 +67,26 @@ def own_model(layout: str) -> Overrides:
     return [*MODEL, *size(layout), *parse(" ".join(changed))[1]]
 
 
-# What `COVERED` does not hold.
-BESIDE = [
-    *(each for each in EACH_SCHEDULE if each.partition("schedule=")[2] not in COVERED_SCHEDULES),
+# Layouts that are not in `COVERED`.
+NOT_COVERED = [
+    *(it for it in EACH_SCHEDULE if it.partition("schedule=")[2] not in COVERED_SCHEDULES),
     *PIPELINES,
     TENSOR[0],
     *DATA[:2],
     LARGER_RINGS[0],
-    "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4",  # whose weights all stay
+    # All stages stay gathered.
+    "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4",
 ]
 
 
-# Those of as many ranks are computed in one world.
-@pytest.mark.parametrize("layouts", together(BESIDE))
+# Layouts with the same number of ranks share a world.
+@pytest.mark.parametrize("layouts", together(NOT_COVERED))
 def test_layout_computes_gradients_of_one_process(layouts: list[str], store_path: Path) -> None:
     check_any(*layouts, store=store_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [each for each in OFTEN if each not in BESIDE])
+@pytest.mark.parametrize("layout", [layout for layout in OFTEN if layout not in NOT_COVERED])
 def test_single_axis_computes_gradients_of_one_process(layout: str, store_path: Path) -> None:
     check_any(layout, store=store_path)
 
@@ -172,7 +173,7 @@ def test_split_backward_resharded_weights_other_axes_hold(
 def test_schedule_from_a_file_computes_gradients_of_one_process(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """Three stages on two ranks, one of them alone, in an order of one's own."""
+    """Three stages on two ranks, in a custom order."""
     file = tmp_path / "mine.csv"
     forward = "".join(f"0F{m}," for m in range(4))
     first = forward + "2F0,2B0,2F1,2B1,2F2,2I2,2F3,2I3,2W2,2W3,0B0,0B1,0B2,0B3"
@@ -214,7 +215,7 @@ def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
     "layout", [pytest.param(each, marks=pytest.mark.slow) for each in BFLOAT16[:-1]] + BFLOAT16[-1:]
 )
 def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: Path) -> None:
-    """Layouts differ from one process in bfloat16 no more than that does from float32."""
+    """The bfloat16 error of a layout is at most that of one process."""
     plain = [*MODEL, *size(layout)]
     low = [*plain, ("precision.compute_dtype", "bfloat16")]
     exact, one = one_process(str(store_path), [plain, low])
@@ -227,6 +228,6 @@ def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: 
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of all gradients, relative to the norm of all."""
+    """Return the relative norm of the difference of all gradients."""
     difference = sum((ours[name] - grad).square().sum().item() for name, grad in theirs.items())
     return math.sqrt(difference / sum(grad.square().sum().item() for grad in theirs.values()))

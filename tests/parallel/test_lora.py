@@ -1,4 +1,4 @@
-"""LoRA: gradients of a plain implementation and of every layout, frozen weights, fewer bits."""
+"""LoRA: reference gradients on every layout, frozen and quantized weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from tests.layouts import check_many, many_gradients, parse, size, together
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
-from weft.checkpoint.state_dict import frozen_parameters, named_parameters, optimizer_state
+from weft.checkpoint.state_dict import frozen_parameters, optimizer_state, trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.models import load_family
@@ -24,8 +24,8 @@ from weft.models.family import Init
 from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
 from weft.parallel.lora import LoraLinear
-from weft.parallel.quantize import NF4, quantized_linear, quantize_matrix, dequantize_matrix
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES
+from weft.parallel.quantize import NF4, dequantize_matrix, quantize_matrix, quantized_linear
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.setup import build
 
@@ -43,14 +43,14 @@ TOLERANCE = 2e-5 if torch.__version__.startswith("2.11") else 1e-5
 
 
 def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:
-    """`gradients`, with adapters whose B is not zero, so that A has gradients."""
+    """Run `gradients` with a non-zero B, so that A has gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
         return gradients(overrides, store)
 
 
 def many_adapter_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
-    """`many_gradients`, with such adapters."""
+    """Run `many_gradients` with a non-zero B."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
         found = many_gradients(jobs, store)
@@ -72,7 +72,7 @@ def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, A
 
 
 def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float = TOLERANCE) -> None:
-    """The layout against one process, on every rank."""
+    """Compare the layout with one process, on every rank."""
     ranks, overrides = parse(layout)
     one = reference(str(store), tuple(model))
     assert len(one["grads"]) == 4 * 7 * 2
@@ -177,7 +177,7 @@ def test_lora_bfloat16_differs_no_more_than_rounding(store_path: Path) -> None:
 
 
 def test_lora_gradients_equal_plain_implementation() -> None:
-    """x W' + alpha / r (x A') B', with the base's own modules, by torch's own autograd."""
+    """Compare with x W' + alpha / r (x A') B' in plain autograd."""
     family, config = load_family("llama"), PRESETS["toy"].model_copy(update={"num_layers": 2})
     torch.manual_seed(3)
     model, plain = family.build(config), family.build(config)
@@ -222,7 +222,7 @@ def test_lora_gradients_equal_plain_implementation() -> None:
 
 
 def test_lora_initial_adapters_are_distributed_as_in_peft() -> None:
-    """A evenly up to one over the root of its inputs, B with zeros."""
+    """A is uniform in +-1 / sqrt(inputs), B is zero."""
     job = small_job(*WIDE)
     run_ranks(_initial, 1, WIDE)
     assert job.lora.rank == 4
@@ -231,7 +231,7 @@ def test_lora_initial_adapters_are_distributed_as_in_peft() -> None:
 def _initial(overrides: Overrides) -> None:
     job = small_job(*overrides)
     built = build(job, plan_here(job), this_rank())
-    params = dict(named_parameters(built.parts))
+    params = dict(trainable_parameters(built.parts))
     assert len(params) == 4 * 7 * 2
     for name, param in params.items():
         if "lora_B" in name:
@@ -245,22 +245,22 @@ def _initial(overrides: Overrides) -> None:
 
 
 def _step(overrides: Overrides, store: str) -> tuple[int, set[str]]:
-    """Two steps: how many adapters have moved, and whose states the optimizer has."""
+    """Run two steps; return the number of changed adapters, and optimizer state names."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     frozen = {n: p.detach().clone() for n, p in frozen_parameters(built.parts)}
-    adapters = {n: p.detach().clone() for n, p in named_parameters(built.parts)}
+    adapters = {n: p.detach().clone() for n, p in trainable_parameters(built.parts)}
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(2):
-        built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
+        built.engine.forward_backward(loader.get_microbatches(step * job.train.global_batch_size))
         built.optimizer.step()
         built.optimizer.zero_grad()
     for name, param in frozen_parameters(built.parts):
         assert param.grad is None
         bits = [_local(each).view(torch.uint8) for each in (param.detach(), frozen[name])]
         assert bits[0].equal(bits[1]), name
-    now = dict(named_parameters(built.parts))
+    now = dict(trainable_parameters(built.parts))
     moved = [n for n, before in adapters.items() if not _local(now[n]).equal(_local(before))]
     held = {param for group in built.optimizer.param_groups for param in group["params"]}
     assert held == set(now.values())
@@ -300,8 +300,8 @@ def test_nf4_levels_equal_torchao() -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("nf4", 0.152), ("int8", 0.5 / 127)])
-def test_pack_error_is_within_half_a_level(kind: str, error: float) -> None:
-    """Of a block's largest number, at most: half of the widest gap between levels."""
+def test_quantize_matrix_error_is_within_half_a_level(kind: str, error: float) -> None:
+    """The error limit is half of the widest gap between levels."""
     torch.manual_seed(0)
     weight = torch.randn(48, 320) * torch.logspace(-6, 6, 48).unsqueeze(1)
     weight[5] = 0
@@ -313,22 +313,24 @@ def test_pack_error_is_within_half_a_level(kind: str, error: float) -> None:
     assert (off <= error * 1.0001 * largest).all()
     assert dequantize_matrix(packed, torch.float32)[5].equal(torch.zeros(320))
     # Exact where a number is a level: the largest of each block, and zero.
-    assert dequantize_matrix(quantize_matrix(dequantize_matrix(packed, torch.float32), kind), torch.float32).equal(
-        dequantize_matrix(packed, torch.float32)
-    )
+    assert dequantize_matrix(
+        quantize_matrix(dequantize_matrix(packed, torch.float32), kind), torch.float32
+    ).equal(dequantize_matrix(packed, torch.float32))
 
 
-def test_pack_of_a_part_equals_part_of_the_whole() -> None:
+def test_quantize_matrix_shard_equals_shard_of_the_full_matrix() -> None:
     torch.manual_seed(0)
     weight = torch.randn(10, 256)
     for kind in QUANT_BLOCK_BYTES:
         whole = quantize_matrix(weight, kind)
-        assert torch.cat([quantize_matrix(part, kind) for part in weight.split((3, 7))]).equal(whole)
+        assert torch.cat([quantize_matrix(part, kind) for part in weight.split((3, 7))]).equal(
+            whole
+        )
         parts = [quantize_matrix(part.contiguous(), kind) for part in weight.chunk(2, dim=1)]
         assert torch.cat(parts, dim=1).equal(whole)
 
 
-def test_quantized_linear_equals_product_of_unpacked_weights() -> None:
+def test_quantized_linear_equals_matmul_of_dequantized_weights() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 128), torch.randn(2, 5, 128, dtype=torch.float64)
     packed = quantize_matrix(weight, "nf4")
@@ -343,7 +345,7 @@ def test_quantized_linear_equals_product_of_unpacked_weights() -> None:
 
 
 def test_lora_quantized_block_memory_is_small() -> None:
-    """A block in nf4 takes less than 0.3 times what it takes in bfloat16."""
+    """A block in nf4 takes less than 0.3 of its memory in bfloat16."""
     family = load_family("llama")
     size = {}
     for quantize in ("none", "nf4", "int8"):
@@ -376,38 +378,38 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
     # Of 32 blocks: q and o 4096 to 4096, k and v to 1024, gate and up to 14336, and down.
     sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
     adapters = 32 * 16 * sides
-    assert (plain.trained_params, plan.trained_params) == (plain.num_params, adapters)
+    assert (plain.num_trainable_params, plan.num_trainable_params) == (plain.num_params, adapters)
     assert plan.num_params == plain.num_params + adapters
     weights = num_matmul_params(plan.model)
     assert plan.flops_per_token == plain.flops_per_token - 2 * weights + 6 * adapters
     difference = plan.flops_per_token - plan.causal_flops_per_token
     assert difference == plain.flops_per_token - plain.causal_flops_per_token
     few = planned(("lora.rank", "16"), ("lora.targets", "q_proj,v_proj"))
-    assert few.trained_params == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+    assert few.num_trainable_params == 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ([("lora.rank", "8"), ("lora.targets", "q_prj")], "did you mean 'q_proj'?"),
-        ([("lora.targets", "q_proj")], "says nothing while all weights are trained"),
-        ([("lora.quantize", "nf4")], "says nothing while all weights are trained"),
-        ([("lora.rank", "8"), ("precision.float8", "rowwise")], "not possible beside float8"),
+        ([("lora.targets", "q_proj")], "has no effect without adapters"),
+        ([("lora.quantize", "nf4")], "has no effect without adapters"),
+        ([("lora.rank", "8"), ("precision.float8", "rowwise")], "does not support float8"),
         (
             [("lora.rank", "8"), ("lora.quantize", "nf4"), ("parallel.tp", "2")],
-            "down_proj has 192 inputs over tp = 2 ranks: no whole blocks of 64",
+            "blocks of 64, which do not divide the 192 inputs of down_proj over tp = 2 ranks",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[0,2]")],
-            "the first stage, without blocks, has no adapter to train",
+            "leaves the first stage without blocks",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2,0]")],
-            "rank 1 of the pipeline, without blocks, has no adapter to train",
+            "leaves pipeline rank 1 without blocks",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("model.num_layers", "1")],
-            "parallel.pp = 2: rank 1 of the pipeline, without blocks, has no adapter to train",
+            "parallel.pp = 2: leaves pipeline rank 1 without blocks",
         ),
     ],
 )

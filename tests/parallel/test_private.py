@@ -1,4 +1,4 @@
-"""What is private in PyTorch is as `weft.parallel.private` believes it to be."""
+"""PyTorch internals are as `weft.parallel.private` expects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, placement_types
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.parallel import private
-from weft.parallel import private_hooks as private_watch
+from weft.parallel import private, private_hooks
 from weft.parallel.private import disable_recompile_limit
 from weft.train.setup import build
 
@@ -94,9 +93,8 @@ def test_fsdp_gather_extension_names_are_as_expected() -> None:
     assert "fsdp_param._init_extensions()" in lazy_init
 
 
-def gathered_with_its_block() -> dict[str, list[bool]]:
-    """Whether the inner unit's weight is whole: in the outer one before and after the inner one
-    ran, and when the outer one is done."""
+def gather_inner_with_outer() -> dict[str, list[bool]]:
+    """Record if the inner unit is gathered: before and after it runs, and after the outer one."""
     mesh = init_device_mesh("cpu", (2,))
     inner = torch.nn.Linear(4, 4)
     outer = torch.nn.Sequential(torch.nn.Linear(4, 4), inner, torch.nn.Linear(4, 4))
@@ -114,8 +112,8 @@ def gathered_with_its_block() -> dict[str, list[bool]]:
     return seen | {"gradient": [inner.weight.grad is not None]}
 
 
-def test_gather_with_inner_unit_follows_the_outer_one() -> None:
-    for seen in run_ranks(gathered_with_its_block, 2, timeout=60):
+def test_move_fsdp_hooks_inner_unit_follows_the_outer_one() -> None:
+    for seen in run_ranks(gather_inner_with_outer, 2, timeout=60):
         assert seen == {
             "before": [True] * 2,
             "after": [True] * 2,
@@ -124,8 +122,8 @@ def test_gather_with_inner_unit_follows_the_outer_one() -> None:
         }
 
 
-def test_sharding_bytes_parameters_need_no_gradient() -> None:
-    """torch 2.11 makes parameters of them by this name, in this module."""
+def test_allow_integer_params_need_no_gradient() -> None:
+    """torch 2.11 creates the parameters by this name, in this module."""
     assert _fsdp_param.nn is torch.nn
     with private.allow_integer_params():
         made = _fsdp_param.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
@@ -136,7 +134,7 @@ def test_sharding_bytes_parameters_need_no_gradient() -> None:
 
 
 def test_pipeline_stage_infra_names_are_as_expected() -> None:
-    """torch 2.11 decides it in this method, which later ones have, too."""
+    """torch 2.11 allocates receive buffers in this method, which later versions have too."""
     assert parameters(PipelineStage._prepare_forward_infra)[:2] == ["self", "num_microbatches"]
 
 
@@ -151,7 +149,7 @@ def test_schedule_names_are_as_expected() -> None:
     source = inspect.getsource(runtime)
     for attribute in ("pipeline_order_with_comms", "stage_index_to_group_rank"):
         assert f"self.{attribute}" in source
-    # By its name in the module, which `keeping_gathered` changes.
+    # By its name in the module, which `set_max_active_stages` replaces.
     assert "] = _add_unshard_reshard(" in source
 
 
@@ -174,7 +172,7 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
 def reductions(cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
     found = []
     for case in cases:
-        private_watch.clear_mesh_cache()  # else groups would be those of the case before
+        private_hooks.clear_mesh_cache()  # or DTensor uses the groups of the previous case
         found.append(count_reductions(*case))
     return found
 
@@ -199,7 +197,7 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     names = [name.split(".") for part in built.parts for name, _ in part.named_parameters()]
     units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
     if len(plan.pipeline.stages) == 4 and schedule.startswith("ZBV"):  # type: ignore[union-attr]
-        units += 1 - built.mesh.at["pp"]  # the first rank has both ends, in two stages
+        units += 1 - built.mesh.coordinates["pp"]  # the first rank has both ends, in two stages
     # One more sum over the replicas tells how many tokens the step has.
     return counts["reduce_scatter dp_shard"], counts["all_reduce dp_replicate"] - 1, units
 
@@ -230,15 +228,17 @@ def test_collectives_new_names_are_those_of_torch_2_13() -> None:
     assert renamed == (torch.__version__ >= "2.13")
 
 
-def leave_one_open() -> list[private_watch.CollectiveRecord]:
-    """Rank 0 begins one more than rank 1, which keeps it waiting."""
+def leave_one_pending() -> list[private_hooks.CollectiveRecord]:
+    """Rank 0 starts one collective more than rank 1."""
     dist.all_reduce(torch.zeros(2))
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.zeros(2), group=group)
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
-    deadline = time.monotonic() + 10  # it takes it a moment to note what is done
-    while len(found := [c for c in private_watch.read_flight_recorder() if c.open]) > (dist.get_rank() == 0):
+    deadline = time.monotonic() + 10  # the recorder updates with a delay
+    while len(found := [c for c in private_hooks.read_flight_recorder() if c.is_pending]) > (
+        dist.get_rank() == 0
+    ):
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
     dist.barrier()
@@ -248,16 +248,16 @@ def leave_one_open() -> list[private_watch.CollectiveRecord]:
     return found
 
 
-def test_collectives_open_one_is_in_the_flight_recorder() -> None:
-    first, second = run_ranks(leave_one_open, 2)
+def test_read_flight_recorder_has_the_pending_collective() -> None:
+    first, second = run_ranks(leave_one_pending, 2)
     assert second == []
-    assert [(call.group, call.number, call.name, call.sizes) for call in first] == [
+    assert [(call.group, call.seq_id, call.name, call.input_sizes) for call in first] == [
         ("1", 2, "all_reduce", [[3, 5]])
     ]
 
 
-def marked_collectives() -> list[list[int]]:
-    """Ranks of the groups of what is started and waited for."""
+def record_wrapped_collectives() -> list[list[int]]:
+    """Return the ranks of each collective that is started or waited for."""
     marked: list[list[int]] = []
 
     @contextmanager
@@ -269,7 +269,7 @@ def marked_collectives() -> list[list[int]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     value = torch.ones(2)
-    with private_watch.wrap_collectives(mark):
+    with private_hooks.wrap_collectives(mark):
         dist.all_reduce(value)
         later = dist.all_reduce(value, group=pair, async_op=True)
         dist.barrier()
@@ -289,20 +289,20 @@ def marked_collectives() -> list[list[int]]:
     return marked
 
 
-def test_around_collectives_calls_and_waits_are_marked() -> None:
-    run_ranks(marked_collectives, 4)
+def test_wrap_collectives_includes_calls_and_waits() -> None:
+    run_ranks(record_wrapped_collectives, 4)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "inside"),
     [
-        (dist.Work, "wait", lambda: private_watch.observe_collective_waits(print)),
-        (dist.Work, "wait", lambda: private_watch.wrap_collectives(nullcontext)),
-        (torch.UntypedStorage, "resize_", lambda: private_watch.observe_storage_resizes(print)),
+        (dist.Work, "wait", lambda: private_hooks.observe_collective_waits(print)),
+        (dist.Work, "wait", lambda: private_hooks.wrap_collectives(nullcontext)),
+        (torch.UntypedStorage, "resize_", lambda: private_hooks.observe_storage_resizes(print)),
     ],
 )
 def test_patched_method_is_restored(owner: Any, name: str, inside: Any) -> None:
-    """As it was: bound to an instance or not."""
+    """The original is restored, bound or not."""
     before = inspect.getattr_static(owner, name)
     with inside():
         assert inspect.getattr_static(owner, name) is not before
@@ -314,16 +314,16 @@ def test_cuda_memory_history_names_are_as_expected() -> None:
     assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
 
-def gloo_group_after_another() -> list[float]:
-    """Two groups of all ranks, one after the other, beside the default one."""
+def create_two_gloo_groups() -> list[float]:
+    """Create two groups of all ranks, one after the other."""
     store = private.create_tcp_store("127.0.0.1", 0, serve=True)
     ports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ports, store.port)
     sums = []
     for name in ("first", "second"):
-        place = f"127.0.0.1:{ports[0]}/{name}"
+        prefix = f"127.0.0.1:{ports[0]}/{name}"
         rank, size = dist.get_rank(), dist.get_world_size()
-        group = private.create_gloo_group(place, rank, size, "127.0.0.1", timedelta(seconds=20))
+        group = private.create_gloo_group(prefix, rank, size, "127.0.0.1", timedelta(seconds=20))
         value = torch.tensor([1.0 + rank])
         group.allreduce([value], dist.AllreduceOptions()).wait()
         sums.append(value.item())
@@ -338,8 +338,8 @@ def gloo_group_after_another() -> list[float]:
     return sums
 
 
-def test_gloo_group_dropped_fails_at_once_for_others() -> None:
-    assert run_ranks(gloo_group_after_another, 2) == [[3.0, 3.0]] * 2
+def test_create_gloo_group_deleted_fails_at_once_for_others() -> None:
+    assert run_ranks(create_two_gloo_groups, 2) == [[3.0, 3.0]] * 2
 
 
 def test_fsdp_symmetric_memory_method_exists() -> None:
@@ -348,7 +348,7 @@ def test_fsdp_symmetric_memory_method_exists() -> None:
     assert len(inspect.signature(there).parameters) == 2
 
 
-def test_compile_each_shape_has_no_recompile_limit() -> None:
+def test_disable_recompile_limit_compiles_each_shape() -> None:
     calls = []
     num_shapes = torch._dynamo.config.recompile_limit + 4
 
@@ -363,21 +363,21 @@ def test_compile_each_shape_has_no_recompile_limit() -> None:
     assert len(calls) == num_shapes
 
 
-def test_on_compiling_reports_start_end_and_reason() -> None:
-    told: list[str] = []
+def test_register_compile_callbacks_reports_start_end_and_reason() -> None:
+    events: list[str] = []
     reasons = private.collect_recompile_reasons()
     private.register_compile_callbacks(
-        lambda: told.append("began"), lambda backward: told.append(f"ended {backward}")
+        lambda: events.append("start"), lambda backward: events.append(f"end {backward}")
     )
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     double(torch.ones(2))
-    assert told == ["began", "ended False"]
+    assert events == ["start", "end False"]
     assert reasons == []
     double(torch.ones(3))
     assert "size mismatch" in reasons[-1]
 
 
-def test_limit_activations_sets_the_compilers_budget() -> None:
+def test_set_activation_memory_budget_sets_the_compilers_option() -> None:
     from torch._functorch import config
 
     before = config.activation_memory_budget
@@ -389,16 +389,16 @@ def test_limit_activations_sets_the_compilers_budget() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_listening_store_listens_on_one_interface(host: str) -> None:
+def test_create_tcp_store_listens_on_one_interface(host: str) -> None:
     store = private.create_tcp_store(host, 0, serve=True)
     other = private.create_tcp_store(host, store.port, serve=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
-    # Of /proc/net/tcp and tcp6: addresses that listen at the port.
-    at = set()
+    # The listening addresses of the port, from /proc/net/tcp and tcp6.
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             local, _, state = line.split()[1:4]
             if state == "0A" and int(local.rpartition(":")[2], 16) == store.port:
-                at.add(local.rpartition(":")[0])
-    assert at == {"00000000000000000000000001000000" if host == "::1" else "0100007F"}
+                addresses.add(local.rpartition(":")[0])
+    assert addresses == {"00000000000000000000000001000000" if host == "::1" else "0100007F"}

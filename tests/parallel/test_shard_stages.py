@@ -1,4 +1,4 @@
-"""Pipeline stages that are sharded compute one process's gradients."""
+"""Sharded pipeline stages compute one process's gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.parallel.sharded import (
     one_process,
     whole_gradients,
 )
-from weft.models.llama import keep
+from weft.models.llama import prune_to_stage
 from weft.parallel.data_parallel import set_gradient_sync
 
 
@@ -42,7 +42,7 @@ FOUR_STAGES = [range(0, 1), range(1, 2), range(2, 3), range(3, 5)]
 
 
 def pipeline(name: str, layout: Layout) -> dict[str, Any]:
-    """Two pipeline ranks; the others share the rows and the parameters."""
+    """Run two pipeline stages, with data parallelism over the other ranks."""
     mesh = init_device_mesh("cpu", (2, *layout[:2]), mesh_dim_names=("pp", *AXES))
     kind: Any = get_schedule_class(name)
     ranges = TWO_STAGES if issubclass(kind, PipelineScheduleSingle) else FOUR_STAGES
@@ -50,7 +50,7 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
     stages = []
     for i in range(mine, len(ranges), 2):
         model = build_model()
-        keep(model, ranges[i])
+        prune_to_stage(model, ranges[i])
         build(layout, mesh[AXES], model)
         device = torch.device("cpu")
         stages.append(PipelineStage(model, i, len(ranges), device, group=group))
@@ -102,14 +102,14 @@ def test_sharded_pipeline_stages_gradients_equal_one_process(
 
 
 def middle_stage() -> None:
-    """A part with neither embedding nor head: the root has nothing of its own."""
+    """Shard a stage without embedding and head: its root has no parameters."""
     rows_BTD = torch.randn(ROWS, TOKENS, CONFIG.dim, requires_grad=True)
     alone = build_model()
-    keep(alone, range(2, 3))
+    prune_to_stage(alone, range(2, 3))
     alone(rows_BTD).square().sum().backward()
     for keys in ({}, PERSIST):
         model = build_model()
-        keep(model, range(2, 3))
+        prune_to_stage(model, range(2, 3))
         layout = Layout(keys=keys, microbatches=1)
         build(layout, model=model)
         mine_BTD = rows_BTD.detach()[dist.get_rank() :: 2].requires_grad_()

@@ -1,4 +1,4 @@
-"""Tensor parallelism beside the matrix of layouts: the loss, the table, and its overlap."""
+"""Tensor parallelism: vocabulary-parallel loss, SHARDING table, async overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_
 
 
 def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
-    """Loss and gradient of this rank's slice of the vocabulary, and what was exchanged."""
+    """Return loss and gradient of this rank's vocabulary shard, and messages."""
     logits_BTV, targets_BT = example(dtype)
     slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
     slice_BTV.requires_grad_()
@@ -36,7 +36,7 @@ def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
 
 
 def weighted(losses_BT: torch.Tensor) -> torch.Tensor:
-    """Each token counts by its own weight."""
+    """Weight each token differently."""
     return (losses_BT * torch.arange(1.0, 1.0 + losses_BT.numel()).view_as(losses_BT)).sum()
 
 
@@ -51,7 +51,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_over_cut_vocabulary_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
+def test_vocab_parallel_cross_entropy_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
     logits_BTV, targets_BT = example(dtype)
     logits_BTV.requires_grad_()
     losses_N = F.cross_entropy(
@@ -193,7 +193,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
 
 @pytest.mark.slow  # a minute of compiling
 def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
-    """All exchanges that feed or follow one product are fused, and gradients stay right."""
+    """Collectives before or after one matmul are fused, and gradients are correct."""
     for graphs, far in run_ranks(compiled_block, 2, timeout=300):
         forward, backward = graphs
         fused = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}

@@ -8,11 +8,11 @@ import pytest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.plan.devices import (
-    CPU_DEVICE,
     BUILTIN_CLUSTERS,
+    CPU_DEVICE,
     Cluster,
-    match_device,
     load_clusters,
+    match_device,
     parse_cluster,
     peak_flops,
     read_clusters,
@@ -44,19 +44,27 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
 @pytest.mark.parametrize(
     ("text", "rule", "remedy"),
     [
-        ("", "is not a cluster", "such as 64x8xH100"),
-        ("H100", "is not a cluster", "such as 64x8xH100"),
-        ("8xH100", "is not a cluster", "such as 64x8xH100"),
-        ("-1x8xH100", "is not a cluster", "such as 64x8xH100"),
-        ("0x8xH100", "has 0 devices", "use 1 to 1,048,576"),
-        ("200000x8xH100", "has 1,600,000 devices", "use 1 to 1,048,576"),
-        ("9" * 400 + "x8xH100", "is not a cluster", "such as 64x8xH100"),
+        ("", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("H100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("8xH100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("-1x8xH100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("0x8xH100", "has 0 devices, outside the supported range", "use 1 to 1,048,576"),
+        (
+            "200000x8xH100",
+            "has 1,600,000 devices, outside the supported range",
+            "use 1 to 1,048,576",
+        ),
+        (
+            "9" * 400 + "x8xH100",
+            "is not a cluster of the form NODESxDEVICESxNAME",
+            "such as 64x8xH100",
+        ),
         # Two devices of one name are told apart, not guessed.
-        ("1x8xA100", "'A100' is not a known device", "A100-40GB or A100-80GB or A100-PCIe?"),
-        ("1x8xH20", "'H20' is not a known device", "did you mean H200?"),
-        ("1x8xMI300", "'MI300' is not a known device", "did you mean MI300X?"),
-        ("1x8xHB100", "'HB100' is not a known device", "H100"),
-        ("1x8xabacus", "'abacus' is not a known device", "known: A10G, A100-40GB"),
+        ("1x8xA100", "has an unknown device 'A100'", "A100-40GB or A100-80GB or A100-PCIe?"),
+        ("1x8xH20", "has an unknown device 'H20'", "did you mean H200?"),
+        ("1x8xMI300", "has an unknown device 'MI300'", "did you mean MI300X?"),
+        ("1x8xHB100", "has an unknown device 'HB100'", "H100"),
+        ("1x8xabacus", "has an unknown device 'abacus'", "known: A10G, A100-40GB"),
     ],
 )
 def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str) -> None:
@@ -68,7 +76,7 @@ def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str
 
 
 def test_every_cluster_has_a_peak() -> None:
-    """A name of a cluster that `peak_flops` did not know would lose the MFU without a word."""
+    """`peak_flops` knows every device, so that no run silently lacks an MFU."""
     assert all(peak_flops(name) for name in load_clusters()[0] if name != CPU_DEVICE)
     assert peak_flops("A100 80GB") == 312e12
     assert peak_flops("H100 PCIe") == 756e12
@@ -103,7 +111,7 @@ def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
     devices, networks = read_clusters(BUILTIN_CLUSTERS, mine)
     h100, abacus = devices["H100"], devices["Abacus 9"]
     assert (h100.software, h100.calibrated, h100.bandwidth) == (0.75, "runs/8b", 3350e9)
-    # What was measured of one is nobody else's.
+    # Other devices do not inherit the measurement.
     assert (devices["H200"].software, devices["H200"].calibrated) == (1.0, "")
     assert (abacus.software, abacus.bf16, abacus.link.bandwidth) == (1.0, h100.bf16, 7.0)
     assert networks["cart"].achieved == ((2, 0.9), (16, 0.5), (128, 0.1))
@@ -125,9 +133,9 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     ("text", "parts"),
     [
         ("[[[", [": cannot be read: "]),
-        ("device.X.bf16 = 1", [": device: is no table of entries; use [devices.NAME]"]),
-        ("devices = 3", [": devices: is no table of entries"]),
-        ("[devices]\nH100 = 3", [": devices: is no table of entries"]),
+        ("device.X.bf16 = 1", [": device: is not a table of entries; use [devices.NAME]"]),
+        ("devices = 3", [": devices: is not a table of entries"]),
+        ("[devices]\nH100 = 3", [": devices: is not a table of entries"]),
         (
             "[devices.H100]\nbandwidht = 3\nmemory_gib = 'much'\nlaunch = 0",
             [
@@ -139,9 +147,9 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
         (
             "[devices.X]\nlike = 'H10'\n[devices.Y]\nlike = 'Y'\n[devices.Z]\nlink = ['pcie4']",
             [
-                ": devices.X.like = \"H10\": is no other device; did you mean 'H100'?",
-                ': devices.Y.like = "Y": is no other device',
-                ": devices.Z.link = ['pcie4']: is not known",
+                ": devices.X.like = \"H10\": is not another device; did you mean 'H100'?",
+                ': devices.Y.like = "Y": is not another device',
+                ": devices.Z.link = ['pcie4']: is not a known link",
             ],
         ),
         ("[devices.X]\nlink = 'pcie4'", [".X.bandwidth: field required", ".X.achieved: field req"]),
@@ -150,7 +158,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
         (
             "[devices.H100]\nachieved = { float8 = 1e15 }\ncores = 0\nflash = [0, 0]\nbf16 = -1",
             [
-                ": devices.H100.achieved = {'float8': 1000000000000000.0}: lacks bf16",
+                ".achieved = {'float8': 1000000000000000.0}: must have an entry for bf16",
                 ": devices.H100.cores = 0: input should be greater than 0",
                 ": devices.H100.flash = [0, 0]: input should be greater than 0",
                 ": devices.H100.bf16 = -1: input should be greater than or equal to 0",

@@ -10,11 +10,11 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.cost import Matmul, matmul_seconds
-from weft.estimate.forecast import device_of, forecast
-from weft.estimate.trace_to_cost import _grouped
-from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, units
+from weft.estimate.forecast import device_spec, forecast
+from weft.estimate.trace_to_cost import _grouped_matmul
+from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, unit_costs
 from weft.plan.devices import get_device
-from weft.plan.memory_formula import local_unit_params, estimate_rank_bytes
+from weft.plan.memory_formula import estimate_rank_bytes, local_unit_params
 from weft.plan.plan_text import describe_plan, plan_recipe
 from weft.plan.resolve import Machine, resolve
 
@@ -27,29 +27,34 @@ def job_of(**changes: Any) -> Job:
     return job
 
 
-def told(world: int, **changes: Any) -> dict[str, str]:
+def rejections(world: int, **changes: Any) -> dict[str, str]:
     with pytest.raises(InvalidConfig) as error:
         resolve(job_of(**changes), Machine("cpu", devices=2, world_size=world))
     return {problem.key: str(problem) for problem in error.value.problems}
 
 
 def test_ep_divides_the_shards_and_the_experts() -> None:
-    assert "does not divide the 4 ranks" in told(4, parallel__ep=3)["parallel.ep"]
-    rule = told(16, parallel__ep=16, train__global_batch_size=16)["parallel.ep"]
+    assert "does not divide the 4 ranks" in rejections(4, parallel__ep=3)["parallel.ep"]
+    rule = rejections(16, parallel__ep=16, train__global_batch_size=16)["parallel.ep"]
     assert "does not divide the 8 experts; use 1, 2, 4 or 8" in rule
     plan = resolve(job_of(parallel__ep=4, parallel__cp=2), Machine("cpu", 2, world_size=8))
     assert (plan.ep, plan.dp_shard, plan.cp) == (4, 4, 2)
 
 
 def test_ep_incompatible_keys_are_refused() -> None:
-    assert "canonical" in told(2, parallel__ep=2, train__world_size_invariant="true")["parallel.ep"]
-    assert "fit" in told(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
+    assert (
+        "world_size_invariant"
+        in rejections(2, parallel__ep=2, train__world_size_invariant="true")["parallel.ep"]
+    )
+    assert "fit" in rejections(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
     keys = {"parallel__ep": 2, "parallel__reshard_after_forward": 2}
-    assert "expert parallelism" in told(4, **keys)["parallel.reshard_after_forward"]
+    assert (
+        "weights that parallel.ep shards" in rejections(4, **keys)["parallel.reshard_after_forward"]
+    )
     keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch_size": 3}
-    assert "with experts" in told(2, **keys)["train.microbatch_size"]
-    assert "stacks" in told(1, optim__name="muon")["optim.name"]
-    assert "grouped" in told(1, precision__float8="rowwise")["precision.float8"]
+    assert "mixture of experts" in rejections(2, **keys)["train.microbatch_size"]
+    assert "stacks" in rejections(1, optim__name="muon")["optim.name"]
+    assert "grouped" in rejections(1, precision__float8="rowwise")["precision.float8"]
 
 
 def test_flops_are_those_of_the_active_experts() -> None:
@@ -74,16 +79,23 @@ def test_grouped_products_cost_as_their_work_and_one_kernel() -> None:
     few = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
     assert few > 128 * 2 * 2048 * 768 / device.bandwidth
     # Forward, and the gradient of the weights, of 32 rows in 4 groups.
-    assert _grouped((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
-    assert _grouped((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
+    assert _grouped_matmul((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
+    assert _grouped_matmul((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
 
 
 def test_a_rank_gathers_its_own_experts_only() -> None:
-    of_all = units(PRESETS["qwen3-30b-a3b"], 4096)
+    of_all = unit_costs(PRESETS["qwen3-30b-a3b"], 4096)
     layer = of_all[1]
     assert layer.expert_params == 128 * 3 * 2048 * 768
     assert local_unit_params(layer, 8) == layer.params - layer.expert_params * 7 / 8
-    same = {"tp": 1, "pp": 1, "tokens": 0, "in_flight": 1, "per_param": 0.0, "compute_bytes": 2}
+    same = {
+        "tp": 1,
+        "pp": 1,
+        "tokens": 0,
+        "in_flight": 1,
+        "bytes_per_param": 0.0,
+        "compute_bytes": 2,
+    }
     whole, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
     assert spread < whole
 
@@ -96,20 +108,20 @@ def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
     assert "3,353,032,704 of them active" in describe_plan(job, plan, machine, recipe)
     few = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
     job, plan, machine = plan_recipe(recipe, few, [], None, lambda device: Machine("cpu", 2))
-    seen = forecast(job, plan, machine, device_of(plan, machine))
+    seen = forecast(job, plan, machine, device_spec(plan, machine))
     shape = plan.model
-    rows = plan.microbatch * job.train.seq_len * shape.active_experts
+    rows = plan.microbatch_size * job.train.seq_len * shape.active_experts
     # Forward twice, for blocks are computed again, and backward: there and back.
-    exchanges = plan.accumulation * layers * 3 * 2
+    exchanges = plan.num_microbatches * layers * 3 * 2
     wanted = exchanges * rows * shape.dim * 2
-    assert seen.exchanges["ep"].bytes == pytest.approx(wanted, rel=1e-3)
-    assert seen.exchanges["ep"].exposed_seconds > 0
+    assert seen.communication["ep"].bytes == pytest.approx(wanted, rel=1e-3)
+    assert seen.communication["ep"].exposed_seconds > 0
     # Weights of experts in float32, spread over all ranks.
-    experts = sum(unit.expert_params for unit in units(shape, 1))
-    assert seen.by_category()["parameters"] == pytest.approx(
+    experts = sum(unit.expert_params for unit in unit_costs(shape, 1))
+    assert seen.gib_by_category()["parameters"] == pytest.approx(
         4 * num_params(shape) / 64 / 2**30, rel=0.02
     )
     # Gathered in bfloat16 over edp only, in each microbatch twice; gradients reduced in float32.
-    moved = plan.accumulation * experts / plan.ep * (2 + 2 + 4)
-    assert seen.exchanges["edp"].bytes == pytest.approx(moved, rel=0.02)
-    assert any("perfectly balanced" in doubt for doubt in seen.doubts)
+    moved = plan.num_microbatches * experts / plan.ep * (2 + 2 + 4)
+    assert seen.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
+    assert any("perfectly balanced" in doubt for doubt in seen.caveats)

@@ -15,7 +15,7 @@ from weft.models import load_family
 from weft.models.llama import PRESETS
 from weft.plan.devices import parse_cluster
 from weft.plan.float8_rules import find_float8_matrices
-from weft.plan.plan_text import describe_plan, cluster_machine
+from weft.plan.plan_text import cluster_machine, describe_plan
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.job_checks import check_names
 
@@ -49,14 +49,18 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         (plan.peak_flops, plan.peak_dtype) == (plain.peak_flops, "bfloat16") == (989e12, "bfloat16")
     )
     # Of 32 blocks; keys and values, 4096 to 1024, are too small.
-    assert (plan.float8_matrices, plan.float8_gather, plan.float8_emulated) == (160, True, False)
+    assert (plan.num_float8_matrices, plan.float8_all_gather, plan.float8_emulated) == (
+        160,
+        True,
+        False,
+    )
     assert not plan.warnings
     job, machine = asked(*LARGE, cluster="1x8xH100", recipe="demo")
     screen = describe_plan(job, plan, machine, "demo")
     assert "tensorwise, 160 matrices, gathered in float8" in screen
-    assert "989 TFLOP/s a device, dense bfloat16: MFU is of that, with float8, too" in screen
+    assert "989 TFLOP/s per device, dense bfloat16: the basis of MFU, also with float8" in screen
     (warning,) = planned(*LARGE, ("compile.enable", "false")).warnings
-    assert "kernels of their own" in warning
+    assert "separate kernels" in warning
     for recipe, cluster, emulated in (
         ("tensorwise", "1x8xA100-80GB", True),
         ("rowwise", "1x8xMI300X", False),
@@ -67,10 +71,10 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         assert found.float8_emulated == emulated
         assert any("emulated" in warning for warning in found.warnings) == emulated
     for key, value in (("cpu_offload", "true"), ("reshard_after_forward", "2")):
-        assert not planned(*LARGE, (f"parallel.{key}", value)).float8_gather
+        assert not planned(*LARGE, (f"parallel.{key}", value)).float8_all_gather
     pipeline = [("parallel.pp", "2"), ("pipeline.schedule", "ZBVZeroBubble")]
     (warning,) = planned(*LARGE, *pipeline, ("compile.enable", "false")).warnings[1:]
-    assert "does both twice" in warning
+    assert "computes each gradient twice" in warning
 
 
 def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
@@ -118,14 +122,17 @@ SITES = (
     [
         (
             [("train.world_size_invariant", "true"), ("precision.compute_dtype", "float32")],
-            "in canonical order",
+            "with train.world_size_invariant",
         ),
-        ([("precision.compute_dtype", "float32")], "products in float8 give bfloat16"),
-        ([("model.ffn_dim", "1000"), ("model.dim", "120")], "no matrix of a block has sides"),
+        ([("precision.compute_dtype", "float32")], "produces bfloat16"),
+        (
+            [("model.ffn_dim", "1000"), ("model.dim", "120")],
+            "needs a matrix whose sizes are multiples of 16",
+        ),
         ([("model.dim", "512"), ("model.ffn_dim", "1024")], "too small to gain"),
-        ([("precision.float8_exclude", '["*.*_proj"]')], "in float8_skip"),
-        ([("precision.float8_exclude", '["*.ffn"]')], "there are q_proj, k_proj"),
-        ([("train.seq_len", "8200")], "no multiple of 16; use a multiple of 16"),
+        ([("precision.float8_exclude", '["*.*_proj"]')], "in precision.float8_exclude"),
+        ([("precision.float8_exclude", '["*.ffn"]')], "use one of q_proj, k_proj"),
+        ([("train.seq_len", "8200")], "not a multiple of 16 (float8); use a multiple of 16"),
     ],
 )
 def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:

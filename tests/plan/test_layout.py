@@ -61,10 +61,11 @@ REFUSALS = [
     # Degrees and the world.
     ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
     ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.nproc_per_node = 6", "tp=2 pp=2"),
-    ("dp_shard=3", 8, "dp_shard", "not the number of ranks, 8", "use 8, or auto", "dp_shard=8"),
+    ("dp_shard=3", 8, "dp_shard", "is not equal to the 8 ranks", "use 8, or auto", "dp_shard=8"),
     ("dp_shard=2 tp=2", 8, "dp_shard", "times tp = 2", "use 4", "dp_shard=4 tp=2"),
     # The batch.
-    ("train.global_batch_size=6", 4, "train.global_batch_size", "does not divide over the 4", "4 or 8",
+    ("train.global_batch_size=6", 4, "train.global_batch_size",
+     "is not divisible by 4 data-parallel", "4 or 8",
      "train.global_batch_size=8"),
     ("train.microbatch_size=5", 4, "train.microbatch_size", "exceeds the 4 sequences", "at most 4",
      "train.microbatch_size=3"),
@@ -76,66 +77,82 @@ REFUSALS = [
     ("tp=4 model.ffn_dim=190", 4, "tp", "ffn_dim = 190", "1 or 2", "tp=2 model.ffn_dim=190"),
     ("tp=8 model.vocab_size=516", 8, "tp", "vocab_size = 516", "--model.vocab_size 520",
      "tp=8 model.vocab_size=520"),
-    ("tp=4 train.seq_len=62", 4, "train.seq_len", "does not divide over tp = 4", "60 or 64",
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "is not divisible by tp = 4", "60 or 64",
      "tp=4 train.seq_len=60"),
     ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp = 4", "sequence_parallel false",
      "tp=4 train.seq_len=62 sequence_parallel=false"),
     # Asynchronous tensor parallel.
     ("tp=2 async_tp=true", 2, "async_tp", "torch.compile", "compile.enable true", None),
-    ("async_tp=true compile.enable=true", 2, "async_tp", "no tensor parallelism", "above 1", None),
-    ("tp=2 async_tp=true compile.enable=true", 2, "async_tp", "reach each other's memory",
-     "async_tp false", "tp=2 compile.enable=true"),
+    ("async_tp=true compile.enable=true", 2, "async_tp", "without tensor parallelism", "above 1",
+     None),
+    ("tp=2 async_tp=true compile.enable=true", 2, "async_tp", "read each other's memory",
+     "use false", "tp=2 compile.enable=true"),
     ("tp=2 async_tp=true compile.enable=true sequence_parallel=false", 2, "async_tp",
      "sequence parallelism, which is off", "sequence_parallel true", None),
     # Symmetric memory.
-    ("symmetric_memory=true", 2, "symmetric_memory", "reach each other's memory", "false here",
+    ("symmetric_memory=true", 2, "symmetric_memory", "read each other's memory", "use false",
      "dp_shard=2"),
     # Context parallel: sequence, heads.
-    ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 pieces of cp = 4", "56 or 64",
+    ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 load-balanced chunks of cp = 4", "56 or 64",
      "cp=4 train.seq_len=56"),
-    ("cp=4 train.seq_len=62 cp_load_balance=false", 4, "train.seq_len", "by cp = 4", "60 or 64",
+    ("cp=4 train.seq_len=62 cp_load_balance=false", 4, "train.seq_len", "by cp = 4 ranks",
+     "60 or 64",
      "cp=4 train.seq_len=60 cp_load_balance=false"),
     ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "num_heads = 8 / tp = 2",
      "1, 2 or 4", "cp=4 tp=2 cp_method=ulysses dp_shard=2"),
     ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
      "cp=8 tp=2 cp_method=ring train.global_batch_size=1"),
     # Pipelines: layers, microbatches, schedules.
-    ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages of a model of 8", "at most 10",
+    ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages, but the model has only 8", "at most 10",
      "pp=10 train.microbatch_size=1"),
-    ("pp=8 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1", 8, "pp",
-     "16 stages of a model of 8", "at most 5",
-     "pp=4 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 dp_shard=2"),
+    ("pp=8 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1",
+     8, "pp",
+     "16 stages, but the model has only 8", "at most 5",
+     "pp=4 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 "
+     "dp_shard=2"),
     ("pp=4 train.microbatch_size=8", 4, "train.microbatch_size",
-     "2 microbatches; 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
+     "2 microbatches, but 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
      "pp=4 train.microbatch_size=3"),
-    ("pp=8 train.global_batch_size=4", 8, "train.microbatch_size", "1F1B needs", "train.global_batch_size 8",
+    ("pp=8 train.global_batch_size=4", 8, "train.microbatch_size", "1F1B needs",
+     "train.global_batch_size 8",
      "pp=8 train.global_batch_size=8"),
-    ("pp=2 pipeline.schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size", "stages, 4", "use 1",
+    ("pp=2 pipeline.schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size",
+     "stages, 4", "use 1",
      "pp=2 pipeline.schedule=DualPipeV train.microbatch_size=4"),
     ("pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=1 train.global_batch_size=9", 4,
-     "train.microbatch_size", "multiple", "use 2", "pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=2"),
-    ("pp=2 pipeline.schedule=1F2B", 2, "pipeline.schedule", "no such pipeline schedule", "'1F1B'", "pp=2"),
-    ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B has 1", "auto",
+     "train.microbatch_size", "a number m that", "use 2",
+     "pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=2"),
+    ("pp=2 pipeline.schedule=1F2B", 2, "pipeline.schedule", "is not a known schedule", "'1F1B'",
+     "pp=2"),
+    ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B, which has 1", "auto",
      "pp=2"),
     ("pp=2 pipeline.schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
-     "interleaves several", "2 or more", "pp=2 pipeline.schedule=LoopedBFS"),
-    ("pp=2 model.tied_embeddings=true", 2, "pp", "torn apart", "tied_embeddings false", "pp=2"),
-    ("pp=2 pipeline.schedule=ZBVZeroBubble compile.enable=true", 2, "pipeline.schedule", "torch.compile cannot",
+     "interleaves several stages", "2 or more", "pp=2 pipeline.schedule=LoopedBFS"),
+    ("pp=2 model.tied_embeddings=true", 2, "pp", "tied embedding", "tied_embeddings false", "pp=2"),
+    ("pp=2 pipeline.schedule=ZBVZeroBubble compile.enable=true", 2, "pipeline.schedule",
+     "torch.compile does not support",
      "1F1B", "pp=2 compile.enable=true"),
-    ("pp=2 pipeline.schedule=ZBVZeroBubble activation_checkpoint.mode=selective", 2, "pipeline.schedule", "selective cannot",
+    ("pp=2 pipeline.schedule=ZBVZeroBubble activation_checkpoint.mode=selective", 2,
+     "pipeline.schedule", "selective does not support",
      "1F1B", "pp=2 activation_checkpoint.mode=selective"),
-    ("pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2, "pipeline.schedule", "budget cannot",
+    ("pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2,
+     "pipeline.schedule", "budget does not support",
      "activation_checkpoint.mode none", "pp=2 activation_checkpoint.mode=budget"),
-    ("pp=2 pipeline.layers_per_stage=[4,5]", 2, "pipeline.layers_per_stage", "9", "", "pp=2 pipeline.layers_per_stage=[4,4]"),
-    ("pp=2 pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "1", "", "pp=2 pipeline.layers_per_stage=[8,0]"),
-    ("pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "no pipeline", "leave it out", ""),
-    ("pp=2 pipeline.schedule=/nowhere.csv", 2, "pipeline.schedule", "cannot be read", "0F3", "pp=2"),
+    ("pp=2 pipeline.layers_per_stage=[4,5]", 2, "pipeline.layers_per_stage", "9", "",
+     "pp=2 pipeline.layers_per_stage=[4,4]"),
+    ("pp=2 pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "1", "",
+     "pp=2 pipeline.layers_per_stage=[8,0]"),
+    ("pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "without a pipeline",
+     "remove the key", ""),
+    ("pp=2 pipeline.schedule=/nowhere.csv", 2, "pipeline.schedule", "cannot be read", "0F3",
+     "pp=2"),
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
      "reshard_after_forward=4"),
-    ("tp=2 reshard_after_forward=2", 8, "reshard_after_forward", "tensor parallelism has cut",
+    ("tp=2 reshard_after_forward=2", 8, "reshard_after_forward", "weights that parallel.tp shards",
      "always or never", "tp=2 reshard_after_forward=never"),
-    ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "found by", "leave it out", None),
+    ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "conflicts with parallel.dp_shard = fit",
+     "remove the key", None),
 ]  # fmt: skip
 
 
@@ -156,22 +173,22 @@ def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
         planned(good, unit * shards[0] if shards else max(world // unit, 1) * unit)
 
 
-def test_ulysses_copies_keys_where_groups_do_not_go_round() -> None:
-    """Six heads, two of keys, three ranks: `tests/parallel/test_context_parallel.py` computes with them."""
+def test_ulysses_replicates_keys_if_ranks_do_not_divide_groups() -> None:
+    """`tests/parallel/test_context_parallel.py` computes with these heads and ranks."""
     heads = "model.num_heads=6 model.num_kv_heads=2 model.dim=96 train.seq_len=60"
     plan = planned(f"cp=3 cp_method=ulysses train.global_batch_size=4 {heads}", 3)
     assert plan.cp == 3
 
 
 def test_layout_every_mistake_is_reported_at_once() -> None:
-    """Rules about different keys are all told."""
+    """The report has the errors of all keys."""
     keys = {
         p.key for p in refused("tp=16 pp=2 pipeline.schedule=Nonsense cp=2 train.seq_len=63", 64)
     }
     assert keys >= {"parallel.tp", "pipeline.schedule", "train.seq_len"}
-    # Nor does a wrong number of ranks hide what is wrong with heads and sequence.
+    # A wrong number of ranks does not hide errors of heads and sequence length.
     rules = [p.rule for p in refused("dp_shard=2 tp=16 cp=2 train.seq_len=63", 8)]
-    for part in ("not the number of ranks", "num_heads = 8", "into the 4 pieces"):
+    for part in ("is not equal to the 8 ranks", "num_heads = 8", "by 4 load-balanced chunks"):
         assert any(part in rule for rule in rules), rules
 
 
@@ -180,7 +197,7 @@ def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
     assert planned(layout, machine=CUDA).tp == 2
     apart = Machine("cuda", 8, "NVIDIA A10G", peer_access=False)
     (problem,) = refused(layout, machine=apart)
-    assert "reach each other's memory" in problem.rule
+    assert "read each other's memory" in problem.rule
     across = Machine("cuda", 8, "NVIDIA H100", world_size=32, local_world_size=4, peer_access=True)
     crossing = refused("tp=8 async_tp=true compile.enable=true", machine=across)
     assert [p.key for p in crossing] == ["parallel.async_tp"]
@@ -190,7 +207,7 @@ def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
 def test_symmetric_memory_where_the_hardware_has_it() -> None:
     assert planned("symmetric_memory=true", machine=CUDA)
     (problem,) = refused("symmetric_memory=true hierarchical_gather=true", machine=CUDA)
-    assert "no part in parallel.hierarchical_gather" in problem.rule
+    assert "does not support parallel.hierarchical_gather" in problem.rule
 
 
 def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> None:
@@ -213,9 +230,9 @@ def test_a_cpu_is_not_given_hundreds_of_processes() -> None:
 
 def test_degrees_fill_the_world() -> None:
     plan = planned("tp=2 cp=2 pp=2 dp_replicate=2", 32)
-    assert plan.sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+    assert plan.axis_sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
     # 16 sequences over four data-parallel ranks, in as many microbatches as there are.
-    assert (plan.local_batch, plan.microbatch, plan.accumulation) == (4, 1, 4)
+    assert (plan.local_batch_size, plan.microbatch_size, plan.num_microbatches) == (4, 1, 4)
     assert planned("tp=4", machine=Machine("cpu", 2)).world_size == 4
     assert planned("tp=2", machine=Machine("cpu", 8)).world_size == 4
 
@@ -258,10 +275,10 @@ def test_when_gradients_are_reduced(layout: str, expected: str) -> None:
 
 def test_microbatches_of_a_pipeline_fill_it() -> None:
     """auto: the largest that leave four microbatches a rank, if there are as many."""
-    assert planned("pp=2 train.global_batch_size=32", 2).accumulation == 8
-    assert planned("pp=2 train.global_batch_size=4", 2).accumulation == 4
+    assert planned("pp=2 train.global_batch_size=32", 2).num_microbatches == 8
+    assert planned("pp=2 train.global_batch_size=4", 2).num_microbatches == 4
     interleaved = planned("pp=2 pipeline.schedule=Interleaved1F1B train.global_batch_size=15", 2)
-    assert interleaved.accumulation % 2 in (0, 1)
+    assert interleaved.num_microbatches % 2 in (0, 1)
 
 
 def test_the_smallest_shard_group_that_fits() -> None:
@@ -326,7 +343,7 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
         ),
         (
             "pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=full",
-            "another",
+            "Another schedule",
             "pipeline.schedule=1F1B",
         ),
     ],
@@ -345,11 +362,11 @@ def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     plan = planned(f"pp=2 pipeline.schedule={file}", 2)
-    assert (plan.microbatch, plan.accumulation) == (8, 2)
+    assert (plan.microbatch_size, plan.num_microbatches) == (8, 2)
     assert plan.pipeline is not None
-    assert plan.pipeline.ranks == (0, 1)
+    assert plan.pipeline.stage_ranks == (0, 1)
     (problem,) = refused(f"pp=2 pipeline.schedule={file} train.microbatch_size=2", 2)
     assert problem.key == "train.microbatch_size"
-    assert "file has 2" in problem.rule
+    assert "has 2" in problem.rule
     (problem,) = refused(f"pp=4 pipeline.schedule={file}", 4)
     assert "2 lines for parallel.pp = 4" in problem.rule

@@ -17,15 +17,18 @@ def test_sides_are_those_that_a_rank_has() -> None:
     assert [m.name.rpartition(".")[2] for m in whole] == [f"{kind}_proj" for kind in kinds]
     for kind, full, cut in zip(kinds, whole, half, strict=True):
         row = kind in ("o", "down")
-        outputs, inputs = full.outputs // (1 if row else 2), full.inputs // (2 if row else 1)
+        outputs, inputs = (
+            full.out_features // (1 if row else 2),
+            full.in_features // (2 if row else 1),
+        )
         assert cut == Matrix(full.name, outputs, inputs)
     # Two heads of keys are shared by four ranks.
     assert TOY.num_kv_heads == 2
     shared = list_matrices(TOY, load_family("llama"), 4)
-    assert [m.outputs for m in shared[:3]] == [
-        whole[0].outputs // 4,
-        whole[1].outputs // 2,
-        whole[2].outputs // 2,
+    assert [m.out_features for m in shared[:3]] == [
+        whole[0].out_features // 4,
+        whole[1].out_features // 2,
+        whole[2].out_features // 2,
     ]
 
 

@@ -1,4 +1,4 @@
-"""Timetables: torch's schedules as they are, and files that are none."""
+"""Pipeline schedules: torch's own, and valid and invalid CSV files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from weft.plan.pipeline_schedule import (
     SCHEDULES,
     Action,
     PipelineSchedule,
+    build_schedule,
     find_schedule,
     max_in_flight,
-    stage_index_to_rank,
     read_schedule_csv,
-    build_schedule,
+    stage_index_to_rank,
 )
 from weft.train.setup import build
 
 
-def text_of(table: PipelineSchedule) -> str:
-    rows = [[f"{a.stage}{a.kind}{a.microbatch}" for a in table[rank]] for rank in sorted(table)]
+def format_csv(schedule: PipelineSchedule) -> str:
+    rows = [
+        [f"{a.stage}{a.kind}{a.microbatch}" for a in schedule[rank]] for rank in sorted(schedule)
+    ]
     return "".join(",".join(row) + "\n" for row in rows)
 
 
@@ -40,18 +42,18 @@ def stages_per_rank(name: str) -> int:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, pp: int) -> None:
-    """`Schedule.allows` says yes where torch makes a whole step of so many microbatches."""
+def test_schedule_microbatches_that_a_schedule_excludes_are_refused(name: str, pp: int) -> None:
+    """`ScheduleSpec.supports` agrees with torch on the numbers of microbatches."""
     per_rank = stages_per_rank(name)
     for microbatches in range(1, 4 * pp + 1):
         try:
-            table = build_schedule(name, pp, per_rank, microbatches)
-            every = [action for order in table.values() for action in order]
+            schedule = build_schedule(name, pp, per_rank, microbatches)
+            every = [action for order in schedule.values() for action in order]
             whole = len({(a.stage, a.microbatch) for a in every if a.kind == "F"})
             possible = whole == pp * per_rank * microbatches
         except (ValueError, AssertionError):
             possible = False
-        allowed = SCHEDULES[name].allows(microbatches, pp, pp * per_rank)
+        allowed = SCHEDULES[name].supports(microbatches, pp, pp * per_rank)
         if name == "1F1B":  # refused by the engine, not by the order
             assert allowed == (microbatches >= pp)
         else:
@@ -59,16 +61,15 @@ def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_where_stages_sit(name: str) -> None:
+def test_stages_have_the_ranks_of_the_schedule(name: str) -> None:
     pp, per_rank = 3, stages_per_rank(name)
-    homes = stage_index_to_rank(build_schedule(name, pp, per_rank, 6))
+    ranks = stage_index_to_rank(build_schedule(name, pp, per_rank, 6))
     loop = [*range(pp)] * per_rank
     in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
-    assert homes == ([0, 1, 2, 2, 1, 0] if in_a_v else loop)
+    assert ranks == ([0, 1, 2, 2, 1, 0] if in_a_v else loop)
 
 
-def test_how_many_microbatches_are_kept() -> None:
-    """What is known of the two simplest."""
+def test_max_in_flight_of_simple_schedules() -> None:
     assert max_in_flight(build_schedule("GPipe", 3, 1, 5)) == [5, 5, 5]
     assert max_in_flight(build_schedule("1F1B", 3, 1, 5)) == [3, 2, 1]
     assert max_in_flight(build_schedule("LoopedBFS", 2, 2, 5)) == [5, 5, 5, 5]
@@ -79,8 +80,8 @@ def test_half_a_backward_frees_nothing() -> None:
     assert max_in_flight({0: order}) == [2]
 
 
-def kept(name: str) -> dict[int, tuple[int, int]]:
-    """For each stage of this rank: microbatches kept at once, seen and planned."""
+def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
+    """Return the measured and the planned peak of microbatches of each stage of this rank."""
     job = small_job(
         ("parallel.pp", "2"),
         ("pipeline.schedule", name),
@@ -122,18 +123,22 @@ def kept(name: str) -> dict[int, tuple[int, int]]:
     for stage in stages:
         watch(stage)
     rows = torch.zeros((1, job.train.seq_len), dtype=torch.int64)
-    built.engine.forward_backward([Batch(rows, rows, None, None)] * plan.accumulation)
+    built.engine.forward_backward([Batch(rows, rows, None, None)] * plan.num_microbatches)
     return {stage: (seen, plan.pipeline.in_flight[stage]) for stage, seen in most.items()}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
-    found = {stage: pair for rank in run_ranks(kept, 2, name) for stage, pair in rank.items()}
+    found = {
+        stage: pair
+        for rank in run_ranks(measure_in_flight, 2, name)
+        for stage, pair in rank.items()
+    }
     assert sorted(found) == [*range(2 * stages_per_rank(name))]
     assert all(seen == planned for seen, planned in found.values()), found
 
 
-def test_timetable_unknown_name_is_refused() -> None:
+def test_schedule_unknown_name_is_refused() -> None:
     found = find_schedule("interleaved1f1b")
     assert not isinstance(found, ConfigError)
     assert found.name == "Interleaved1F1B"
@@ -146,19 +151,17 @@ def test_timetable_unknown_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "pp"), list(itertools.product(SCHEDULES, [2, 3])))
-def test_timetable_schedule_written_to_a_file_is_the_same(
-    name: str, pp: int, tmp_path: Path
-) -> None:
-    table = build_schedule(name, pp, stages_per_rank(name), 2 * pp)
+def test_schedule_written_to_a_file_is_the_same(name: str, pp: int, tmp_path: Path) -> None:
+    schedule = build_schedule(name, pp, stages_per_rank(name), 2 * pp)
     path = tmp_path / "mine.csv"
-    path.write_text(text_of(table))
-    assert read_schedule_csv(path, pp) == table
+    path.write_text(format_csv(schedule))
+    assert read_schedule_csv(path, pp) == schedule
 
 
 FLAWS = [
     ("0F0,0B0\n", 2, "has 1 lines for parallel.pp = 2"),
-    ("0F0,0B0\n1F0,1X0\n", 2, "line 2 has '1X0', which is no action"),
-    ("0F0,0B0\n2F0,2B0\n", 2, "has stages [0, 2], which do not count up from 0"),
+    ("0F0,0B0\n1F0,1X0\n", 2, "has an invalid action '1X0' in line 2"),
+    ("0F0,0B0\n2F0,2B0\n", 2, "has stages [0, 2], which are not numbered from 0 without gaps"),
     ("0F0,0B0\n0F1,0B1\n", 2, "has stage 0 on ranks [0, 1]"),
     ("0F0,0B0,1F0,1B0\n,\n", 2, "has a rank without a stage"),
     ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", 2, "once forward and once backward"),
@@ -167,16 +170,16 @@ FLAWS = [
     ("0F0,0I0\n1F0,1B0\n", 2, "once forward and once backward"),
     ("0F0,0B0,0I0,0W0\n1F0,1B0\n", 2, "once forward and once backward"),
     ("0F0,0F2,0B0,0B2\n1F0,1F2,1B0,1B2\n", 2, "once forward and once backward"),
-    ("0F0,0B0\n1B0,1F0\n", 2, "never ends"),
-    ("0B0,0F0\n1F0,1B0\n", 2, "never ends"),
-    ("0F0,0W0,0I0\n1F0,1B0\n", 2, "never ends"),
-    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 2, "never ends"),
+    ("0F0,0B0\n1B0,1F0\n", 2, "deadlocks"),
+    ("0B0,0F0\n1F0,1B0\n", 2, "deadlocks"),
+    ("0F0,0W0,0I0\n1F0,1B0\n", 2, "deadlocks"),
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 2, "deadlocks"),
     ("", 2, "has 0 lines"),
 ]
 
 
 @pytest.mark.parametrize(("text", "pp", "rule"), FLAWS)
-def test_timetable_file_that_is_not_a_schedule_is_refused(
+def test_schedule_file_that_is_not_a_schedule_is_refused(
     text: str, pp: int, rule: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -186,7 +189,7 @@ def test_timetable_file_that_is_not_a_schedule_is_refused(
     assert rule in found.rule, found.rule
 
 
-def test_timetable_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_schedule_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
         found = read_schedule_csv(path, 2)

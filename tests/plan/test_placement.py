@@ -16,15 +16,15 @@ from weft.plan import placement
 from weft.plan.placement import (
     AXES,
     MESH_ORDERS,
-    rank_to_coordinates,
+    coordinates_to_rank,
+    count_ranks,
     crosses_nodes,
-    rank_groups,
+    format_rank_map,
     max_nodes_per_group,
     placement_warnings,
-    format_rank_map,
-    coordinates_to_rank,
+    rank_groups,
+    rank_to_coordinates,
     ranks_per_node,
-    count_ranks,
 )
 
 REPLICA_OUTER = MESH_ORDERS["replica-outer"]
@@ -77,7 +77,9 @@ def test_coordinates_and_groups_agree_in_every_layout() -> None:
     for sizes, order in layouts():
         world = count_ranks(sizes)
         where = [rank_to_coordinates(rank, sizes, order) for rank in range(world)]
-        assert [coordinates_to_rank(indices, sizes, order) for indices in where] == list(range(world))
+        assert [coordinates_to_rank(indices, sizes, order) for indices in where] == list(
+            range(world)
+        )
         for axes in ("pp", "cp", ("dp_shard",), ("dp_replicate", "dp_shard"), ("tp", "pp"), AXES):
             chosen = {axes} if isinstance(axes, str) else set(axes)
             found = rank_groups(axes, sizes, order)
@@ -98,16 +100,22 @@ def test_an_axis_left_out_has_one_index() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rank_to_coordinates(8, {"tp": 8}), "rank 8 is not one of 8"),
-        (lambda: rank_to_coordinates(-1, {"tp": 8}), "rank -1 is not one of 8"),
-        (lambda: coordinates_to_rank({"tp": 8}, {"tp": 8}), "tp = 8 is not one of 8"),
-        (lambda: coordinates_to_rank({"ep": 0}, {"tp": 8}), "no such axis: ep"),
-        (lambda: rank_groups("ep", {"tp": 8}), "no such axis: ep"),
-        (lambda: rank_groups("tp", {"ep": 8}), "no such axis: ep"),
+        (lambda: rank_to_coordinates(8, {"tp": 8}), "rank 8 is out of range: the mesh has 8"),
+        (lambda: rank_to_coordinates(-1, {"tp": 8}), "rank -1 is out of range"),
+        (
+            lambda: coordinates_to_rank({"tp": 8}, {"tp": 8}),
+            "tp = 8 is out of range: the axis has size 8",
+        ),
+        (lambda: coordinates_to_rank({"ep": 0}, {"tp": 8}), "unknown axis: ep"),
+        (lambda: rank_groups("ep", {"tp": 8}), "unknown axis: ep"),
+        (lambda: rank_groups("tp", {"ep": 8}), "unknown axis: ep"),
         (lambda: rank_groups("tp", {"tp": 0}), "at least 1"),
-        (lambda: rank_groups("tp", {"tp": 2}, ("tp", "pp", "dp_replicate", "dp_shard", "cp")), "ends"),
-        (lambda: rank_groups("tp", {"tp": 2}, ("pp", "dp_shard", "cp", "tp")), "names each of pp"),
-        (lambda: format_rank_map({"pp": 2}, 2, ["one"]), "1 stages for pp = 2"),
+        (
+            lambda: rank_groups("tp", {"tp": 2}, ("tp", "pp", "dp_replicate", "dp_shard", "cp")),
+            "end with tp",
+        ),
+        (lambda: rank_groups("tp", {"tp": 2}, ("pp", "dp_shard", "cp", "tp")), "list each of pp"),
+        (lambda: format_rank_map({"pp": 2}, 2, ["one"]), "1 stage names for pp = 2"),
     ],
 )
 def test_placement_unknown_axis_or_rank_is_refused(call: object, message: str) -> None:
@@ -131,7 +139,7 @@ def test_a_large_world_is_fast() -> None:
 # --------------------------------------------------------------------------- nodes
 
 
-def test_which_groups_cross_nodes() -> None:
+def test_max_nodes_per_group_follows_the_mesh_order() -> None:
     def crossing(order: tuple[str, ...]) -> dict[str, int]:
         return {axis: max_nodes_per_group(axis, WORKED, 8, order) for axis in WORKED}
 
@@ -156,10 +164,12 @@ def test_spans_agree_with_counting() -> None:
 
 
 def test_placement_worked_example_has_its_groups() -> None:
-    """Each replica three whole nodes, each node two consecutive stages, tp half a node."""
+    """A replica has three nodes, a node two consecutive stages, and tp half a node."""
     for replica in range(4):
         ranks = [
-            coordinates_to_rank({"dp_replicate": replica, "pp": pp, "tp": tp}, WORKED, REPLICA_OUTER)
+            coordinates_to_rank(
+                {"dp_replicate": replica, "pp": pp, "tp": tp}, WORKED, REPLICA_OUTER
+            )
             for pp, tp in itertools.product(range(6), range(4))
         ]
         nodes = {3 * replica: 8, 3 * replica + 1: 8, 3 * replica + 2: 8}
@@ -183,40 +193,40 @@ def test_only_what_hurts_is_warned_of() -> None:
     assert placement_warnings({}, 1) == []
     [warning] = placement_warnings({"tp": 16, "dp_shard": 2}, 8)
     assert warning == (
-        "parallel.tp = 16: the group of ranks 0-15 spans 2 nodes of 8, and tp communicates several "
-        "times in every layer with nothing to compute meanwhile; use a tp that divides the ranks "
-        "of a node: 1, 2, 4 or 8"
+        "parallel.tp=16: the group of ranks 0-15 spans 2 nodes of 8 ranks. Tensor parallelism "
+        "communicates several times in every layer, with nothing to compute meanwhile. Use a "
+        "degree that divides the ranks of a node: 1, 2, 4 or 8."
     )
     [warning] = placement_warnings({"tp": 3, "dp_shard": 8}, 8)
     assert "ranks 6-8 spans 2 nodes" in warning
-    # Ranks of one group are neighbours, but the groups need not be in the order of their ranks.
+    # Ranks of one group are neighbors, but the groups need not be in the order of their ranks.
     sizes = {"dp_replicate": 2, "pp": 2, "tp": 3}
     [warning, _] = placement_warnings(sizes, 8, REPLICA_OUTER)
     assert "ranks 6-8 spans 2 nodes" in warning
     [warning] = placement_warnings({"dp_shard": 12}, 8)
     assert warning == (
-        "12 ranks do not fill nodes of 8: the last has 4, and groups do not line up with nodes; "
-        "use a multiple of 8 ranks"
+        "12 ranks do not fill nodes of 8: the last node has 4, and groups do not align with nodes. "
+        "Use a multiple of 8 ranks."
     )
 
 
-# --------------------------------------------------------------------------- the map
+# --------------------------------------------------------------------------- rank map
 
 MAP = """\
 96 ranks on 12 nodes of 8
 outermost first: dp_replicate 4 x pp 6 x tp 4
 
-node  ranks  dp_replicate  pp  tp groups  holds
+node  ranks  dp_replicate  pp  tp groups  units
 0     0-3    0             0   [0-3]      unit 0
       4-7    0             1   [4-7]      unit 1
 1     8-11   0             2   [8-11]     unit 2
       12-15  0             3   [12-15]    unit 3
 2     16-19  0             4   [16-19]    unit 4
       20-23  0             5   [20-23]    unit 5
-nodes 3-11 go on like this:
+nodes 3-11 continue the pattern:
   dp_replicate + 1 every 3 nodes
 
-pp  on nodes     holds
+pp  nodes        units
 0   0, 3, 6, 9   unit 0
 1   0, 3, 6, 9   unit 1
 2   1, 4, 7, 10  unit 2
@@ -224,7 +234,7 @@ pp  on nodes     holds
 4   2, 5, 8, 11  unit 4
 5   2, 5, 8, 11  unit 5
 
-axis          size  groups  each            for example ranks
+axis          size  groups  span            example ranks
 dp_replicate  4     24      across 4 nodes  0, 24, 48, 72
 pp            6     16      across 3 nodes  0, 4, 8, ..., 20
 tp            4     24      inside a node   0-3"""
@@ -271,7 +281,7 @@ def unspan(text: str) -> range:
 
 def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a line are exactly those with the indices that it shows, on its node."""
-    monkeypatch.setattr(placement, "MOST_NODES", 10**6)  # every node is shown
+    monkeypatch.setattr(placement, "MAX_NODES_SHOWN", 10**6)  # every node is shown
     for sizes, order in layouts():
         for local in (1, 4, 8, 24):
             columns = [axis for axis in order if axis != "tp" and sizes[axis] > 1]
@@ -287,8 +297,8 @@ def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
                     for axis, cell in zip(columns, row[1 : 1 + len(columns)], strict=True)
                 }
                 for rank in ranks:
-                    where = rank_to_coordinates(rank, sizes, order)
-                    assert all(where[axis] in indices for axis, indices in shown.items())
+                    indices_of_rank = rank_to_coordinates(rank, sizes, order)
+                    assert all(indices_of_rank[axis] in indices for axis, indices in shown.items())
                 tp = {rank_to_coordinates(rank, sizes, order)["tp"] for rank in ranks}
                 assert len(ranks) == len(tp) * math.prod(len(found) for found in shown.values())
             assert seen == list(range(count_ranks(sizes)))
@@ -298,21 +308,22 @@ def test_rank_map_of_many_ranks_shows_a_pattern_and_its_continuation() -> None:
     text = format_rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8)
     assert rows(text) == [["0", "0-7", "0", "0", "[0-7]"], ["1", "8-15", "0", "1", "[8-15]"]]
     assert (
-        "nodes 2-2047 go on like this:\n  dp_shard + 1 with every node\n  pp + 1 every 128 nodes\n"
+        "nodes 2-2047 continue the pattern:\n"
+        "  dp_shard + 1 with every node\n  pp + 1 every 128 nodes\n"
     ) in text
     assert "\n5   640-767\n" in text
     assert "\npp        16    1024    across 16 nodes   0, 1024, 2048, ..., 15360\n" in text
     assert "dp_shard + 8 with every node" in format_rank_map({"dp_shard": 128}, 8)
     # Three nodes until groups of three line up with nodes of eight again.
-    assert "nodes 3-14 go on like this:\n  dp_shard + 8 every 3 nodes" in format_rank_map(
+    assert "nodes 3-14 continue the pattern:\n  dp_shard + 8 every 3 nodes" in format_rank_map(
         {"tp": 3, "dp_shard": 40}, 8
     )
-    # Nodes that no axis lines up with: told in ranks.
+    # No axis aligns with the nodes: the pattern is in ranks.
     assert "  pp + 1 every 12 ranks" in format_rank_map({"pp": 11, "tp": 12}, 8)
 
 
 def test_rank_map_continuation_is_true() -> None:
-    """What the text promises of the nodes that are not shown holds for their ranks."""
+    """The ranks of the nodes that are not shown follow the described pattern."""
     checked = 0
     for sizes, order in layouts():
         for local in (2, 4, 8):

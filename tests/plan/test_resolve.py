@@ -47,8 +47,12 @@ def test_degrees_and_batches_multiply_up() -> None:
         plan = resolve(chosen, Machine("cpu", 8, world_size=world))
         plans += 1
         assert plan.dp_replicate * plan.dp_shard == plan.world_size == world
-        assert plan.dp_size * plan.local_batch == batch
-        assert 0 <= plan.microbatch * plan.accumulation - plan.local_batch < plan.microbatch
+        assert plan.dp_size * plan.local_batch_size == batch
+        assert (
+            0
+            <= plan.microbatch_size * plan.num_microbatches - plan.local_batch_size
+            < plan.microbatch_size
+        )
         assert plan.tokens_per_step == batch * 256
     assert plans > 30
 
@@ -72,13 +76,13 @@ def test_resolve_local_workers_follow_the_machine(
 ) -> None:
     plan = resolve(job(*overrides), machine)
     assert plan.world_size == workers
-    assert plan.threads == max(1, machine.devices // workers)
+    assert plan.num_threads == max(1, machine.devices // workers)
 
 
 def test_a_launcher_decides_the_world() -> None:
     machine = Machine("cpu", devices=8, world_size=16, local_world_size=4)
     plan = resolve(job(("run.nproc_per_node", "2")), machine)
-    assert (plan.world_size, plan.dp_shard, plan.threads) == (16, 16, 2)
+    assert (plan.world_size, plan.dp_shard, plan.num_threads) == (16, 16, 2)
 
 
 def test_precision_and_peak_follow_the_device() -> None:
@@ -146,7 +150,7 @@ def test_a_plan_is_a_value() -> None:
     assert set(tree) == set(Plan.__dataclass_fields__)
 
 
-def test_divisors_and_either_are_short_lists() -> None:
+def test_divisors_and_choices_are_short_lists() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(12, at_most=5) == [1, 2, 3, 4]
     assert format_choices([3]) == "3"
@@ -163,9 +167,13 @@ def test_divisors_and_either_are_short_lists() -> None:
             "debug.layer_stats_steps",
             "begins after the last step",
         ),
-        ([("run.nodes", "1:4")], "debug.deterministic", "does not hold where ranks come and go"),
+        (
+            [("run.nodes", "1:4")],
+            "debug.deterministic",
+            "needs a fixed number of ranks, but run.nodes = 1:4",
+        ),
         ([("compile.enable", "true")], "debug.autograd_anomaly", "compiled backward pass"),
-        ([("parallel.tp", "2")], "debug.autograd_anomaly", "that are cut by parallel.tp"),
+        ([("parallel.tp", "2")], "debug.autograd_anomaly", "gradients that parallel.tp shards"),
     ],
 )
 def test_debug_incompatible_keys_are_refused(

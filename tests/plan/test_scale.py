@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import RECIPES, recipe_names
 from weft.config.schema import Job
 from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
 from weft.parallel.private_hooks import clear_mesh_cache
-from weft.plan.placement import AXES, rank_to_coordinates, rank_groups, coordinates_to_rank
+from weft.plan.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.train.loss import chunk_tokens
@@ -83,8 +83,8 @@ def planned(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
 def place(plan: Plan, where: str) -> int:
     """The rank in the first place of every axis, in the middle, or in the last."""
     share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[where]
-    at = {axis: int(size * share) for axis, size in plan.sizes.items()}
-    return coordinates_to_rank(at, plan.sizes, plan.order)
+    at = {axis: int(size * share) for axis, size in plan.axis_sizes.items()}
+    return coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
 
 
 # --------------------------------------------------------------------------- one step
@@ -139,11 +139,11 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
     job, plan = planned(recipe, overrides)
     assert plan.world_size == HELD[recipe][0]
     rank = place(plan, where)
-    at = rank_to_coordinates(rank, plan.sizes, plan.order)
+    at = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
     with fake_world(rank, plan.world_size) as mode:
         built, on_cpu = build_fake(job, plan, mode)
         check_groups(plan, rank, axis_groups(built.mesh))
-        params = dict(named_parameters(built.parts))
+        params = dict(trainable_parameters(built.parts))
         for name, param in params.items():
             check_weight(recipe, plan, name, param)
         blocks = {name.split(".")[1] for name in params if name.startswith("layers.")}
@@ -163,7 +163,9 @@ def check_groups(plan: Plan, rank: int, made: dict[str, dist.ProcessGroup]) -> N
     axes["dp_shard"] = ("dp_shard", "cp")
     assert set(made) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
     for axis, group in made.items():
-        (ranks,) = (g for g in rank_groups(axes[axis], plan.sizes, plan.order) if rank in g)
+        (ranks,) = (
+            g for g in rank_groups(axes[axis], plan.axis_sizes, plan.axis_order) if rank in g
+        )
         assert dist.get_process_group_ranks(group) == sorted(ranks), axis
 
 
@@ -197,7 +199,7 @@ def counts_of_units(plan: Plan, pp: int, every: int = 1) -> Counter[str]:
     if plan.pipeline is None:
         stages = [range(last + 1)]
     else:
-        stages = [plan.pipeline.stages[s].units for s in plan.pipeline.stages_of(pp)]
+        stages = [plan.pipeline.stages[s].units for s in plan.pipeline.stages_on_rank(pp)]
     found: Counter[str] = Counter(stages=len(stages))
     for units in stages:
         ends = (0 in units) + (last in units)
@@ -231,7 +233,7 @@ def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[st
     ``again``: gathers beyond those that FSDP does by itself.  Of the recipes, those with tensor
     parallelism compute blocks again: the first of each ``every``.
     """
-    holds, microbatches = counts_of_units(plan, pp, every), plan.accumulation
+    holds, microbatches = counts_of_units(plan, pp, every), plan.num_microbatches
     blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
     per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
@@ -273,7 +275,7 @@ def expected_in_clipping(plan: Plan) -> dict[str, int]:
 
 def of_axes(plan: Plan, counts: Counter[str]) -> dict[str, int]:
     """Without those over axes of one rank."""
-    sizes = plan.sizes | {"dp_shard": plan.dp_shard * plan.cp}
+    sizes = plan.axis_sizes | {"dp_shard": plan.dp_shard * plan.cp}
     return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
 
 
@@ -297,11 +299,11 @@ def test_every_weight_is_held_once(recipe: str) -> None:
     elements: dict[str, int] = {}
     for pp in range(plan.pp):
         # Another place on the other axes each time.
-        at = {axis: 5 * pp % size for axis, size in plan.sizes.items()} | {"pp": pp}
-        rank = coordinates_to_rank(at, plan.sizes, plan.order)
+        at = {axis: 5 * pp % size for axis, size in plan.axis_sizes.items()} | {"pp": pp}
+        rank = coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
         with fake_world(rank, plan.world_size) as mode:
             built, _ = build_fake(job, plan, mode)
-            for name, param in named_parameters(built.parts):
+            for name, param in trainable_parameters(built.parts):
                 assert isinstance(param, DTensor)
                 assert name not in elements
                 assert param.shape == whole[name]
@@ -324,10 +326,12 @@ def test_ranks_of_a_replica_add_up() -> None:
     for rank in range(plan.world_size):
         with fake_world(rank, plan.world_size) as mode:
             built, _ = build_fake(job, plan, mode)
-            for name, param in named_parameters(built.parts):
+            for name, param in trainable_parameters(built.parts):
                 assert isinstance(param, DTensor)
                 held += param.to_local().numel()
-                copies += param.numel() * (name.endswith("norm.weight") and built.mesh.at["tp"] > 0)
+                copies += param.numel() * (
+                    name.endswith("norm.weight") and built.mesh.coordinates["tp"] > 0
+                )
     assert held - copies == plan.num_params
     assert copies == 3 * 13 * 96  # of 13 gains, on all but one of 4 ranks
 

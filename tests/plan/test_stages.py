@@ -1,4 +1,4 @@
-"""Stages: the exact best cut, against every possible one, and what people see of it."""
+"""Stages: the optimal split, compared with every possible one, and its tables."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fractions import Fraction
 
 import pytest
 
-from weft.models.family import Unit
-from weft.models.llama import PRESETS, units
+from weft.models.family import UnitCost
+from weft.models.llama import PRESETS, unit_costs
 from weft.plan.devices import GIB
 from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.stages import (
     Objective,
     Stage,
     check_layers_per_stage,
-    split_into_stages,
+    format_stage_table,
     imbalance,
     partition,
-    format_stage_table,
+    split_into_stages,
 )
 
 OBJECTIVES: tuple[Objective, ...] = ("speed", "memory")
@@ -148,8 +148,8 @@ def test_cut_of_one_stage_or_one_unit_each_is_trivial() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1, 1], [1], [1, 1], [1]), "equal length"),
-        (([1, -1], [1, 1], [1, 1], [1]), "not negative"),
+        (([1, 1], [1], [1, 1], [1]), "equal lengths"),
+        (([1, -1], [1, 1], [1, 1], [1]), "non-negative"),
         (([1, float("nan")], [1, 1], [1, 1], [1]), "finite"),
         (([1, 1], [1, 1], [1, float("inf")], [1]), "finite"),
         (([1, 1], [1, 1], [1, 1], [1, 1, 1]), "2 units are not enough for 3 stages"),
@@ -178,24 +178,26 @@ SEQ_LEN = 8192
 
 
 def blocks_of(stages: list[Stage]) -> list[int]:
-    return [stage.blocks for stage in stages]
+    return [stage.num_blocks for stage in stages]
 
 
 @pytest.mark.parametrize(("preset", "num_stages"), [("8b", 4), ("70b", 8)])
 def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int) -> None:
-    model = units(PRESETS[preset], SEQ_LEN)
+    model = unit_costs(PRESETS[preset], SEQ_LEN)
     in_flight = one_f_one_b(num_stages)
     stages = split_into_stages(model, in_flight, SEQ_LEN, 16)
     assert [stage.units.start for stage in stages[1:]] == [s.units.stop for s in stages[:-1]]
-    assert (stages[0].first, stages[-1].end) == (0, len(model))
+    assert (stages[0].first_unit, stages[-1].end_unit) == (0, len(model))
     assert sum(blocks_of(stages)) == len(model) - 2
-    assert stages[-1].blocks < max(blocks_of(stages))
-    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    assert stages[-1].num_blocks < max(blocks_of(stages))
+    assert sum(stage.time_fraction for stage in stages) == pytest.approx(1)
     # The blocks divide evenly, but then the last stage is slowest.
     by_count, rest = divmod(len(model) - 2, num_stages)
     assert rest == 0
-    counted = split_into_stages(model, in_flight, SEQ_LEN, 16, layers=[by_count] * num_stages)
-    shares, counted_shares = ([stage.share for stage in cut] for cut in (stages, counted))
+    counted = split_into_stages(
+        model, in_flight, SEQ_LEN, 16, layers_per_stage=[by_count] * num_stages
+    )
+    shares, counted_shares = ([stage.time_fraction for stage in cut] for cut in (stages, counted))
     assert imbalance(shares) < imbalance(counted_shares)
     smallest = split_into_stages(model, in_flight, SEQ_LEN, 16, "memory")
     assert max(s.memory_bytes for s in smallest) < max(s.memory_bytes for s in stages)
@@ -204,12 +206,12 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
 
 def test_llama_405b_is_cut_as_it_was_trained() -> None:
     """126 blocks over 16: one fewer in the first and the last stage (arXiv:2407.21783, 3.3.2)."""
-    model = units(PRESETS["405b"], SEQ_LEN)
+    model = unit_costs(PRESETS["405b"], SEQ_LEN)
     assert blocks_of(split_into_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
 
 
 def test_a_stage_is_the_sum_of_its_units() -> None:
-    model = units(PRESETS["8b"], SEQ_LEN)
+    model = unit_costs(PRESETS["8b"], SEQ_LEN)
     stages = split_into_stages(model, [4, 3, 2, 1], 1024, 2)
     for stage in stages:
         mine = [model[i] for i in stage.units]
@@ -218,12 +220,14 @@ def test_a_stage_is_the_sum_of_its_units() -> None:
         assert stage.activation_bytes == kept
         assert stage.memory_bytes == stage.state_bytes + stage.in_flight * kept
         flops = sum(unit.flops_per_token for unit in mine)
-        assert stage.share == pytest.approx(flops / sum(unit.flops_per_token for unit in model))
+        assert stage.time_fraction == pytest.approx(
+            flops / sum(unit.flops_per_token for unit in model)
+        )
 
 
 def test_layers_by_hand() -> None:
-    model = units(PRESETS["8b"], SEQ_LEN)
-    stages = split_into_stages(model, [4, 3, 2, 1], SEQ_LEN, 16, layers=(0, 20, 12, 0))
+    model = unit_costs(PRESETS["8b"], SEQ_LEN)
+    stages = split_into_stages(model, [4, 3, 2, 1], SEQ_LEN, 16, layers_per_stage=(0, 20, 12, 0))
     assert [stage.units for stage in stages] == [
         range(0, 1),
         range(1, 21),
@@ -237,10 +241,10 @@ def test_layers_by_hand() -> None:
         "layers 20-31",
         "head",
     ]
-    whole = split_into_stages(model, [1], SEQ_LEN, 16, layers=[32])
+    whole = split_into_stages(model, [1], SEQ_LEN, 16, layers_per_stage=[32])
     assert [stage.name for stage in whole] == ["embed_tokens + layers 0-31 + head"]
-    with pytest.raises(ValueError, match="adds up to 31 blocks, and the model has 32"):
-        split_into_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 15])
+    with pytest.raises(ValueError, match="adds up to 31 blocks, but the model has 32"):
+        split_into_stages(model, [2, 1], SEQ_LEN, 16, layers_per_stage=[16, 15])
 
 
 def test_impossible_layers_are_refused_with_a_remedy() -> None:
@@ -248,14 +252,14 @@ def test_impossible_layers_are_refused_with_a_remedy() -> None:
     assert check_layers_per_stage([0, 3, 0], 3, 3) == []
     [problem] = check_layers_per_stage([8, 8, 8], 3, 32)
     assert str(problem) == (
-        "pipeline.layers_per_stage = [8, 8, 8]: adds up to 24 blocks, and the model has 32; "
-        "such as [10, 11, 11], or leave it out to cut by cost"
+        "pipeline.layers_per_stage = [8, 8, 8]: adds up to 24 blocks, but the model has 32; "
+        "use a list such as [10, 11, 11], or remove the key to split by cost"
     )
     rules = [problem.rule for problem in check_layers_per_stage([8, 0, 8], 4, 32)]
     assert rules == [
-        "lists 3 stages, and there are 4",
-        "adds up to 16 blocks, and the model has 32",
-        "has a stage without a block; only the first and the last may have none",
+        "lists 3 stages, but the pipeline has 4",
+        "adds up to 16 blocks, but the model has 32",
+        "has a stage without a block, which only the first and the last may be",
     ]
     assert len(check_layers_per_stage([-1, 5], 2, 4)) == 1
     [problem] = check_layers_per_stage([1, 0, 0, 1], 4, 1)[:1]
@@ -294,10 +298,10 @@ slowest rank: 0, 20.0% above the mean"""
 
 
 def test_stage_table_has_ranks_and_units() -> None:
-    stages = split_into_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
+    stages = split_into_stages(unit_costs(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
     assert format_stage_table(stages, range(4)) == GOLDEN.splitlines()
     pipeline = PipelinePlan("mine", tuple(stages), (0, 1, 0, 1), (1, 1, 1, 1))
-    assert pipeline.names == [
+    assert pipeline.stage_names == [
         "embed_tokens + layers 0-6; layers 16-24",
         "layers 7-15; layers 25-31 + head",
     ]
@@ -315,7 +319,7 @@ def test_the_table_sums_up_the_stages_of_a_rank() -> None:
 
 
 def test_the_table_stays_readable_with_many_stages() -> None:
-    model = units(PRESETS["405b"], SEQ_LEN)
+    model = unit_costs(PRESETS["405b"], SEQ_LEN)
     stages = split_into_stages(model, [32] * 32, 1024, 0.25)
     lines = format_stage_table(stages, [*range(8)] * 4)
     assert max(map(len, lines)) <= 100
@@ -324,6 +328,6 @@ def test_the_table_stays_readable_with_many_stages() -> None:
 
 def test_units_of_any_name() -> None:
     parts = ("tokens", "trunk.layers.0", "trunk.layers.1", "final.norm")
-    model = [Unit(name, 1, 1.0, 1.0) for name in parts]
+    model = [UnitCost(name, 1, 1.0, 1.0) for name in parts]
     stages = split_into_stages(model, [1], 1, 1)
-    assert (stages[0].name, stages[0].blocks) == ("tokens + trunk.layers 0-1 + final.norm", 2)
+    assert (stages[0].name, stages[0].num_blocks) == ("tokens + trunk.layers 0-1 + final.norm", 2)

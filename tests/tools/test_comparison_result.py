@@ -13,9 +13,9 @@ from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
 from weft.monitor.run_report import FILE
-from weft.tools.comparison_dir import TrialResult, trial_folder
+from weft.tools.comparison_dir import TrialResult, trial_dir
 from weft.tools.comparison_page import write_page
-from weft.tools.comparison_result import Result, Settings, result_of
+from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary, summarize_comparison
 from weft.tools.variants import Variant
 
 LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
     started.driver.quit()
 
 
-def compared(folder: Path, count: int, repeats: int = 3) -> Result:
+def compare_runs(folder: Path, count: int, repeats: int = 3) -> ComparisonSummary:
     """So many variants, each 10 % slower than the one before, and one that cannot be."""
     variants = [
         Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
@@ -43,10 +43,10 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
             spent = {"productive": 9.0, "restarting": 0.0}
             told = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "time_breakdown": spent}
             lines = [values(step, **told) for step in range(1, 21)]
-            run = make_run(trial_folder(folder, v, LABELS[v], r), lines)
+            run = make_run(trial_dir(folder, v, LABELS[v], r), lines)
             (run / "plan.json").write_text(json.dumps(plan()))
             ended.append(TrialResult(v, r, 0, "", 1.0))
-    result = result_of(folder, variants, ended, Settings(repeats))
+    result = summarize_comparison(folder, variants, ended, ComparisonSettings(repeats))
     said: list[str] = []
     write_page(folder, result, said.append)
     assert said == []
@@ -59,7 +59,7 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
 def test_page_shows_verdict_and_variants_at_any_width(
     browser: Browser, tmp_path: Path, width: int, count: int
 ) -> None:
-    result = compared(tmp_path, count)
+    result = compare_runs(tmp_path, count)
     browser.open(tmp_path / FILE, width, 844)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
@@ -83,7 +83,7 @@ def test_page_shows_verdict_and_variants_at_any_width(
 @needs_browser
 def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
     """Where the lines end, by the scale that the zero and the means give."""
-    result = compared(tmp_path, 4)
+    result = compare_runs(tmp_path, 4)
     browser.open(tmp_path / FILE)
     plots = browser.run(
         "return [...document.querySelectorAll('#part-1 svg')].map(s => ["
@@ -106,7 +106,7 @@ def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> 
 
 
 def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:
-    result = compared(tmp_path, 2, repeats=1)
+    result = compare_runs(tmp_path, 2, repeats=1)
     assert result.verdict[0].startswith(
         "one run each: tp=2, activation_checkpoint=full's was 10.0 % slower"
     )

@@ -1,4 +1,4 @@
-"""Where two runs part is named by `weft debug diff`: step, layer, and how far."""
+"""`weft diff` names the first difference of two runs: step, layer and distance."""
 
 from __future__ import annotations
 
@@ -87,19 +87,21 @@ def test_diff_perturbed_layer_is_named(
         job = [*CHANGED, ("model.kind", f"mine:{kind}"), ("run.dir", kind)]
         train(job, store_path, tmp_path)
     a, b = tmp_path / "PLAIN", tmp_path / "PERTURBED"
-    assert main(["debug", "diff", str(a), str(b)]) == 1
+    assert main(["diff", str(a), str(b)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("they part at step 7: the output of layers.1 in forward (0.99% apart)\n")
-    assert "equal bit for bit until step 6\n" in said
+    assert said.startswith(
+        "the runs first differ at step 7: the output of layers.1 in the forward pass (difference"
+    )
+    assert "bitwise equal until step 6\n" in said
     assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in said
     assert "--debug.layer_stats_steps" not in said  # they are there
-    assert main(["debug", "diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
+    assert main(["diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["part"] is None
     assert told["rounding"]["step"] == 7
     assert told["equal_until"] == 6
-    assert main(["debug", "diff", str(a), str(a)]) == 0
-    assert capsys.readouterr().out.startswith("equal bit for bit: loss and gradient norm of 9")
+    assert main(["diff", str(a), str(a)]) == 0
+    assert capsys.readouterr().out.startswith("bitwise equal: loss and gradient norm of 9")
 
 
 # --------------------------------------------------------------------------- the pieces
@@ -132,10 +134,10 @@ def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None
     assert found.part is not None
     assert found.part.step == 30
     said = str(found)
-    assert said.startswith("they part at step 30: the loss (3.23% apart)\n")
-    assert "equal bit for bit until step 20" in said
+    assert said.startswith("the runs first differ at step 30: the loss (difference 3.23%)\n")
+    assert "bitwise equal until step 20" in said
     assert f"weft train {a}/job.toml --run.dir {a}-again --debug.layer_stats_steps 21-30" in said
-    assert f"or, in place: weft rollback {a} 10, then the first" in said
+    assert f"or, in place: weft rollback {a} 10, then the command above" in said
     assert (
         f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in said
     )
@@ -147,9 +149,11 @@ def test_diff_rounding_is_distinguished_from_a_difference(tmp_path: Path) -> Non
     b = made(tmp_path / "b", {1: 5.0, 2: 4.000004, 3: 3.0003})
     found = compare_runs(a, b, 1e-4)
     assert found.part is None
-    assert str(found).startswith("no difference beyond 0.0001: the largest is 1.0e-04; loss and")
-    assert "equal bit for bit until step 1, then not: the loss" in str(found)
-    assert "their configurations do not differ" in str(found)
+    assert str(found).startswith(
+        "no difference above the tolerance of 0.0001: the largest is 1.0e-04; loss and"
+    )
+    assert "bitwise equal until step 1; first rounding: the loss" in str(found)
+    assert "configurations and environments are equal" in str(found)
     part = compare_runs(a, b, 1e-5).part
     assert part is not None
     assert part.step == 3
@@ -159,7 +163,7 @@ def test_diff_step_without_a_loss_is_not_comparable(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {1: 5.0, 2: None})
     assert compare_runs(a, a, 1e-4).part is None
     found = compare_runs(a, made(tmp_path / "b", {1: 5.0, 2: 4.0}), 1e-4)
-    assert "they part at step 2: the loss (not comparable)" in str(found)
+    assert "the runs first differ at step 2: the loss (not comparable)" in str(found)
     assert '"distance": "inf"' in found.to_json()
 
 
@@ -176,11 +180,20 @@ ROWS = [
 @pytest.mark.parametrize(
     ("changed", "first"),
     [
-        ({"layers.0": "activation", "norm": "activation"}, "the output of layers.0 in forward"),
+        (
+            {"layers.0": "activation", "norm": "activation"},
+            "the output of layers.0 in the forward pass",
+        ),
         # Backward comes to the head first.
-        ({"layers.0.w": "gradient", "lm_head.w": "gradient"}, "the gradient of lm_head.w; forward"),
-        ({"layers.0.w": "gradient"}, "the gradient of layers.0.w; forward agrees"),
-        ({"lm_head.w": "parameter"}, "the update of lm_head.w; forward and gradients agree"),
+        (
+            {"layers.0.w": "gradient", "lm_head.w": "gradient"},
+            "the gradient of lm_head.w; the forward",
+        ),
+        ({"layers.0.w": "gradient"}, "the gradient of layers.0.w; the forward pass matches"),
+        (
+            {"lm_head.w": "parameter"},
+            "the update of lm_head.w; the forward pass and gradients match",
+        ),
     ],
 )
 def test_diff_first_departure_is_in_order_of_computation(
@@ -190,7 +203,7 @@ def test_diff_first_departure_is_in_order_of_computation(
         each | ({"rms": 1.1} if changed.get(each["name"]) == each["kind"] else {}) for each in ROWS
     ]
     a, b = made(tmp_path / "a", {5: 1.0}, ROWS), made(tmp_path / "b", {5: 1.0}, others)
-    assert f"they part at step 5: {first}" in str(compare_runs(a, b, 1e-4))
+    assert f"the runs first differ at step 5: {first}" in str(compare_runs(a, b, 1e-4))
 
 
 @pytest.mark.parametrize("change", [{"mean": 0.6}, {"most": 2.1}, {"nonfinite": 1}, {"count": 5}])
@@ -204,7 +217,7 @@ def test_diff_earlier_departure_in_records_precedes_statistics(tmp_path: Path) -
     others = [each | {"rms": 1.1} for each in ROWS]
     a, b = made(tmp_path / "a", {3: 1.0}, ROWS), made(tmp_path / "b", {3: 1.1}, others)
     said = str(compare_runs(a, b, 1e-4))
-    assert said.startswith("they part at step 3: the loss")
+    assert said.startswith("the runs first differ at step 3: the loss")
     assert "--debug.layer_stats_steps 1-3" in said
 
 
@@ -214,8 +227,8 @@ def test_diff_runs_without_common_steps_are_refused(
     a, b = made(tmp_path / "a", {1: 5.0}), made(tmp_path / "b", {2: 5.0})
     with pytest.raises(InvalidConfig, match="has no step in common with"):
         compare_runs(a, b, 1e-4)
-    assert main(["debug", "diff", str(a), str(tmp_path)]) == 2
+    assert main(["diff", str(a), str(tmp_path)]) == 2
     assert "run_b" in capsys.readouterr().err
     (a / "environment.json").write_text("{")
-    assert main(["debug", "diff", str(a), str(a)]) == 1
+    assert main(["diff", str(a), str(a)]) == 1
     assert "environment.json: cannot be read" in capsys.readouterr().err

@@ -14,14 +14,19 @@ from tokenizers import AddedToken, Tokenizer, processors
 from tests.asked import random_run
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.document_tokens import RECORD, find_document_tokens, record_of, tokens_beside
-from weft.data.prepare import prepare
+from weft.data.document_tokens import (
+    RECORD_FILE,
+    find_document_tokens,
+    format_record,
+    load_document_tokens,
+)
+from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress
-from weft.data.tokenizer import load_tokenizer, train_tokenizer, vocab_entries
-from weft.tools.generate import Sampling, generate, rows_of, speech_of
+from weft.data.tokenizer import load_tokenizer, required_vocab_size, train_tokenizer
+from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint, import_model
-from weft.tools.inference_model import find_checkpoint, restore_alone
-from weft.tools.multiple_choice import encoded
+from weft.tools.inference_model import find_checkpoint, load_local_model
+from weft.tools.multiple_choice import encode_pair
 
 PROMPTS = ["def parse", "x = 1", "some words, and more"]
 
@@ -79,7 +84,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        vocab_size=vocab_entries(make_tokenizer("<|stop|>", "<s>")),
+        vocab_size=required_vocab_size(make_tokenizer("<|stop|>", "<s>")),
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )
@@ -94,8 +99,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(run: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
     """Token ids of prompts and their likeliest continuations, by weft."""
     found = find_checkpoint(run)
-    model, speech = restore_alone(found, torch.device("cpu")), speech_of(found)
-    rows = rows_of(prompts, speech, Sampling(max_tokens=tokens, temperature=0))
+    model, speech = load_local_model(found, torch.device("cpu")), load_chat_format(found)
+    rows = make_sequences(prompts, speech, Sampling(max_tokens=tokens, temperature=0))
     for _ in generate(model, speech, rows, Sampling(max_tokens=tokens, temperature=0)):
         pass
     return [row.ids for row in rows]
@@ -152,8 +157,8 @@ def test_generate_imported_model_writes_what_transformers_does(
     export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", silent)
     assert written_by_theirs(tmp_path / "out", PROMPTS) == theirs
     # What multiple choice asks with begins alike.
-    speech = speech_of(find_checkpoint(tmp_path / "run"))
-    context, answer = encoded(speech, "x = 1", " and")
+    speech = load_chat_format(find_checkpoint(tmp_path / "run"))
+    context, answer = encode_pair(speech, "x = 1", " and")
     assert context == tokenizer.encode("x = 1").ids
     assert context + answer == tokenizer.encode("x = 1 and").ids or single.endswith("<|stop|>")
 
@@ -190,7 +195,7 @@ def test_generate_run_of_text_starts_documents_as_in_training(
     )
     for name, changed in (("own", tokenizer), ("other", other)):
         changed.save(str(run / "tokenizer.json"))
-        (run / RECORD).write_text(record_of(0, True))
+        (run / RECORD_FILE).write_text(format_record(0, True))
         ids = written(run, PROMPTS)
         plain = [tokenizer.encode(p, add_special_tokens=False).ids for p in PROMPTS]
         assert [row[: len(p) + 1] for row, p in zip(ids, plain, strict=True)] == [
@@ -201,7 +206,7 @@ def test_generate_run_of_text_starts_documents_as_in_training(
     same = (tmp_path / "own" / "tokenizer.json").read_bytes()
     assert same == (store_path / "tokenizer.json").read_bytes() or b'"start"' in same
     # A run of conversations has none before a text.
-    (run / RECORD).write_text(record_of(0, False))
+    (run / RECORD_FILE).write_text(format_record(0, False))
     tree = json.loads(tokenizer.to_str()) | {"post_processor": None}
     (run / "tokenizer.json").write_text(json.dumps(tree))
     assert written(run, ["x"])[0][0] != 0
@@ -261,9 +266,9 @@ def test_find_document_tokens_first_file_decides(
         if value is not None:
             many = [names[n] for n in value] if isinstance(value, list) else names[value]
             content["eos_token_id"] = many
-    found = tokens_beside(tokenizer, beside(tokenizer, tmp_path, numbered))
+    found = load_document_tokens(tokenizer, beside(tokenizer, tmp_path, numbered))
     assert found.separator == names[separator]
-    assert found.ends == {names[n] for n in ends}
+    assert found.end_tokens == {names[n] for n in ends}
     assert found.note == ""
 
 
@@ -274,10 +279,10 @@ def test_find_document_tokens_contradiction_is_in_the_note(
         "generation_config": {"eos_token_id": 5},  # an ordinary token: it separates nothing
         "tokenizer_config": {"eos_token": "<|stop|>"},
     }
-    found = tokens_beside(tokenizer, beside(tokenizer, tmp_path, files))
+    found = load_document_tokens(tokenizer, beside(tokenizer, tmp_path, files))
     stop = tokenizer.token_to_id("<|stop|>")
-    assert (found.separator, found.ends) == (stop, {5, stop})
-    assert 'by generation_config.json; tokenizer_config.json says "<|stop|>"' in found.note
+    assert (found.separator, found.end_tokens) == (stop, {5, stop})
+    assert 'tokenizer_config.json names "<|stop|>"' in found.note
 
 
 @pytest.mark.parametrize(
@@ -295,8 +300,8 @@ def test_find_document_tokens_contradiction_is_in_the_note(
         ({"special_tokens_map": "[]"}, "special_tokens_map.json"),
         ({"config": "{"}, "config.json"),
         ({"config": "[" * 100_000}, "config.json"),
-        ({"document_tokens": {"separator": 9999, "starts_documents": True}}, "not what weft wrote"),
-        ({"document_tokens": {"separator": 1}}, "not what weft wrote"),
+        ({"document_tokens": {"separator": 9999, "starts_documents": True}}, "not written by weft"),
+        ({"document_tokens": {"separator": 1}}, "not written by weft"),
     ],
 )
 def test_find_document_tokens_bad_value_is_named(
@@ -304,19 +309,19 @@ def test_find_document_tokens_bad_value_is_named(
 ) -> None:
     path = beside(tokenizer, tmp_path, files)
     with pytest.raises(InvalidConfig) as caught:
-        tokens_beside(tokenizer, path)
+        load_document_tokens(tokenizer, path)
     assert rule in str(caught.value)
 
 
 def test_find_document_tokens_absence_is_named(tmp_path: Path) -> None:
     nameless = make_tokenizer("<|stop|>")
     with pytest.raises(
-        InvalidConfig, match=r'put "eos_token": "\.\.\." into a tokenizer_config.json'
+        InvalidConfig, match=r'set "eos_token": "\.\.\." in a tokenizer_config.json'
     ):
         find_document_tokens(nameless, [], "t.json")
     path = beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})
     with pytest.raises(InvalidConfig, match=r"config\.json names .*, which is not special"):
-        tokens_beside(nameless, path)
+        load_document_tokens(nameless, path)
 
 
 def test_prepare_given_tokenizer_separates_by_the_files_beside_it(tmp_path: Path) -> None:
@@ -328,14 +333,14 @@ def test_prepare_given_tokenizer_separates_by_the_files_beside_it(tmp_path: Path
     (tmp_path / "model").mkdir()
     path = beside(tokenizer, tmp_path / "model", {"tokenizer_config": {"eos_token": "<|stop|>"}})
     section = DataSection(path=str(text), tokenizer=str(path))
-    store = prepare(section, tmp_path / "cache")
+    store = prepare_store(section, tmp_path / "cache")
     assert store.manifest.separator == tokenizer.token_to_id("<|stop|>")
     # The store says so to whoever is given its tokenizer.
-    assert tokens_beside(tokenizer, store.path / "tokenizer.json").separator == (
+    assert load_document_tokens(tokenizer, store.path / "tokenizer.json").separator == (
         store.manifest.separator
     )
     # Another end token is another store.
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    other = prepare(section, tmp_path / "cache")
+    other = prepare_store(section, tmp_path / "cache")
     assert other.manifest.separator == tokenizer.token_to_id("</s>")
     assert other.path != store.path

@@ -17,11 +17,11 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.data.token_store import open_store
-from weft.tools.evaluate import EVERY, losses_on
-from weft.tools.inference_model import find_checkpoint, plan_inference, restore_alone
+from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
+from weft.tools.inference_model import find_checkpoint, load_local_model, plan_inference
 
 ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
 
@@ -35,11 +35,13 @@ def told(
     run: str, store: str, overrides: list[tuple[str, str]], whole: bool = False
 ) -> dict[str, Any]:
     found = find_checkpoint(Path(run))
-    job, plan = plan_inference(found, overrides, [], ALLOWED, generating=False)
-    sequences = job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else EVERY
+    job, plan = plan_inference(found, overrides, [], ALLOWED, for_generation=False)
+    sequences = (
+        job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else ALL_SEQUENCES
+    )
     seen: list[Progress] = []
-    asked = (found, job, plan, open_text(store), sequences, this_rank(), whole)
-    (loss,) = losses_on(*asked, seen.append)
+    asked = (found, job, plan, open_dataset(store), sequences, this_rank(), whole)
+    (loss,) = evaluate_sources(*asked, seen.append)
     counts = [each.done for each in seen if each.message == seen[-1].message]
     assert counts == sorted(counts)
     assert len(set(counts)) > 1
@@ -49,11 +51,11 @@ def told(
 
 def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: Path) -> None:
     (ours,) = run_ranks(told, 1, str(run), str(store_path), [])
-    model = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    model = load_local_model(find_checkpoint(run), torch.device("cpu"))
     store = open_store(store_path)
     stream, length = store.tokens("validation"), 32
     rows = (len(stream) - 1) // length
-    window = stream.window(np.arange(rows) * length, length + 1)
+    window = stream.read_windows(np.arange(rows) * length, length + 1)
     tokens = torch.from_numpy(window)
     with torch.no_grad():
         head = model.module.get_parameter("lm_head.weight")

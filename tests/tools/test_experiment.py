@@ -1,4 +1,4 @@
-"""Variants, their order and their runs: real ones, killed, crashed, gone on with and added to."""
+"""Variants, their order and their runs: real ones, killed, crashed, resumed and extended."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.plan.resolve import Plan
-from weft.tools.comparison_dir import seed_of
-from weft.tools.experiment import order, why
-from weft.tools.variants import Variant, parse_vary, prepare, read_variants, split_values
+from weft.tools.comparison_dir import trial_seed
+from weft.tools.experiment import failure_reason, trial_order
+from weft.tools.variants import Variant, parse_vary, prepare_variant, read_variants, split_values
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 
@@ -71,7 +71,7 @@ def test_parse_vary_mistakes_are_problems() -> None:
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
         assert parse_vary(text, problems) == []
     assert [problem.value for problem in problems][3] == "parallel.tp=1,2,1"
-    assert parse_vary("train.global-batch=4,8", problems) == [
+    assert parse_vary("train.global-batch-size=4,8", problems) == [
         ("train.global_batch_size", ["4", "8"])
     ]
     assert len(problems) == 4
@@ -82,7 +82,7 @@ def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # no
     here = [("run.device", "cpu"), ("run.nproc_per_node", "2"), *overrides]
 
     def read(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
-        return prepare("runs", recipe, overrides)
+        return prepare_variant("runs", recipe, overrides)
 
     return read_variants(recipes, vary, here, [], read)
 
@@ -131,9 +131,9 @@ def test_compare_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture
     assert any("did you mean 'demo'?" in line for line in lines)
     twice = ["--vary", "train.seed=1,2", "--vary", "train.seed=3,4"]
     (line,) = rejected(capsys, "compare", "demo", *twice)
-    assert line.startswith("train.seed: is varied and set, or varied twice")
+    assert line.startswith("train.seed: is given more than once")
     (line,) = rejected(capsys, "compare", "demo")
-    assert line.startswith("RECIPE: is alone")
+    assert line.startswith("RECIPE: is the only variant")
     (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2", "--train.stepz", "3")
     assert line.startswith("train.stepz = 3: unknown key")
 
@@ -144,7 +144,7 @@ def test_compare_under_torchrun_is_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2")
-    assert "start it outside of torchrun" in line
+    assert "run it outside torchrun" in line
 
 
 def test_compare_folder_with_other_files_is_refused(
@@ -153,36 +153,36 @@ def test_compare_folder_with_other_files_is_refused(
     (tmp_path / "letters.txt").write_text("dear")
     command = ["compare", "demo", "--vary", "train.seed=1,2", "--out", str(tmp_path)]
     (line,) = rejected(capsys, *command)
-    assert "neither empty nor a comparison's folder" in line
+    assert "neither empty nor the directory of a comparison" in line
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
     for damaged in ('{"compared": [', "[]", "7"):
         (tmp_path / "comparison.json").write_text(damaged)
         (line,) = rejected(capsys, *command)
-        assert "neither empty nor a comparison's folder" in line
+        assert "neither empty nor the directory of a comparison" in line
     (tmp_path / "comparison.json").write_text('{"verdict": []}')
     (line,) = rejected(capsys, *command)
-    assert "holds a comparison that was only planned" in line
+    assert "holds a comparison made with --plan-only" in line
 
 
 def test_order_alternates_and_seeds_are_paired() -> None:
-    assert order([0, 1, 2], 3) == [
+    assert trial_order([0, 1, 2], 3) == [
         *[(1, 0), (1, 1), (1, 2)],
         *[(2, 2), (2, 1), (2, 0)],
         *[(3, 0), (3, 1), (3, 2)],
     ]
     same = variants(["demo"], ("parallel.tp", ["1", "2"]), overrides=[("train.seed", "7")])
-    assert [[seed_of(same, v, r) for r in (1, 2, 3)] for v in (0, 1)] == [[7, 8, 9]] * 2
+    assert [[trial_seed(same, v, r) for r in (1, 2, 3)] for v in (0, 1)] == [[7, 8, 9]] * 2
     other = variants(["demo"], ("train.seed", ["1", "2"]))
-    seeds = [seed_of(other, v, r) for v in (0, 1) for r in (1, 2, 3)]
+    seeds = [trial_seed(other, v, r) for v in (0, 1) for r in (1, 2, 3)]
     assert len(set(seeds)) == 6
 
 
 def test_why_failed_trial_gives_last_reason() -> None:
     said = "step 1\nweft: rank 0 failed: KeyError: 3\n  | Traceback\n  log: x\n"
-    assert why(1, said) == "rank 0 failed: KeyError: 3"
+    assert failure_reason(1, said) == "rank 0 failed: KeyError: 3"
     said = "weft: 2 problems, nothing was started:\n  a = 1: is bad\n  b = 2: is worse\n"
-    assert why(2, said) == "a = 1: is bad; b = 2: is worse"
-    assert why(-9, "") == "ended with signal SIGKILL"
+    assert failure_reason(2, said) == "a = 1: is bad; b = 2: is worse"
+    assert failure_reason(-9, "") == "ended with signal SIGKILL"
 
 
 # --------------------------------------------------------------------------- real runs
@@ -266,7 +266,7 @@ def once(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def twice(once: dict[str, Any]) -> dict[str, Any]:
-    """The same with a second repeat, stopped by Ctrl-C, and gone on with."""
+    """The same with a second repeat, stopped by Ctrl-C, and resumed."""
     folder, command = once["folder"], [*once["command"], "--repeat", "2"]
     process = start(command, folder)
     until(folder / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
@@ -289,7 +289,7 @@ def test_compare_one_run_each_gives_no_verdict(once: dict[str, Any]) -> None:
     assert once["status"] == 0
     (sentence,) = found["verdict"]
     assert sentence.startswith("one run each: seed's was ")
-    assert "not told from noise" in sentence
+    assert "which is within noise" in sentence
     assert "one pair: no verdict" in sentence
     (judged,) = found["comparisons"]
     assert judged["speed"]["interval"] is judged["loss"]["interval"] is None
@@ -343,7 +343,7 @@ def test_compare_more_repeats_add_runs(once: dict[str, Any], twice: dict[str, An
     assert judged["speed"]["interval"] is not None
     assert judged["loss"]["answer"] in ("equivalent", "undecided")
     assert len(found["looks"]) == 2
-    assert any("looked at 2 times" in note for note in found["notes"])
+    assert any("2 verdicts were given" in note for note in found["notes"])
 
 
 @pytest.mark.slow

@@ -15,23 +15,23 @@ from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.models.kv_cache import caching
+from weft.models.kv_cache import use_kv_cache
 from weft.tools.generate import (
     ChatFormat,
-    Row,
+    GeneratedSequence,
     Sampling,
-    choose,
     generate,
+    load_chat_format,
+    make_sequences,
     read_prompts,
-    rows_of,
-    speech_of,
+    sample_token,
 )
 from weft.tools.inference_model import (
     LanguageModel,
     find_checkpoint,
+    load_local_model,
+    load_model,
     plan_inference,
-    restore,
-    restore_alone,
 )
 
 PROMPTS = ["def ", "import os, sys, json\nfor line in sys.stdin:\n    print", "", "x"]
@@ -50,7 +50,7 @@ def runs(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def opened(run: Path) -> tuple[LanguageModel, ChatFormat]:
     found = find_checkpoint(run)
-    return restore_alone(found, torch.device("cpu")), speech_of(found)
+    return load_local_model(found, torch.device("cpu")), load_chat_format(found)
 
 
 def written(
@@ -60,8 +60,8 @@ def written(
     sampling: Sampling,
     number: int = 0,
     cached: bool = True,
-) -> list[Row]:
-    rows = rows_of(prompts, speech, sampling, number)
+) -> list[GeneratedSequence]:
+    rows = make_sequences(prompts, speech, sampling, number)
     pieces = [""] * len(rows)
     for row, piece in generate(model, speech, rows, sampling, cached):
         pieces[next(i for i, each in enumerate(rows) if each is row)] += piece
@@ -79,12 +79,14 @@ def test_greedy_with_cache_is_greedy_without(
 ) -> None:
     model, speech = opened(runs[kind])
     # Nothing ends: rows of 2 to 40 tokens and 24 more.
-    speech = replace(speech, context=context, ends=frozenset())
+    speech = replace(speech, max_context=context, end_tokens=frozenset())
     ours = written(model, speech, PROMPTS, GREEDY)
     theirs = written(model, speech, PROMPTS, GREEDY, cached=False)
     assert [row.ids for row in ours] == [row.ids for row in theirs]
     assert len({tuple(row.ids[-24:]) for row in ours}) == len(PROMPTS)
-    assert all(row.finish == "length" and len(row.ids) == row.begun + 24 for row in ours)
+    assert all(
+        row.finish_reason == "length" and len(row.ids) == row.prompt_length + 24 for row in ours
+    )
 
 
 def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
@@ -95,13 +97,15 @@ def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
     with torch.no_grad():
         hidden = model.module(tokens)
     whole_logits = hidden @ model.module.get_parameter("lm_head.weight").T
-    with caching(model.family.blocks(model.module), 30) as cache:
+    with use_kv_cache(model.family.blocks(model.module), 30) as cache:
         assert cache is not None
-        cache.place(everywhere[:, :9], anew=True)  # the shorter ones end in what comes later
+        cache.set_positions(
+            everywhere[:, :9], reset=True
+        )  # the shorter ones end in what comes later
         model.logits(tokens[:, :9], rows, lengths - 1, everywhere[:, :9])
         for step in range(12):
             places = (lengths + step).unsqueeze(1)
-            cache.place(places, anew=False)
+            cache.set_positions(places, reset=False)
             new = tokens.gather(1, places)
             ours = model.logits(new, rows, torch.zeros(3, dtype=torch.int64), places)
             expected = whole_logits[rows, lengths + step]
@@ -130,8 +134,8 @@ def test_a_prompt_s_text_does_not_depend_on_the_batch(runs: dict[str, Path]) -> 
     assert [row.ids for row in other] != [row.ids for row in together]
 
 
-def row_of(ids: list[int], seed: int = 0) -> Row:
-    return Row("", ids, len(ids), torch.Generator().manual_seed(seed), "")
+def row_of(ids: list[int], seed: int = 0) -> GeneratedSequence:
+    return GeneratedSequence("", ids, len(ids), torch.Generator().manual_seed(seed), "")
 
 
 @pytest.mark.parametrize(
@@ -151,14 +155,14 @@ def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[
     logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log() + 5
     sampling = Sampling(**{"temperature": 1.0, "top_k": 0, **options})
     ids = [0] if "repetition_penalty" in options else []
-    seen = {choose(logits, row_of(ids, seed), sampling) for seed in range(200)}
+    seen = {sample_token(logits, row_of(ids, seed), sampling) for seed in range(200)}
     assert seen == possible
 
 
 def test_choose_frequencies_follow_the_temperature() -> None:
     logits, row = torch.tensor([0.8, 0.2]).log(), row_of([])
     sampling = Sampling(temperature=2.0, top_k=0)
-    share = sum(choose(logits, row, sampling) for _ in range(3000)) / 3000
+    share = sum(sample_token(logits, row, sampling) for _ in range(3000)) / 3000
     assert share == pytest.approx(1 / 3, abs=0.03)  # sqrt(0.2) / (sqrt(0.8) + sqrt(0.2))
 
 
@@ -167,32 +171,32 @@ def test_choose_frequencies_follow_the_temperature() -> None:
 
 def test_generate_stops_at_stop_texts_and_end_tokens(runs: dict[str, Path]) -> None:
     model, speech = opened(runs["llama"])
-    speech = replace(speech, ends=frozenset())
+    speech = replace(speech, end_tokens=frozenset())
     (whole,) = written(model, speech, ["x"], GREEDY)
     stop = whole.text[9:12]
     (row,) = written(model, speech, ["x"], replace(GREEDY, stop=("no such text", stop)))
     assert row.text == whole.text[: whole.text.index(stop)]
-    assert row.finish == "stop"
-    end = whole.ids[whole.begun + 5]
-    (row,) = written(model, replace(speech, ends=frozenset({end})), ["x"], GREEDY)
-    assert row.ids == whole.ids[: whole.ids.index(end, whole.begun)]
-    assert row.finish == "end"
+    assert row.finish_reason == "stop"
+    end = whole.ids[whole.prompt_length + 5]
+    (row,) = written(model, replace(speech, end_tokens=frozenset({end})), ["x"], GREEDY)
+    assert row.ids == whole.ids[: whole.ids.index(end, whole.prompt_length)]
+    assert row.finish_reason == "end"
 
 
 def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
     found = find_checkpoint(runs["llama"])
-    assert speech_of(found).context == 32  # what it was trained on
+    assert load_chat_format(found).max_context == 32  # what it was trained on
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "tokenizer.json").write_bytes((runs["llama"] / "tokenizer.json").read_bytes())
     config = {"bos_token_id": 7, "eos_token_id": 8}
     (tmp_path / "huggingface/config.json").write_text(json.dumps(config))
     more = {"eos_token_id": [8, 9]}
     (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(more))
-    speech = speech_of(found._replace(run=tmp_path))
-    separator = speech_of(found).begin  # of 8 and 9 neither is special
-    assert (speech.begin, speech.ends, speech.context) == (7, {separator, 8, 9}, 64)
+    speech = load_chat_format(found._replace(run_dir=tmp_path))
+    separator = load_chat_format(found).start_token  # of 8 and 9 neither is special
+    assert (speech.start_token, speech.end_tokens, speech.max_context) == (7, {separator, 8, 9}, 64)
 
 
 # --------------------------------------------------------------------------- layouts
@@ -200,11 +204,11 @@ def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
 
 def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
     found = find_checkpoint(Path(run))
-    job, plan = plan_inference(found, overrides, [], ("parallel.",), generating=True)
+    job, plan = plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
     rank = this_rank()
     assert plan.world_size == rank.world_size
-    model = restore(found, job, plan, rank)
-    rows = written(model, replace(speech_of(found), ends=frozenset()), PROMPTS, GREEDY)
+    model = load_model(found, job, plan, rank)
+    rows = written(model, replace(load_chat_format(found), end_tokens=frozenset()), PROMPTS, GREEDY)
     return [row.ids for row in rows]
 
 
@@ -216,26 +220,26 @@ def test_generate_over_ranks_writes_the_same(
     kind: str, degrees: dict[str, str], runs: dict[str, Path]
 ) -> None:
     model, speech = opened(runs[kind])
-    expected = written(model, replace(speech, ends=frozenset()), PROMPTS, GREEDY)
+    expected = written(model, replace(speech, end_tokens=frozenset()), PROMPTS, GREEDY)
     ranks = 4 if "4" in degrees.values() else 2
     overrides = [(f"parallel.{axis}", size) for axis, size in degrees.items()]
     for ids in run_ranks(over_ranks, ranks, str(runs[kind]), overrides):
         assert ids == [row.ids for row in expected]
 
 
-def test_lay_out_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
+def test_plan_inference_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
     found = find_checkpoint(runs["llama"])
-    file = found.run / "job.toml"
+    file = found.run_dir / "job.toml"
     before = file.read_text()
     try:
         file.write_text(before.replace('device = "auto"', 'device = "cuda"'))
-        job, plan = plan_inference(found, [], [], (), generating=True)
+        job, plan = plan_inference(found, [], [], (), for_generation=True)
         assert (job.run.device, plan.world_size) == ("auto", 1)
     finally:
         file.write_text(before)
 
 
-def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
+def test_plan_inference_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
     found = find_checkpoint(runs["llama"])
     overrides = [
         ("parallel.pp", "2"),
@@ -244,7 +248,7 @@ def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> 
         ("parallel.tpp", "2"),
     ]
     with pytest.raises(InvalidConfig) as caught:
-        plan_inference(found, overrides, [], ("parallel.",), generating=True)
+        plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
     text = str(caught.value)
     for name in ("parallel.pp", "parallel.cp", "model.dim", "parallel.tpp"):
         assert name in text
@@ -302,7 +306,7 @@ def test_generate_chat_uses_the_template(
     assert main(words) == 2
     assert "--chat: answers prompts; give --prompt or --prompts" in capsys.readouterr().err
     assert main([*words, "--prompt", "x"]) == 2
-    assert "there is neither chat_template.jinja nor a template" in capsys.readouterr().err
+    assert "finds neither chat_template.jinja nor a template" in capsys.readouterr().err
     template = tmp_path / "mine.jinja"
     template.write_text(
         "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -314,14 +318,14 @@ def test_generate_chat_uses_the_template(
     assert not capsys.readouterr().out.startswith("x")
     (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "tool", "content": "x"}]}\n')
     assert main([*words, "--prompts", str(tmp_path / "asked.jsonl")]) == 2
-    assert "the chat template refuses it: no tools" in capsys.readouterr().err
+    assert "the chat template rejects it: no tools" in capsys.readouterr().err
 
-    speech = speech_of(find_checkpoint(run), str(template))
-    [row] = rows_of(["why<|endoftext|>?"], speech, GREEDY)
-    separator = speech.begin
+    speech = load_chat_format(find_checkpoint(run), str(template))
+    [row] = make_sequences(["why<|endoftext|>?"], speech, GREEDY)
+    separator = speech.start_token
     assert row.ids.count(separator) == 2  # what looks like one is one, as in training
     decoded = speech.tokenizer.decode(row.ids, skip_special_tokens=False)
     assert decoded == "u: why<|endoftext|>?<|endoftext|>a: "
-    assert separator in speech.ends
+    assert separator in speech.end_tokens
     template.write_text(template.read_text().replace("<|endoftext|>", ""))
-    assert speech_of(find_checkpoint(run), str(template)).ends == {separator}
+    assert load_chat_format(find_checkpoint(run), str(template)).end_tokens == {separator}

@@ -33,21 +33,21 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint import weight_files as export
-from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
-from weft.checkpoint.shard_files import consecutive
-from weft.checkpoint.weight_files import INDEX, publishing, write_model
+from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
+from weft.checkpoint.shard_files import group_by_size
+from weft.checkpoint.weight_files import INDEX, publish_directory, write_weights_checkpoint
 from weft.cli.main import main
 from weft.config.errors import WeftError
 from weft.config.schema import replace, to_toml
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import hf_name
-from weft.models.hf_mapping import shapes, to_config
+from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.models.llama import LlamaConfig
-from weft.tools.generate import ChatFormat, Sampling, generate, rows_of, speech_of
+from weft.tools.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint, import_model
-from weft.tools.inference_model import find_checkpoint, load_whole, restore_alone
+from weft.tools.inference_model import find_checkpoint, load_local_model, load_unsharded
 from weft.train.job_checks import check_text, prepare_job
 from weft.train.setup import build
 
@@ -76,7 +76,7 @@ MORE = [
 def load_checkpoint(run: Path) -> tuple[nn.Module, ChatFormat]:
     """The model with its head, and how its texts are written."""
     found = find_checkpoint(run)
-    return load_whole(found, torch.device("cpu")), speech_of(found)
+    return load_unsharded(found, torch.device("cpu")), load_chat_format(found)
 
 
 def silent(progress: Progress) -> None:
@@ -175,9 +175,9 @@ def test_export_loaded_by_transformers_computes_the_same(
             gradients[name] / scale, param.grad / scale, atol=2e-5, rtol=1e-4
         )
 
-    asked = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    asked = load_local_model(find_checkpoint(run), torch.device("cpu"))
     sampling = Sampling(max_tokens=20, temperature=0)
-    rows = rows_of(["def "], speech, sampling)
+    rows = make_sequences(["def "], speech, sampling)
     said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
     begun = torch.tensor([theirs("def ")["input_ids"]])
     written = twin.generate(
@@ -238,9 +238,9 @@ def test_export_has_shards_index_and_dtype(dtype: torch.dtype, run: Path, tmp_pa
 
 def test_consecutive_splits_by_size() -> None:
     sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 5, "f": 1}
-    assert consecutive(sizes, 6) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert consecutive(sizes, 100) == [list("abcdef")]
-    assert consecutive(sizes, 1) == [[name] for name in sizes]
+    assert group_by_size(sizes, 6) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert group_by_size(sizes, 100) == [list("abcdef")]
+    assert group_by_size(sizes, 1) == [[name] for name in sizes]
 
 
 def flip(path: Path, position: int) -> None:
@@ -250,18 +250,18 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> None:
-    path = checkpoints(own_run / "checkpoints")[-1]
+    path = list_checkpoints(own_run / "checkpoints")[-1]
     shards = read_manifest(path)["tensors"]["model.layers.1.mlp.up_proj.weight"]["shards"]
     assert len(shards) == 4
     name = read_manifest(path)["files"][shards[2][2]]["name"]
     flip(path / name, shards[2][3] + 5)
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{name} differs from what was written"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name}: No such file"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     flip(path / "manifest.json", 40)
-    with pytest.raises(CheckpointError, match=r"its manifest\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     assert os.listdir(tmp_path) == ["run"]
 
@@ -283,7 +283,7 @@ def test_export_every_mistake_is_reported_at_once(
     capsys.readouterr()
     for size in ("0", "-1", "5PB", "1e3", "", "\u0663GB"):
         assert main(["export", str(own_run), str(tmp_path / "new"), f"--max-shard={size}"]) == 2
-        assert "is no size" in capsys.readouterr().err
+        assert "is not a size" in capsys.readouterr().err
     (own_run / "tokenizer.json").write_text("{}")
     assert main(["export", str(own_run), str(tmp_path / "new")]) == 2
     assert "is not a tokenizer.json" in capsys.readouterr().err
@@ -346,13 +346,16 @@ def test_export_interrupted_leaves_nothing(run: Path, tmp_path: Path) -> None:
 
 
 def test_publishing_leaves_a_concurrent_writer_alone(tmp_path: Path) -> None:
-    with publishing(tmp_path / "out") as first:
+    with publish_directory(tmp_path / "out") as first:
         (first / "file").touch()
-        with pytest.raises(ZeroDivisionError), publishing(tmp_path / "out"):
+        with pytest.raises(ZeroDivisionError), publish_directory(tmp_path / "out"):
             raise ZeroDivisionError
         assert (first / "file").exists()
     assert os.listdir(tmp_path) == ["out"]
-    with pytest.raises(WeftError, match="could not be written"), publishing(tmp_path / "out"):
+    with (
+        pytest.raises(WeftError, match="could not be written"),
+        publish_directory(tmp_path / "out"),
+    ):
         pass
     assert os.listdir(tmp_path) == ["out"]
 
@@ -381,7 +384,7 @@ def hf_folder(
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(5)
-    twin = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32"), bos_token_id=0))
+    twin = LlamaForCausalLM(TheirConfig(**to_hf_config(LLAMA, config, "float32"), bos_token_id=0))
     for name, param in twin.named_parameters():
         torch.nn.init.normal_(param, float("norm" in name), 0.2)
     twin.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
@@ -424,12 +427,12 @@ def test_import_and_export_reproduce_every_byte(
         assert ours[name] == theirs[name]
 
 
-@pytest.mark.parametrize("elements", [export.BLOCK, 500])
+@pytest.mark.parametrize("elements", [export.ROW_CHUNK_ELEMENTS, 500])
 def test_export_and_import_reproduce_every_bit(
     elements: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a tensor is read in parts that do not fit its shards."""
-    monkeypatch.setattr(export, "BLOCK", elements)
+    monkeypatch.setattr(export, "ROW_CHUNK_ELEMENTS", elements)
     export_checkpoint(run, tmp_path / "out", "float32", "30KB", silent)
     import_model(tmp_path / "out", tmp_path / "again", silent)
     assert_same_bits(of_model(newest_state(run)), of_model(newest_state(tmp_path / "again")))
@@ -444,7 +447,7 @@ def first_loss(folder: str, store: str) -> float:
     loader = loader_of(job, plan, store, build(job, plan, this_rank()).mesh)
     twin = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     loss, count = 0.0, 0
-    for batch in loader.batch(0):
+    for batch in loader.get_microbatches(0):
         logits = twin(batch.tokens_BT).logits.flatten(0, 1)
         loss += F.cross_entropy(logits, batch.targets_BT.flatten(), reduction="sum").item()
         count += batch.targets_BT.numel()
@@ -467,7 +470,7 @@ def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path
         found[layout] = losses(folder)
         state = newest_state(folder)
         assert state["optim.norm.weight.step"] == 3  # begun anew, and saved from now on
-        assert [path.name for path in checkpoints(folder / "checkpoints")] == [
+        assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [
             "step-00000000",
             "step-00000003",
         ]
@@ -490,7 +493,7 @@ def test_import_run_can_be_trained_and_generates(
     )
     run = tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
-    assert "BF16 there and float32 here" in capsys.readouterr().out
+    assert "converted from BF16 to float32" in capsys.readouterr().out
     assert main(["generate", str(run), "--max-tokens", "3"]) == 0
     job = str(run / "job.toml")
     train = [
@@ -510,11 +513,11 @@ def test_import_run_can_be_trained_and_generates(
         ("data.path", str(store_path)),
     ]
     going_on, _, plan = prepare_job(job, changes)
-    check_text(going_on, plan, open_text(store_path))  # a text that it has not seen
+    check_text(going_on, plan, open_dataset(store_path))  # a text that it has not seen
     capsys.readouterr()
     # Nothing would be found there, and a start from random weights is not what was meant.
     assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
-    assert "has none of the run's checkpoints, which are in" in capsys.readouterr().err
+    assert "has no checkpoint of the run; they are in" in capsys.readouterr().err
     # A recipe that has it by a preset and some fields means the same as all of the fields.
     few = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
     table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in few.items())
@@ -524,7 +527,7 @@ def test_import_run_can_be_trained_and_generates(
     another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *mine]
     assert main(another) == 0
     assert main([*another, "--model.rope_theta", "99"]) == 2
-    assert "model.rope_theta = 99.0: the run in" in capsys.readouterr().err
+    assert "model.rope_theta = 99.0: differs from the run in" in capsys.readouterr().err
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
@@ -537,7 +540,7 @@ def test_import_run_can_be_trained_and_generates(
         overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]
         run_ranks(train_rank, 1, MODEL + overrides, str(store_path))
     assert main([*train, *mine[:2], "--train.seed", "8"]) == 2
-    assert "train.seed = 8: the run in" in capsys.readouterr().err
+    assert "train.seed = 8: differs from the run in" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -552,10 +555,10 @@ def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path
     command = [*weft, "train", "run/job.toml", *keys]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     assert "step-00000000" in done.stdout
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
-    names = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    names = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
     assert names == ["step-00000000", "step-00000002"]
 
 
@@ -575,13 +578,13 @@ TINY = LlamaConfig(
 
 def tiny_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {hf_name(name): torch.randn(shape) for name, shape in shapes(LLAMA, TINY).items()}
+    return {hf_name(name): torch.randn(shape) for name, shape in param_shapes(LLAMA, TINY).items()}
 
 
 def tiny_folder(folder: Path, tokenizer: Path) -> Path:
     folder.mkdir()
     save_file(tiny_weights(), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(to_config(LLAMA, TINY, "float32")))
+    (folder / "config.json").write_text(json.dumps(to_hf_config(LLAMA, TINY, "float32")))
     shutil.copy(tokenizer, folder / "tokenizer.json")
     return folder
 
@@ -675,45 +678,45 @@ NAN = torch.tensor([float("nan")] * 16)
     ("spoil", "expected"),
     [
         # The file's table.
-        (with_bytes("model.safetensors", b""), "which its table alone does not fit in"),
-        (with_bytes("model.safetensors", b"\xff" * 64), "which its table alone does not fit in"),
-        (with_bytes("model.safetensors", struct.pack("<Q", 8) + b"[1, 2  ]"), "no JSON object"),
-        (with_bytes("model.safetensors", struct.pack("<Q", 4) + b"\x80\x04\x95."), "is no JSON"),
-        (with_table(lambda t: "{" + '"a":' * 10), "is no JSON"),
-        (with_table(lambda t: "[" * 100_000), "is no JSON"),
-        (with_table(lambda t: '{"a": 1, "a": 2}'), "a name that comes twice"),
-        (with_table(lambda t: '{"a": NaN}'), "NaN is no number"),
-        (with_table(lambda t: t.update({"a": 5})), "not just dtype, shape and data_offsets"),
-        (with_table(lambda t: t[NORM].update(dtype="F4")), "is of an unknown dtype"),
-        (with_table(lambda t: t[NORM].update(dtype=["F32"])), "is of an unknown dtype"),
-        (with_table(lambda t: t[NORM].update(shape=[-4, -4])), "a shape that is none"),
-        (with_table(lambda t: t[NORM].update(shape=[True, 16])), "a shape that is none"),
-        (with_table(lambda t: t[NORM].update(shape=[1.5])), "a shape that is none"),
+        (with_bytes("model.safetensors", b""), "too few for its header"),
+        (with_bytes("model.safetensors", b"\xff" * 64), "too few for its header"),
+        (with_bytes("model.safetensors", struct.pack("<Q", 8) + b"[1, 2  ]"), "not a JSON object"),
+        (with_bytes("model.safetensors", struct.pack("<Q", 4) + b"\x80\x04\x95."), "is not JSON"),
+        (with_table(lambda t: "{" + '"a":' * 10), "is not JSON"),
+        (with_table(lambda t: "[" * 100_000), "is not JSON"),
+        (with_table(lambda t: '{"a": 1, "a": 2}'), "an object repeats a name"),
+        (with_table(lambda t: '{"a": NaN}'), "NaN is not a JSON number"),
+        (with_table(lambda t: t.update({"a": 5})), "must have exactly dtype, shape and data"),
+        (with_table(lambda t: t[NORM].update(dtype="F4")), "has an unknown dtype"),
+        (with_table(lambda t: t[NORM].update(dtype=["F32"])), "has an unknown dtype"),
+        (with_table(lambda t: t[NORM].update(shape=[-4, -4])), "an invalid shape"),
+        (with_table(lambda t: t[NORM].update(shape=[True, 16])), "an invalid shape"),
+        (with_table(lambda t: t[NORM].update(shape=[1.5])), "an invalid shape"),
         (with_table(lambda t: t[NORM].update(shape=[10**9, 10**9])), "needs 4,000,000,000,000"),
-        (with_table(lambda t: t[NORM].update(data_offsets=[-64, 0])), "offsets that are none"),
-        (with_table(lambda t: t[NORM].update(data_offsets=[64])), "offsets that are none"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[-64, 0])), "invalid data_offsets"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[64])), "invalid data_offsets"),
         (with_table(lambda t: t[NORM].update(data_offsets=[64, 0])), "needs 64 bytes and has -64"),
-        (with_table(lambda t: t[NORM].update(data_offsets=[0, 64])), "overlaps the one before"),
-        (with_table(lambda t: t[NORM].update(data_offsets=[10**15, 10**15 + 64])), "leaves a gap"),
-        (with_table(lambda t: t.pop(NORM) and None), "its table says"),
-        (with_table(lambda t: t.update(__metadata__=5)), "its metadata is none"),
-        (truncated, "has 5,000 bytes, and its table says"),
-        (lengthened, "and its table says"),
-        (fifo, "is no file"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[0, 64])), "overlaps the previous one"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[10**15, 10**15 + 64])), "follows a gap"),
+        (with_table(lambda t: t.pop(NORM) and None), "its header says"),
+        (with_table(lambda t: t.update(__metadata__=5)), "__metadata__ that is not an object"),
+        (truncated, "has 5,000 bytes, but its header says"),
+        (lengthened, "but its header says"),
+        (fifo, "is not a regular file"),
         # The weights.
         (with_weights(**{NORM_KEY: None}), "model.norm.weight: is in none of the files"),
         (
             with_weights(**{NORM_KEY: torch.ones(8)}),
-            "is of shape [8] in model.safetensors, not [16",
+            "has shape [8] in model.safetensors, not [16",
         ),
         (
             with_weights(**{NORM_KEY: torch.ones(16).double()}),
-            "is F64, which float32 does not hold",
+            "is F64, which is quantized or does not fit",
         ),
         (with_weights(**{NORM_KEY: torch.ones(16).to(torch.float8_e4m3fn)}), "is F8_E4M3, which"),
-        (with_weights(**{NORM_KEY: NAN}), "norm.weight has values that are not finite"),
-        (with_weights(bias=torch.ones(1)), "bias: is no weight of this Llama"),
-        (with_weights(**{"\x1b[2J": torch.ones(1)}), "\\u001b[2J: is no weight"),
+        (with_weights(**{NORM_KEY: NAN}), "norm.weight contains NaN or Inf"),
+        (with_weights(bias=torch.ones(1)), "bias: is not a weight of this Llama"),
+        (with_weights(**{"\x1b[2J": torch.ones(1)}), "\\u001b[2J: is not a weight"),
         # The index.
         (with_index({HEAD: "../a.safetensors"}), "is not the plain name"),
         (with_index({HEAD: "/etc/a.safetensors"}), "is not the plain name"),
@@ -721,36 +724,45 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_index({HEAD: "..\\a.safetensors"}), "is not the plain name"),
         (with_index({HEAD: "pytorch_model.bin"}), "is not the plain name"),
         (with_index({HEAD: "a.safetensors\n"}), "is not the plain name"),
-        (with_index({HEAD: None}), "must say for every tensor in which file"),
-        (with_index("all"), "must say for every tensor in which file"),
+        (with_index({HEAD: None}), "must map every tensor to a file"),
+        (with_index("all"), "must map every tensor to a file"),
         (with_index({HEAD: "b.safetensors"}), "b.safetensors: does not exist"),
-        (with_index({"more": "a.safetensors"}), "does not say what the files hold"),
-        (twice, "has lm_head.weight, which a.safetensors has, too"),
+        (with_index({"more": "a.safetensors"}), "does not match the tensors in the files"),
+        (twice, "has lm_head.weight, which is also in a.safetensors"),
         # What is no safetensors, or none at all.
-        (only_a_pickle, "only pytorch_model.bin: a pickle, which is a program"),
+        (only_a_pickle, "only the pickle pytorch_model.bin, which may run code"),
         (remove("model.safetensors"), "does not exist, nor does its index"),
         # The configuration; more in tests/models/test_hf_mapping.py.
         (remove("config.json"), "config.json: does not exist"),
-        (with_bytes("config.json", b"[" * 100_000), "config.json: is no JSON"),
-        (with_bytes("config.json", b"\xff\xfe"), "config.json: is no JSON"),
-        (with_json("config.json", auto_map={"AutoModel": "evil.Model"}), "code to run, which weft"),
-        (with_json("config.json", num_hidden_layers=9999), "fewer than that many layers have"),
-        (with_json("config.json", num_hidden_layers=2**31 - 1), "whole number from 1 to 10,000"),
-        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is no weight"),
-        (with_json("config.json", vocab_size=128), "more than vocab_size = 128"),
-        (with_json("config.json", vocab_size=600), "has 512 entries, and the model 600: more than"),
+        (with_bytes("config.json", b"[" * 100_000), "config.json: is not JSON"),
+        (with_bytes("config.json", b"\xff\xfe"), "config.json: is not JSON"),
+        (
+            with_json("config.json", auto_map={"AutoModel": "evil.Model"}),
+            "weft never runs remote code",
+        ),
+        (with_json("config.json", num_hidden_layers=9999), "needs more tensors than"),
+        (
+            with_json("config.json", num_hidden_layers=2**31 - 1),
+            "must be an integer from 1 to 10,000",
+        ),
+        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is not a weight"),
+        (with_json("config.json", vocab_size=128), "model.vocab_size is 128"),
+        (with_json("config.json", vocab_size=600), "has 512 entries, but the model 600: more than"),
         # The tokenizer.
-        (remove("tokenizer.json"), "save_pretrained(FOLDER) writes one"),
+        (remove("tokenizer.json"), "save_pretrained(DIRECTORY) writes one"),
         (with_bytes("tokenizer.json", b"{}"), "is not a tokenizer.json"),
         (with_bytes("tokenizer.json", b"\x80\x04\x95"), "is not a tokenizer.json"),
         (
             with_json("tokenizer_config.json", auto_map={"AutoTokenizer": "evil.T"}),
-            "does not pass on",
+            "nor exports",
         ),
-        (with_bytes("generation_config.json", b"5"), "generation_config.json: is no JSON object"),
+        (
+            with_bytes("generation_config.json", b"5"),
+            "generation_config.json: is not a JSON object",
+        ),
         (
             lambda folder: (folder / "chat_template.jinja").mkdir(),
-            "chat_template.jinja: is no file",
+            "chat_template.jinja: is not a file",
         ),
     ],
 )
@@ -804,9 +816,9 @@ def made_run(
     torch.manual_seed(0)
     parts = (
         (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
-        for name, shape in shapes(LLAMA, config).items()
+        for name, shape in param_shapes(LLAMA, config).items()
     )
-    write_model(
+    write_weights_checkpoint(
         folder / "checkpoints/step-00000001", parts, {"step": 1, "samples": 8}, lambda done: None
     )
     job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})

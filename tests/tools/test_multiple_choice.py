@@ -16,10 +16,10 @@ from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.tools.generate import speech_of
+from weft.tools.generate import load_chat_format
 from weft.tools.hf_convert import export_checkpoint
-from weft.tools.inference_model import find_checkpoint, plan_inference, restore, restore_alone
-from weft.tools.multiple_choice import encoded, log_probabilities, read_task, score
+from weft.tools.inference_model import find_checkpoint, load_local_model, load_model, plan_inference
+from weft.tools.multiple_choice import compute_log_probs, encode_pair, read_task, score_task
 
 TASK = """
 task: continue_it
@@ -68,8 +68,8 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ours(run: Path, task_file: Path) -> dict[str, Any]:
     found = find_checkpoint(run)
-    model = restore_alone(found, torch.device("cpu"))
-    return asdict(score(read_task(task_file), model, speech_of(found), 8))
+    model = load_local_model(found, torch.device("cpu"))
+    return asdict(score_task(read_task(task_file), model, load_chat_format(found), 8))
 
 
 def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
@@ -140,9 +140,11 @@ def _analytic(share: float, count: int = 40) -> float:
 
 def over_ranks(run: str, task: str) -> dict[str, Any]:
     found = find_checkpoint(Path(run))
-    job, plan = plan_inference(found, [("parallel.tp", "2")], [], ("parallel.",), generating=True)
-    model = restore(found, job, plan, this_rank())
-    return asdict(score(read_task(Path(task)), model, speech_of(found), 16))
+    job, plan = plan_inference(
+        found, [("parallel.tp", "2")], [], ("parallel.",), for_generation=True
+    )
+    model = load_model(found, job, plan, this_rank())
+    return asdict(score_task(read_task(Path(task)), model, load_chat_format(found), 16))
 
 
 def test_score_with_a_sharded_vocabulary_is_the_same(run: Path, task_file: Path) -> None:
@@ -152,15 +154,17 @@ def test_score_with_a_sharded_vocabulary_is_the_same(run: Path, task_file: Path)
 
 def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
     found = find_checkpoint(run)
-    model, speech = restore_alone(found, torch.device("cpu")), speech_of(found)
-    pairs = [encoded(speech, a, b) for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))]
-    assert pairs[1][0] == [speech.begin]
+    model, speech = load_local_model(found, torch.device("cpu")), load_chat_format(found)
+    pairs = [
+        encode_pair(speech, a, b) for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))
+    ]
+    assert pairs[1][0] == [speech.start_token]
     assert pairs[2][1] == speech.tokenizer.encode("for i in").ids[2:]  # the space went over
     pairs.append((list(range(100)), [5, 6]))  # longer than the model takes
-    together = log_probabilities(model, pairs, 4)
+    together = compute_log_probs(model, pairs, 4)
     for pair, (sum_, _) in zip(pairs, together, strict=True):
-        assert log_probabilities(model, [pair], 1)[0][0] == pytest.approx(sum_, rel=1e-4)
-    tail = log_probabilities(model, [(list(range(37, 100)), [5, 6])], 1)[0][0]
+        assert compute_log_probs(model, [pair], 1)[0][0] == pytest.approx(sum_, rel=1e-4)
+    tail = compute_log_probs(model, [(list(range(37, 100)), [5, 6])], 1)[0][0]
     assert together[3][0] == pytest.approx(tail, rel=1e-4)
 
 
@@ -233,6 +237,6 @@ def test_the_harness_may_ask_with_more_than_the_model_sees(run: Path) -> None:
     from weft.tools.lm_eval_model import WeftLM
 
     lm = WeftLM(str(run), device="cpu")
-    lm.speech = replace(lm.speech, context=16)
+    lm.chat_format = replace(lm.chat_format, max_context=16)
     request = Instance("generate_until", {}, ("def " * 60, {"max_gen_toks": 4}), 0)
     assert len(lm.generate_until([request])) == 1

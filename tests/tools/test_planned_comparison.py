@@ -14,43 +14,45 @@ from weft.cli.main import main
 from weft.config.schema import Job
 from weft.plan.resolve import Machine, Plan
 from weft.tools import planned_comparison as planning
-from weft.tools.planned_comparison import Planned, verdict
+from weft.tools.planned_comparison import PlannedVariant, make_verdict
 
 
-def planned(label: str, seconds: float, doubts: tuple[str, ...] = (), fits: bool = True) -> Planned:
+def planned(
+    label: str, seconds: float, caveats: tuple[str, ...] = (), fits: bool = True
+) -> PlannedVariant:
     plan: Any = SimpleNamespace(tokens_per_step=1000, world_size=8)
-    seen: Any = SimpleNamespace(
+    prediction: Any = SimpleNamespace(
         plan=plan,
         step_seconds=seconds,
         fits=fits,
-        doubts=doubts,
-        error=0.5 if doubts else 0.25,
-        limits=["memory: 90.0 GiB of 80.0"],
+        caveats=caveats,
+        error=0.5 if caveats else 0.25,
+        bottlenecks=["memory: 90.0 GiB of 80.0"],
     )
-    return Planned(label, plan, seen, "")
+    return PlannedVariant(label, plan, prediction, "")
 
 
 def test_verdict_small_predicted_difference_is_undecided() -> None:
-    lines = verdict(
+    lines = make_verdict(
         [
             planned("A", 1.0),
             planned("B", 0.9),
             planned("C", 0.8),
             planned("D", 1.3),
-            planned("E", 0.7, doubts=("cp",)),
-            planned("F", 0.5, doubts=("cp",)),
+            planned("E", 0.7, caveats=("cp",)),
+            planned("F", 0.5, caveats=("cp",)),
             planned("G", 0.5, fits=False),
         ]
     )
     assert lines[0] == "G does not fit: memory: 90.0 GiB of 80.0"
-    assert "B is predicted to be 11.1 % faster than A: too little to tell" in lines[1]
+    assert "B is predicted 11.1 % faster than A, which is inconclusive (32 % of" in lines[1]
     assert lines[2] == (
-        "C is predicted to be 25.0 % faster than A (of such predictions 94 % had the direction "
-        "right, and nine of ten were within -3 to +61 %)"
+        "C is predicted 25.0 % faster than A (94 % of such predictions had the right direction; "
+        "90 % were within -3 to +61 %)"
     )
-    assert lines[3].startswith("D is predicted to be 23.1 % slower than A (of such")
-    assert "too little to tell, with low confidence (within 50 %)" in lines[4]
-    assert lines[5].endswith("100.0 % faster than A, with low confidence (within 50 %)")
+    assert lines[3].startswith("D is predicted 23.1 % slower than A (94 % of such")
+    assert "which is inconclusive, with low confidence (error 50 %)" in lines[4]
+    assert lines[5].endswith("100.0 % faster than A with low confidence (error 50 %)")
 
 
 @pytest.mark.slow
@@ -81,7 +83,7 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
     slower = next(
         line for line in found["verdict"] if line.startswith("tp=8, activation_checkpoint=none")
     )
-    assert "slower than tp=1, activation_checkpoint=none (of such" in slower
+    assert "slower than tp=1, activation_checkpoint=none (94 % of such" in slower
     speed = wide["forecast"]["tokens_per_second_per_device"]
     hours = 1e9 / speed / 3600
     assert wide["device_hours_per_billion_tokens"] == pytest.approx(hours)
@@ -99,27 +101,27 @@ def test_compare_plan_only_replaces_only_another_plan(
     runs.mkdir()
     (runs / "comparison.json").write_text('{"compared": [], "ended": [], "looks": []}')
     (line,) = rejected(capsys, *PLANNED, "--out", str(runs))
-    assert "holds a comparison of runs, which this one would replace" in line
+    assert "holds a comparison of runs, which --plan-only would overwrite" in line
     letters = tmp_path / "letters"
     letters.mkdir()
     (letters / "report.html").write_text("dear")
     lines = rejected(capsys, *PLANNED, "--out", str(letters), "--train.stepz", "3")
-    assert "is neither empty nor a comparison's folder" in lines[0]
+    assert "is neither empty nor the directory of a comparison" in lines[0]
     assert lines[1].startswith("train.stepz")
     assert (letters / "report.html").read_text() == "dear"
     (line,) = rejected(capsys, *PLANNED, "--out", str(letters / "report.html"))
-    assert "is neither empty nor a comparison's folder" in line
+    assert "is neither empty nor the directory of a comparison" in line
 
 
 def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for two of them may be equal."""
     asked = []
 
-    def note(label: str, job: Job, plan: Plan, machine: Machine) -> Planned:
+    def note(label: str, job: Job, plan: Plan, machine: Machine) -> PlannedVariant:
         asked.append((label, machine.device_name))
-        return Planned(label, None, None, "not asked")
+        return PlannedVariant(label, None, None, "not asked")
 
-    monkeypatch.setattr(planning, "_predicted", note)
+    monkeypatch.setattr(planning, "_predict", note)
     vary = [("run.cluster", ["1x8xH100", "1x8xH200"])]
     planning.compare_plans(["llama3-8b"], vary, [], [], None, None, None, lambda line: None)
     assert ["H100" in asked[0][1], "H200" in asked[1][1]] == [True, True]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from weft.tools.statistics import (
-    LEVEL,
-    holm,
-    interval,
-    p_different,
-    p_equivalent,
+    SIGNIFICANCE,
+    confidence_interval,
+    difference_p_value,
+    equivalence_p_value,
+    holm_adjust,
     pairs_needed,
-    t_above,
+    t_central_probability,
     t_quantile,
-    t_within,
+    t_survival,
 )
 
 # Fisher and Yates' table of Student's t: degrees of freedom; p = 0.9, 0.975, 0.995.
@@ -49,44 +49,46 @@ def test_distribution_equals_integral_of_density() -> None:
         density = scale * (1 + x**2 / df) ** (-(df + 1) / 2)
         weights = np.array([1, *([4, 2] * 999), 4, 1])
         integral = float((density * weights).sum()) * (x[1] - x[0]) / 3
-        assert t_within(1.7, df) == pytest.approx(2 * integral, abs=1e-10)
-    assert t_within(1, 1) == pytest.approx(0.5)
-    assert t_above(-1, 1) == pytest.approx(0.75)
-    assert t_within(2, 2) == pytest.approx(2 / math.sqrt(6))
+        assert t_central_probability(1.7, df) == pytest.approx(2 * integral, abs=1e-10)
+    assert t_central_probability(1, 1) == pytest.approx(0.5)
+    assert t_survival(-1, 1) == pytest.approx(0.75)
+    assert t_central_probability(2, 2) == pytest.approx(2 / math.sqrt(6))
     for df in range(1, 60):
-        assert t_above(t_quantile(0.975, df), df) == pytest.approx(0.025, abs=1e-12)
+        assert t_survival(t_quantile(0.975, df), df) == pytest.approx(0.025, abs=1e-12)
 
 
 def test_t_test_students_example_has_published_value() -> None:
     """Cushny and Peebles' hours of sleep, the data of the paper of 1908."""
     hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    found = interval(hours)
+    found = confidence_interval(hours)
     assert found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == pytest.approx((0.700, 2.460), abs=1e-3)
-    assert p_different(hours) == pytest.approx(0.00283, abs=1e-5)
+    assert difference_p_value(hours) == pytest.approx(0.00283, abs=1e-5)
 
 
 def test_holm_adjusted_values_equal_published_example() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.4, 0.9]) == pytest.approx([0.8, 0.9])
-    assert holm([0.02]) == [0.02]
+    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_adjust([0.4, 0.9]) == pytest.approx([0.8, 0.9])
+    assert holm_adjust([0.02]) == [0.02]
 
 
 def test_equal_differences_have_p_of_zero_or_one() -> None:
     """Deterministic losses may differ by the same in every pair, or not at all."""
-    assert p_different([0.0, 0.0]) == 1
-    assert p_different([0.25, 0.25]) == 0
-    assert p_equivalent([0.0, 0.0], 0.1) == 0
-    assert p_equivalent([0.25, 0.25], 0.1) == 1
-    assert interval([0.25, 0.25]).low == interval([0.25, 0.25]).high == 0.25
+    assert difference_p_value([0.0, 0.0]) == 1
+    assert difference_p_value([0.25, 0.25]) == 0
+    assert equivalence_p_value([0.0, 0.0], 0.1) == 0
+    assert equivalence_p_value([0.25, 0.25], 0.1) == 1
+    assert confidence_interval([0.25, 0.25]).low == confidence_interval([0.25, 0.25]).high == 0.25
 
 
 def test_equivalence_holds_if_90_percent_interval_is_inside_margin() -> None:
     some = [0.011, -0.004, 0.006, 0.009]
-    found = interval(some, 0.9)
+    found = confidence_interval(some, 0.9)
     at = max(abs(found.low), abs(found.high))
-    assert p_equivalent(some, at) == pytest.approx(LEVEL)
-    assert p_equivalent(some, at * 1.01) < LEVEL < p_equivalent(some, at * 0.99)
+    assert equivalence_p_value(some, at) == pytest.approx(SIGNIFICANCE)
+    assert (
+        equivalence_p_value(some, at * 1.01) < SIGNIFICANCE < equivalence_p_value(some, at * 0.99)
+    )
 
 
 # --------------------------------------------------------------------------- simulated
@@ -106,11 +108,11 @@ def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
     noise = np.random.default_rng(pairs).normal(0.02, 0.3, (SIMULATED, pairs))
     inside = false = wrongly_equivalent = 0
     for row in noise.tolist():
-        found = interval(row)
+        found = confidence_interval(row)
         inside += found.low <= 0.02 <= found.high
-        false += p_different([x - 0.02 for x in row]) < LEVEL
+        false += difference_p_value([x - 0.02 for x in row]) < SIGNIFICANCE
         # The truth lies on the margin: an equivalence of less is false.
-        wrongly_equivalent += p_equivalent([x + 0.98 for x in row], 1.0) < LEVEL
+        wrongly_equivalent += equivalence_p_value([x + 0.98 for x in row], 1.0) < SIGNIFICANCE
     assert within(inside, 0.95)
     assert within(false, 0.05)
     assert within(wrongly_equivalent, 0.05)
@@ -119,9 +121,9 @@ def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
 def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
     """Without the correction 14 % of the comparisons of equals would name a winner."""
     noise = np.random.default_rng(1).normal(0, 0.1, (SIMULATED, 3, 6)).tolist()
-    found = [[p_different(row) for row in rows] for rows in noise]
-    assert within(sum(min(holm(p)) < LEVEL for p in found), 0.05)
-    assert sum(min(p) < LEVEL for p in found) > 0.11 * SIMULATED
+    found = [[difference_p_value(row) for row in rows] for rows in noise]
+    assert within(sum(min(holm_adjust(p)) < SIGNIFICANCE for p in found), 0.05)
+    assert sum(min(p) < SIGNIFICANCE for p in found) > 0.11 * SIMULATED
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,17 @@ def test_pairs_needed_give_the_power_asked_for(
     needed = pairs_needed((mean + template / template.std(ddof=1)).tolist(), margin)
     assert needed is not None
     found = np.random.default_rng(2).normal(mean, 1.0, (SIMULATED, needed)).tolist()
-    p = [p_equivalent(row, margin) if mean < margin else p_different(row) for row in found]
-    assert least < sum(each < LEVEL for each in p) / SIMULATED < most
+    p = [
+        equivalence_p_value(row, margin) if mean < margin else difference_p_value(row)
+        for row in found
+    ]
+    assert least < sum(each < SIGNIFICANCE for each in p) / SIMULATED < most
 
 
 def test_pairs_needed_grow_with_comparisons() -> None:
     """As many as give the power at Holm's first level."""
     pilot = [-0.9, 0.8, -0.7, 0.9]
-    alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, LEVEL / 4)
+    alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, SIGNIFICANCE / 4)
     assert alone is not None
     assert of_four is not None
     assert of_four > alone

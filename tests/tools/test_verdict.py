@@ -12,9 +12,14 @@ import pytest
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Job, replace
-from weft.tools.comparison_dir import TrialResult, trial_folder
-from weft.tools.comparison_result import Result, Settings, finished, result_of
-from weft.tools.trials import held_out_loss, measure_trial, split_warm_up, train_loss
+from weft.tools.comparison_dir import TrialResult, trial_dir
+from weft.tools.comparison_result import (
+    ComparisonSettings,
+    ComparisonSummary,
+    completed_trials,
+    summarize_comparison,
+)
+from weft.tools.trials import measure_trial, split_warm_up, train_loss, validation_loss
 from weft.tools.variants import Variant
 from weft.tools.verdict import percent
 
@@ -80,8 +85,8 @@ def test_losses_are_compared_at_equal_tokens() -> None:
     assert train_loss(records, 20 * TOKENS) == pytest.approx(10 - 19.5)  # the last two
     assert train_loss(records, 10 * TOKENS) == 0.0  # the last one
     assert train_loss(records, 5 * TOKENS) == 6.0  # the one before the skipped
-    assert held_out_loss(records, 10 * TOKENS) == 2.5
-    assert held_out_loss(records, 11 * TOKENS) is None
+    assert validation_loss(records, 10 * TOKENS) == 2.5
+    assert validation_loss(records, 11 * TOKENS) is None
 
 
 # --------------------------------------------------------------------------- judging
@@ -94,7 +99,7 @@ def outcome(
     devices: dict[str, int] | None = None,
     jobs: dict[str, Job] | None = None,
     **settings: Any,
-) -> Result:
+) -> ComparisonSummary:
     """Of runs with these step seconds and losses, by variant and repeat."""
     jobs = jobs or {}
     variants = [
@@ -108,34 +113,34 @@ def outcome(
             steps = [record(i, seconds, loss) for i in range(1, 11)]
             if loss is not None:
                 steps[-1] |= {"eval_loss": loss}
-            run = trial_folder(folder, v, label, r)
+            run = trial_dir(folder, v, label, r)
             write_run(run, steps, (devices or {}).get(label, 1))
             ended.append(TrialResult(v, r, 0, "", 1.0))
     repeats = max(map(len, speeds.values()))
-    return result_of(folder, variants, ended, Settings(repeats, **settings))
+    return summarize_comparison(folder, variants, ended, ComparisonSettings(repeats, **settings))
 
 
 def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
     """The machine is twice as slow in one repeat: the pairs do not mind."""
     found = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
-    (judged,) = found.judged
+    (judged,) = found.comparisons
     assert judged.speed.answer == "faster"
     assert judged.speed.differences == pytest.approx(
         [math.log(1 / 0.95), math.log(1 / 0.95), math.log(1.1 / 1.05)]
     )
     (line,) = found.verdict
     assert line.startswith("B is 5.1 % faster than A (95 % interval 4.4 to 5.8 %, 3 pairs); ")
-    assert "held-out losses are equivalent within 0.5 %: B's is +0.0 % to +0.0 %" in line
+    assert "validation losses are equivalent within 0.5 %: B's is +0.0 % to +0.0 %" in line
     assert found.rows[1][8] == "+5.1 % (+4.4 to +5.8)"
 
 
 def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
     found = outcome(tmp_path, {"A": [1.0, 1.0, 1.0], "B": [0.98, 1.03, 1.0]})
-    assert found.judged[0].speed.answer == "no difference found"
+    assert found.comparisons[0].speed.answer == "no difference found"
     (line,) = found.verdict
     assert line.startswith(
         "no difference in speed was found: B is between 6.3 % slower and 6.1 % faster "
-        "(95 % interval, 3 pairs) than A"
+        "than A (95 % interval, 3 pairs)"
     )
     assert "equal" not in line.replace("equivalent", "")
 
@@ -151,19 +156,22 @@ def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
             "D": [1.0, 1.02, 0.97],
         },
     )
-    speed = found.judged[0].speed
+    speed = found.comparisons[0].speed
     assert speed.answer == "not claimed"
     assert speed.interval is not None
     assert speed.interval.low > 0
-    assert found.verdict[0].startswith("whether B is faster than A is open")
-    assert "with 3 comparisons at once" in found.verdict[0]
-    assert found.verdict[-1].startswith("3 variants were compared with A, by Holm's correction")
+    assert found.verdict[0].startswith(
+        "B may be faster than A, but this is not significant among 3 comparisons"
+    )
+    assert found.verdict[-1].startswith(
+        "3 variants were compared with A, not with each other; Holm's procedure"
+    )
 
 
 def test_judge_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     speeds = {"A": [1.0, 1.01, 0.99], "B": [0.60, 0.61, 0.60]}
     found = outcome(tmp_path, speeds, devices={"B": 2}, price=3.0)
-    (judged,) = found.judged
+    (judged,) = found.comparisons
     assert judged.speed.answer == "faster"
     assert judged.per_device is not None
     assert judged.per_device.answer == "slower"
@@ -181,19 +189,22 @@ def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None
         "D": [1.0, 1.02, 0.97],
     }
     found = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
-    assert found.judged[0].per_device is not None
-    assert found.judged[0].per_device.answer == "not claimed"
-    assert "faster than A per device is open" in found.verdict[0]
-    assert "with 2 comparisons at once" in found.verdict[0]
+    assert found.comparisons[0].per_device is not None
+    assert found.comparisons[0].per_device.answer == "not claimed"
+    assert "faster than A per device, but this is not significant among 2" in found.verdict[0]
 
 
 @pytest.mark.parametrize(
     ("theirs", "answer", "words"),
     [
         ([3.001, 3.002, 3.003], "equivalent", "equivalent within 0.5 %: B's is +0.0"),
-        ([3.10, 3.11, 3.10], "higher", "B's held-out loss is higher: +3.4 %"),
-        ([2.90, 2.91, 2.90], "lower", "B's held-out loss is lower: -3.2 %"),
-        ([3.02, 2.97, 3.00], "undecided", "is undecided: B's is"),
+        ([3.10, 3.11, 3.10], "higher", "B's validation loss is higher: +3.4 %"),
+        ([2.90, 2.91, 2.90], "lower", "B's validation loss is lower: -3.2 %"),
+        (
+            [3.02, 2.97, 3.00],
+            "undecided",
+            "are neither equivalent within 0.5 % nor different: B's is",
+        ),
     ],
 )
 def test_judge_loss_difference_is_compared_with_margin(
@@ -201,7 +212,7 @@ def test_judge_loss_difference_is_compared_with_margin(
 ) -> None:
     same = [1.0, 1.0, 1.0]
     found = outcome(tmp_path, {"A": same, "B": same}, {"B": theirs})
-    (judged,) = found.judged
+    (judged,) = found.comparisons
     assert judged.loss is not None
     assert judged.loss.answer == answer
     assert words in found.verdict[0]
@@ -217,8 +228,8 @@ def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
     answers = []
     for n, (margin, relative) in enumerate([(0.005, True), (0.01, True), (0.02, False)]):
         found = outcome(tmp_path / str(n), same, losses, margin=margin, relative=relative)
-        assert found.judged[0].loss is not None
-        answers.append(found.judged[0].loss.answer)
+        assert found.comparisons[0].loss is not None
+        answers.append(found.comparisons[0].loss.answer)
     assert answers == ["higher", "equivalent", "higher"]
 
 
@@ -227,7 +238,7 @@ def test_judge_negative_losses_have_a_margin(tmp_path: Path) -> None:
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
     found = outcome(tmp_path, same, losses)
-    assert found.judged[0].margin_nats == pytest.approx(0.015)
+    assert found.comparisons[0].margin_nats == pytest.approx(0.015)
     assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
 
 
@@ -239,10 +250,10 @@ def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
         "D": replace(Job(), train={"objective": "mine:objective"}),
     }
     found = outcome(tmp_path, same, jobs=jobs)
-    for judged, line in zip(found.judged, found.verdict, strict=False):
+    for judged, line in zip(found.comparisons, found.verdict, strict=False):
         assert judged.loss is None
-        assert "losses cannot be compared: they are of other tokens or objectives" in line
-    assert "loss: held-out, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
+        assert "losses cannot be compared: they are of different data or objectives" in line
+    assert "loss: validation, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
 
 
 def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
@@ -252,9 +263,9 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
         Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
     ]
     ended = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]
-    assert finished(tmp_path, variants, ended) == []
-    found = result_of(tmp_path, variants, ended, Settings(1))
-    assert found.verdict == ["no trial has finished: there is nothing to compare"]
+    assert completed_trials(tmp_path, variants, ended) == []
+    found = summarize_comparison(tmp_path, variants, ended, ComparisonSettings(1))
+    assert found.verdict == ["no trial has finished, so there is nothing to compare"]
     assert found.failures[0] == "A: cannot be run: parallel.tp = 3: does not divide"
     assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in found.failures[1]
     assert "no trial has finished" in found.text()
@@ -265,14 +276,14 @@ def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
     """Every step was skipped: speed is told all the same."""
     same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
     found = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
-    assert "there is no pair of losses" in found.verdict[0]
+    assert "no repeat has a loss of both variants" in found.verdict[0]
     assert found.rows[0][7] == "-"
     json.dumps(found.document, allow_nan=False)
 
 
 def test_judge_baseline_is_the_first_variant_that_ran(tmp_path: Path) -> None:
     found = outcome(tmp_path, {"A": [], "B": [1.0, 1.0], "C": [2.0, 2.1]})
-    (judged,) = found.judged
+    (judged,) = found.comparisons
     assert (judged.baseline, judged.variant) == (1, 2)
     assert "than B" in found.verdict[0]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.test_extending import MINE
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.reader import recipe_names
@@ -32,8 +32,8 @@ from weft.optim.optimizer import clip_grad_norm
 from weft.plan.resolve import Plan
 from weft.tools import verify_measure as measure
 from weft.tools.local_ranks import RanksFailed, run_ranks
-from weft.tools.shrink import Case, plan_of_recipe, shrink
-from weft.tools.verify import Report, read_recipe, verify
+from weft.tools.shrink import Case, plan_for_recipe, shrink
+from weft.tools.verify import VerifyReport, read_recipe, verify
 from weft.train.setup import Built
 
 # As `weft verify` takes them.
@@ -50,7 +50,7 @@ def overrides(arguments: Iterable[str]) -> list[tuple[str, str]]:
 @functools.cache
 def read_and_plan(recipe: str, *arguments: str) -> tuple[Job, Plan]:
     job = read_recipe(recipe, overrides(arguments))
-    return job, plan_of_recipe(job)
+    return job, plan_for_recipe(job)
 
 
 def case(*arguments: str, recipe: str = "demo", ranks: int = 8) -> Case:
@@ -93,7 +93,7 @@ def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     captured = capsys.readouterr()
     assert status == 0, captured.out + captured.err
     assert captured.err == ""
-    assert "\nholds: " in captured.out
+    assert "\npassed: " in captured.out
     return captured.out
 
 
@@ -167,7 +167,7 @@ def test_verify_custom_model_and_optimizer_hold(
 
 # --------------------------------------------------------------------------- breaking one
 
-Tamper = Callable[[Built, Plan], None]
+Corruption = Callable[[Built, Plan], None]
 
 
 def local(param: Tensor | None) -> Tensor:
@@ -178,19 +178,19 @@ def local(param: Tensor | None) -> Tensor:
 @torch.no_grad()
 def zero_a_shard(built: Built, plan: Plan) -> None:
     if dist.get_rank() == 1:
-        local(dict(named_parameters(built.parts))["layers.1.self_attn.q_proj.weight"]).zero_()
+        local(dict(trainable_parameters(built.parts))["layers.1.self_attn.q_proj.weight"]).zero_()
 
 
 @torch.no_grad()
 def take_the_wrong_slice(built: Built, plan: Plan) -> None:
-    weight = local(dict(named_parameters(built.parts))["layers.2.mlp.up_proj.weight"])
+    weight = local(dict(trainable_parameters(built.parts))["layers.2.mlp.up_proj.weight"])
     weight.copy_(weight.roll(1, dims=0))
 
 
 @torch.no_grad()
 def lose_rows_of_the_embedding(built: Built, plan: Plan) -> None:
     if dist.get_rank() == 1:
-        local(dict(named_parameters(built.parts))["embed_tokens.weight"])[:3].zero_()
+        local(dict(trainable_parameters(built.parts))["embed_tokens.weight"])[:3].zero_()
 
 
 def pass_something_else_on(built: Built, plan: Plan) -> None:
@@ -222,7 +222,7 @@ def break_a_gradient_on_rank_1(built: Built, plan: Plan) -> None:
     def broken(batches: list[Batch]) -> Tensor:
         loss = forward_backward(batches)
         if dist.get_rank() == 1:
-            local(dict(named_parameters(built.parts))["layers.1.mlp.up_proj.weight"].grad).mul_(
+            local(dict(trainable_parameters(built.parts))["layers.1.mlp.up_proj.weight"].grad).mul_(
                 1.01
             )
         return loss
@@ -265,7 +265,7 @@ def take_the_mean_of_means(built: Built, plan: Plan) -> None:
 
 @torch.no_grad()
 def spoil_the_head(built: Built, plan: Plan) -> None:
-    local(dict(named_parameters(built.parts))["norm.weight"]).mul_(1.01)
+    local(dict(trainable_parameters(built.parts))["norm.weight"]).mul_(1.01)
 
 
 def average_gradients(built: Built, plan: Plan) -> None:
@@ -309,50 +309,63 @@ DP2 = ["--parallel.dp_shard", "2", "--train.microbatch_size", "1"]
 HSDP = ["--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"]
 PP2 = ["--parallel.dp_shard", "1", "--parallel.pp", "2", *UNTIED]
 
-AGREES = "step 1: forward agrees, block by block; "
-BREAKS: list[tuple[list[str], Tamper, str]] = [
-    (DP2, zero_a_shard, "step 1: forward departs first in layers.1 ("),
-    (TP2, zero_a_shard, "step 1: forward departs first in layers.1 ("),
-    (TP2, take_the_wrong_slice, "step 1: forward departs first in layers.2 ("),
-    (TP2, lose_rows_of_the_embedding, "step 1: forward departs first before layers.0: in the em"),
-    (PP2, pass_something_else_on, "step 1: forward departs first between layers.1 and layers.2 ("),
+AGREES = "step 1: the forward pass matches, block by block; "
+BREAKS: list[tuple[list[str], Corruption, str]] = [
+    (DP2, zero_a_shard, "step 1: the forward pass first differs in layers.1 ("),
+    (TP2, zero_a_shard, "step 1: the forward pass first differs in layers.1 ("),
+    (TP2, take_the_wrong_slice, "step 1: the forward pass first differs in layers.2 ("),
+    (
+        TP2,
+        lose_rows_of_the_embedding,
+        "step 1: the forward pass first differs before layers.0: in the em",
+    ),
+    (
+        PP2,
+        pass_something_else_on,
+        "step 1: the forward pass first differs between layers.1 and layers.2 (",
+    ),
     (
         DP2,
         break_backward_of_a_product,
-        f"{AGREES}gradients depart first in layers.1.self_attn.k_proj.weight (1.0e-02)",
+        f"{AGREES}gradients first differ in layers.1.self_attn.k_proj.weight (1.0e-02)",
     ),
-    (TP2, break_a_gradient_on_rank_1, f"{AGREES}gradients depart first in layers.1.mlp.up_proj"),
+    (TP2, break_a_gradient_on_rank_1, f"{AGREES}gradients first differ in layers.1.mlp.up_proj"),
     (
         HSDP,
         break_a_gradient_on_rank_1,
-        f"{AGREES}gradients depart first in layers.1.mlp.up_proj.weight on rank 1 only (1.0e-02)",
+        f"{AGREES}gradients first differ in layers.1.mlp.up_proj.weight on rank 1 only (1.0e-02)",
     ),
-    (TP2, skip_the_sum_of_a_gain, f"{AGREES}gradients depart first in layers.2.input_layernorm"),
-    (DP2, count_tokens_twice, f"{AGREES}the loss departs (5.0e-01), and every gradient is 0.5 ti"),
+    (TP2, skip_the_sum_of_a_gain, f"{AGREES}gradients first differ in layers.2.input_layernorm"),
+    (DP2, count_tokens_twice, f"{AGREES}the loss differs (5.0e-01), and every gradient is 0.5 ti"),
     (
         DP2,
         take_the_mean_of_means,
-        f"{AGREES}the loss departs (4.9e-05), and every gradient departs, first norm.weight (",
+        f"{AGREES}the loss differs (4.9e-05), and every gradient differs, first norm.weight (",
     ),
     (
         TP2,
         spoil_the_head,
-        f"{AGREES}the loss departs (7.7e-05), and every gradient departs, first norm.weight (",
+        f"{AGREES}the loss differs (7.7e-05), and every gradient differs, first norm.weight (",
     ),
-    (DP2, average_gradients, f"{AGREES}every gradient is 0.5 times one process's: sums ov"),
-    (TP2, tell_the_loss_twice, f"{AGREES}the loss departs (1.0e+00), and no gradient"),
+    (DP2, average_gradients, f"{AGREES}every gradient is 0.5 times one process's: check sums ov"),
+    (TP2, tell_the_loss_twice, f"{AGREES}the loss differs (1.0e+00), and no gradient"),
     (
         DP2,
         leave_one_out_of_the_norm,
-        "step 1: forward agrees, block by block, and so do gradients; the gradient norm departs (",
+        "step 1: the forward pass matches, block by block, and so do gradients; "
+        "the gradient norm differs (",
     ),
-    (DP2, leave_one_out_of_the_update, "step 1: gradients agree; the optimizer's updates depart f"),
-    (TP2, evaluate_other_tokens, "training agrees; the evaluation loss departs ("),
+    (
+        DP2,
+        leave_one_out_of_the_update,
+        "step 1: gradients match; optimizer updates first differ in",
+    ),
+    (TP2, evaluate_other_tokens, "training matches; the validation loss differs ("),
 ]
 
 
 # These are found in fewer bits, or by the command, with the same words: see below.
-FOUND_BELOW = {
+TESTED_BELOW = {
     zero_a_shard,
     take_the_wrong_slice,
     skip_the_sum_of_a_gain,
@@ -362,18 +375,20 @@ FOUND_BELOW = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "tamper", "reason"),
+    ("layout", "corrupt", "reason"),
     [
         pytest.param(
             *each,
-            marks=[pytest.mark.slow] if each[1] in FOUND_BELOW else [],
+            marks=[pytest.mark.slow] if each[1] in TESTED_BELOW else [],
             id=f"{each[1].__name__} {' '.join(each[0])}",
         )
         for each in BREAKS
     ],
 )
-def test_verify_fault_is_found_and_located(layout: list[str], tamper: Tamper, reason: str) -> None:
-    report = verify(read_recipe("demo", overrides(layout)), steps=1, tamper=tamper)
+def test_verify_fault_is_found_and_located(
+    layout: list[str], corrupt: Corruption, reason: str
+) -> None:
+    report = verify(read_recipe("demo", overrides(layout)), steps=1, corrupt=corrupt)
     assert not report.holds
     assert re.sub(", limit [^)]*", "", report.reason).startswith(reason), report.reason
     json.loads(report.to_json())
@@ -384,14 +399,22 @@ PRECISIONS = {
     "bfloat16 sums": ["--precision.reduce_dtype", "bfloat16"],
     "float8": ["--precision.float8", "tensorwise", "--precision.float8_small", "true"],
 }
-COARSE: list[tuple[list[str], Tamper, str]] = [
+COARSE: list[tuple[list[str], Corruption, str]] = [
     (DP2, count_tokens_twice, "every gradient is 0."),
     (DP2, take_the_mean_of_means, "norm.weight ("),
     (DP2, average_gradients, "every gradient is 0."),
-    (TP2, skip_the_sum_of_a_gain, "gradients depart first in layers.2.input_layernorm"),
-    (TP2, take_the_wrong_slice, "step 1: forward departs first in layers.2 ("),
-    (DP2, leave_one_out_of_the_norm, "step 1: forward agrees, block by block, and so do gradients"),
-    (DP2, leave_one_out_of_the_update, "step 1: gradients agree; the optimizer's updates depart f"),
+    (TP2, skip_the_sum_of_a_gain, "gradients first differ in layers.2.input_layernorm"),
+    (TP2, take_the_wrong_slice, "step 1: the forward pass first differs in layers.2 ("),
+    (
+        DP2,
+        leave_one_out_of_the_norm,
+        "step 1: the forward pass matches, block by block, and so do gradients",
+    ),
+    (
+        DP2,
+        leave_one_out_of_the_update,
+        "step 1: gradients match; optimizer updates first differ in",
+    ),
 ]
 
 
@@ -408,26 +431,26 @@ OFTEN = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "tamper", "reason", "precision"),
+    ("layout", "corrupt", "reason", "precision"),
     [
         pytest.param(
             layout,
-            tamper,
+            corrupt,
             reason,
             precision,
-            marks=[] if (precision, tamper) in OFTEN else pytest.mark.slow,
-            id=f"{tamper.__name__}-{precision}",
+            marks=[] if (precision, corrupt) in OFTEN else pytest.mark.slow,
+            id=f"{corrupt.__name__}-{precision}",
         )
-        for layout, tamper, reason in COARSE
+        for layout, corrupt, reason in COARSE
         for precision in PRECISIONS
     ],
 )
 def test_verify_fault_in_few_bits_is_found(
-    layout: list[str], tamper: Tamper, reason: str, precision: str
+    layout: list[str], corrupt: Corruption, reason: str, precision: str
 ) -> None:
     changes = overrides([*layout, *PRECISIONS[precision]])
     keep = [name for name, _ in changes]
-    report = verify(read_recipe("demo", changes), steps=1, keep=keep, tamper=tamper)
+    report = verify(read_recipe("demo", changes), steps=1, keep=keep, corrupt=corrupt)
     assert reason in report.reason
 
 
@@ -435,18 +458,20 @@ def test_verify_fault_in_few_bits_is_found(
 def test_verify_fault_exits_with_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_it(*args: Any, **kwargs: Any) -> Report:
-        return verify(*args, **kwargs, tamper=zero_a_shard)
+    def break_it(*args: Any, **kwargs: Any) -> VerifyReport:
+        return verify(*args, **kwargs, corrupt=zero_a_shard)
 
     monkeypatch.setattr("weft.tools.verify.verify", break_it)
     assert main(["verify", "demo", *DP2, "--steps", "1"]) == 1
-    assert "DOES NOT HOLD: step 1: forward departs first in layers.1" in capsys.readouterr().out
+    assert "FAILED: step 1: the forward pass first differs in layers.1" in capsys.readouterr().out
 
 
 def test_verify_fault_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verify(read_recipe("demo", overrides(DP2)), steps=2, tamper=break_the_second_step)
-    assert report.reason.startswith("step 2: forward agrees, block by block; gradients depart ")
-    assert report.reason.endswith("; step 1 agrees")
+    report = verify(read_recipe("demo", overrides(DP2)), steps=2, corrupt=break_the_second_step)
+    assert report.reason.startswith(
+        "step 2: the forward pass matches, block by block; gradients first differ "
+    )
+    assert report.reason.endswith("; step 1 matches")
 
 
 def break_the_second_step(built: Built, plan: Plan) -> None:
@@ -467,7 +492,7 @@ def test_verify_failing_rank_is_reported_with_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        verify(read_recipe("demo", overrides(DP2)), tamper=fail_on_rank_1)
+        verify(read_recipe("demo", overrides(DP2)), corrupt=fail_on_rank_1)
     assert str(failed.value).startswith("rank 1 of 2 failed: ValueError: rank 1 cannot\n")
     assert "in fail_on_rank_1" in str(failed.value)
     assert isinstance(failed.value, WeftError)
@@ -492,7 +517,7 @@ def test_run_ranks_time_limit_reports_stacks() -> None:
         run_ranks(die_or_wait, 2, "hang", timeout=1)
     assert time.monotonic() - began < 10
     assert "2 ranks did not end within 1 s" in str(failed.value)
-    assert "rank 0 stands at" in str(failed.value)
+    assert "rank 0, innermost call first:" in str(failed.value)
     assert str(failed.value).count("in die_or_wait") == 2
 
 
@@ -576,9 +601,9 @@ def test_shrink_schedule_file_keeps_its_ranks(
     ]
     layout += ["--parallel.dp_shard", "2", *UNTIED]
     found = case(*layout, ranks=4)
-    assert found.plan.sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
-    assert found.plan.accumulation == 2
-    with pytest.raises(InvalidConfig, match="--ranks = 2: is fewer than the 4 of the pipeline"):
+    assert found.plan.axis_sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert found.plan.num_microbatches == 2
+    with pytest.raises(InvalidConfig, match="--ranks = 2: is fewer than the 4 pipeline ranks"):
         case(*layout, ranks=2)
 
 
@@ -595,8 +620,8 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
     assert plan.world_size <= ranks
     notes = " ".join(found.notes)
     for axis, size in found.recipe_sizes.items():
-        assert plan.sizes[axis] > 1 or size == 1 or f"parallel.{axis}: not tried" in notes
-        assert plan.sizes[axis] <= size
+        assert plan.axis_sizes[axis] > 1 or size == 1 or f"parallel.{axis}: not verified" in notes
+        assert plan.axis_sizes[axis] <= size
     assert plan.model.dim <= 128
     assert plan.num_params < 1_000_000
     assert plan.model.vocab_size < 300
@@ -605,14 +630,14 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
         assert getattr(plan.model, flag, None) == getattr(theirs.model, flag, None)
     grouped = theirs.model.num_heads > theirs.model.num_kv_heads
     assert (plan.model.num_heads > plan.model.num_kv_heads) == grouped
-    assert (plan.accumulation > 1) == (theirs.accumulation > 1)
+    assert (plan.num_microbatches > 1) == (theirs.num_microbatches > 1)
     if plan.pipeline and theirs.pipeline:
         assert plan.pipeline.schedule == theirs.pipeline.schedule
         several = len(theirs.pipeline.stages) > theirs.pp
         assert (len(plan.pipeline.stages) > plan.pp) == several
-    assert found.one_plan.world_size == found.one_plan.accumulation == 1
-    assert found.one_plan.model == plan.model
-    assert found.one_plan.tokens_per_step == plan.tokens_per_step
+    assert found.reference_plan.world_size == found.reference_plan.num_microbatches == 1
+    assert found.reference_plan.model == plan.model
+    assert found.reference_plan.tokens_per_step == plan.tokens_per_step
     assert found.job.parallel.mesh_order == job.parallel.mesh_order
     assert found.job.parallel.cp_method == job.parallel.cp_method
 
@@ -620,7 +645,7 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
 def test_shrink_405b_equals_the_manual() -> None:
     found = case(recipe="llama3-405b")
     assert found.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
-    assert found.plan.sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert found.plan.axis_sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert found.shrunk["model.dim"] == (16384, found.plan.model.dim)
     assert found.shrunk["precision.compute_dtype"] == ("auto", "float32")
     assert found.notes == ()
@@ -640,7 +665,7 @@ def test_shrink_short_last_microbatch_stays_short() -> None:
     found = case(
         "--parallel.dp_shard", "1", "--train.microbatch_size", "3", "--run.nproc_per_node", "1"
     ).plan
-    assert (found.local_batch, found.microbatch, found.accumulation) == (5, 2, 3)
+    assert (found.local_batch_size, found.microbatch_size, found.num_microbatches) == (5, 2, 3)
 
 
 def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
@@ -649,10 +674,10 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     assert (found.plan.dp_shard, found.plan.reshard_after_forward) == (8, 2)
     found = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
     assert found.plan.reshard_after_forward is True
-    assert "parallel.reshard_after_forward = 8: 2 ranks have no part" in found.notes[0]
+    assert "parallel.reshard_after_forward = 8: 2 ranks have no subgroup" in found.notes[0]
     assert case(*wide, "--parallel.hierarchical_gather", "true").plan.shard_ranks_per_node == 4
     found = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
-    assert found.notes == ("parallel.hierarchical_gather: not tried; 2 shards make one node",)
+    assert found.notes == ("parallel.hierarchical_gather: not verified; 2 shards fit on one node",)
     # Of the gains (192 elements) and the smallest matrix (192 x 64) the first, or neither.
     found = case("--parallel.param_persistence_threshold", "1000")
     assert (
@@ -672,36 +697,36 @@ def test_shrink_stages_given_by_hand_are_kept() -> None:
     pipeline = ["--parallel.pp", "2", "--parallel.dp_shard", "1", *UNTIED]
     pipeline += ["--model.num_layers", "12", "--pipeline.layers_per_stage", "[7, 5]"]
     found = case(*pipeline)
-    assert [stage.blocks for stage in found.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
+    assert [stage.num_blocks for stage in found.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
     wide = [*pipeline, "--parallel.pp", "4", "--pipeline.layers_per_stage", "[3, 3, 3, 3]"]
     found = case(*wide, ranks=2)
-    assert found.notes == ("pipeline.layers_per_stage: for 4 stages, here are 2: cut by cost",)
+    assert found.notes == ("pipeline.layers_per_stage: given for 4 stages, but verified with 2",)
     assert found.plan.pp == 2
 
 
 def test_shrink_keys_that_need_hardware_are_off_and_noted() -> None:
     tp = [*TP2, "--parallel.async_tp", "true"]
     job = read_recipe("demo", overrides([*tp, "--compile.enable", "true"]))
-    found = shrink(job, plan_of_recipe(job), 8, 3)
+    found = shrink(job, plan_for_recipe(job), 8, 3)
     assert not found.job.parallel.async_tp
     assert not found.job.compile.enable
     assert [note.partition(":")[0] for note in found.notes] == [
         "parallel.async_tp",
         "compile.enable",
     ]
-    assert shrink(job, plan_of_recipe(job), 8, 3, ["compile.enable"]).job.compile.enable
+    assert shrink(job, plan_for_recipe(job), 8, 3, ["compile.enable"]).job.compile.enable
 
 
 def test_shrink_precision_is_float32_unless_overridden() -> None:
     job = read_recipe("llama3-8b", [("precision.compute_dtype", "bfloat16")])
-    plan = plan_of_recipe(job)
+    plan = plan_for_recipe(job)
     assert shrink(job, plan, 2, 3).plan.compute_dtype == "float32"
     assert shrink(job, plan, 2, 3, ["precision.compute_dtype"]).plan.compute_dtype == "bfloat16"
 
 
 def test_shrink_auto_axis_has_more_than_one_rank() -> None:
     assert case().plan.dp_shard == 2
-    assert case("--parallel.tp", "2").plan.sizes["dp_shard"] == 2
+    assert case("--parallel.tp", "2").plan.axis_sizes["dp_shard"] == 2
 
 
 # --------------------------------------------------------------------------- what is measured
@@ -709,52 +734,52 @@ def test_shrink_auto_axis_has_more_than_one_rank() -> None:
 
 def test_difference_of_nan_zero_and_other_shapes_is_infinite() -> None:
     theirs = torch.tensor([1.0, -4.0])
-    assert measure.difference(theirs, theirs) == (0.0, 1.0)
-    assert measure.difference(theirs * 2, theirs) == (1.0, 2.0)
-    assert measure.difference(torch.tensor([1.0, float("nan")]), theirs).largest == float("inf")
+    assert measure.tensor_error(theirs, theirs) == (0.0, 1.0)
+    assert measure.tensor_error(theirs * 2, theirs) == (1.0, 2.0)
+    assert measure.tensor_error(torch.tensor([1.0, float("nan")]), theirs).max_error == float("inf")
     zeros = torch.zeros(2)
-    assert measure.difference(zeros, zeros).largest == 0
-    assert measure.difference(theirs, zeros).largest == float("inf")
-    assert measure.difference(theirs[:1], theirs).largest == float("inf")
+    assert measure.tensor_error(zeros, zeros).max_error == 0
+    assert measure.tensor_error(theirs, zeros).max_error == float("inf")
+    assert measure.tensor_error(theirs[:1], theirs).max_error == float("inf")
 
 
 def test_fingerprints_are_independent_of_the_split() -> None:
     x_BTD = torch.randn(4, 6, 5)
 
-    def sums(*pieces: Tensor, rows: int = 99) -> measure.Sums:
+    def sums(*chunks: Tensor, rows: int = 99) -> measure.ActivationSums:
         block = nn.Module()
         block.block = nn.Identity()
         prints = measure.Fingerprints([block], lambda part: [part.block])
-        with prints.of([rows] * len(pieces)) as found:
-            for piece in pieces:
-                block.block(piece)
+        with prints.record([rows] * len(chunks)) as found:
+            for chunk in chunks:
+                block.block(chunk)
         assert list(found) == ["before block", "in block"]
         return found["in block"]
 
     whole = sums(x_BTD)
     left, right = sums(x_BTD[:, :2]), sums(x_BTD[:, 2:])
-    assert measure.apart(measure.added([left, right]), whole) < 1e-12  # slices
-    assert measure.apart(sums(x_BTD[:1], x_BTD[1:]), whole) < 1e-12  # microbatches
-    assert measure.apart(measure.added([whole, whole]), whole) < 1e-12  # copies
+    assert measure.sums_distance(measure.merge_sums([left, right]), whole) < 1e-12  # slices
+    assert measure.sums_distance(sums(x_BTD[:1], x_BTD[1:]), whole) < 1e-12  # microbatches
+    assert measure.sums_distance(measure.merge_sums([whole, whole]), whole) < 1e-12  # copies
     padded = torch.cat((x_BTD, x_BTD[:1]))
-    assert measure.apart(sums(padded, rows=4), whole) < 1e-12
-    assert measure.apart(sums(padded), whole) > 1e-3
-    assert measure.apart(sums(x_BTD[:, :5]), whole) > 1e-3
-    assert measure.apart(sums(x_BTD.flip(2)), whole) > 1e-3
-    assert measure.apart(sums(x_BTD[..., :4]), whole) == float("inf")
+    assert measure.sums_distance(sums(padded, rows=4), whole) < 1e-12
+    assert measure.sums_distance(sums(padded), whole) > 1e-3
+    assert measure.sums_distance(sums(x_BTD[:, :5]), whole) > 1e-3
+    assert measure.sums_distance(sums(x_BTD.flip(2)), whole) > 1e-3
+    assert measure.sums_distance(sums(x_BTD[..., :4]), whole) == float("inf")
 
 
 def test_data_is_uneven_and_depends_on_the_seed() -> None:
-    found = case("--data.packing", "documents", "--train.microbatch_size", "4").one_plan
-    job = case("--data.packing", "documents").one_job
+    found = case("--data.packing", "documents", "--train.microbatch_size", "4").reference_plan
+    job = case("--data.packing", "documents").reference_job
 
     class Mesh:
         dp_rank = 0
 
     def rows(seed: int) -> Batch:
         other = job.model_copy(update={"train": job.train.model_copy(update={"seed": seed})})
-        (batch,) = measure._loader(other, found, Mesh()).batch(0)  # type: ignore[arg-type]
-        return measure._with_fewer_targets(batch)
+        (batch,) = measure._loader(other, found, Mesh()).get_microbatches(0)  # type: ignore[arg-type]
+        return measure._mask_targets(batch)
 
     batch = rows(0)
     assert torch.equal(batch.tokens_BT, rows(0).tokens_BT)
@@ -763,3 +788,19 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
     assert batch.documents_BT.max() > 0
     counts = (batch.targets_BT >= 0).sum(1)
     assert counts.max() > 1.5 * counts.min() > 0
+
+
+def test_verify_matrix_whose_shard_is_too_small_for_float8_is_in_none() -> None:
+    """Of 32 columns, tensor parallelism leaves 16 on a rank, half a block of MXFP8."""
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32, "vocab_size": 288}
+    changes = {f"model.{name}": str(size) for name, size in sizes.items()}
+    changes |= {"precision.float8": "mxfp8", "precision.float8_small": "true"}
+    changes |= {"data.vocab_size": "257", "train.seq_len": "64", "train.global_batch_size": "2"}
+    keep = [key for key in changes if key.startswith("precision.")]
+    job = read_recipe("demo", [*changes.items(), ("parallel.tp", "2")])
+    lines: list[str] = []
+    assert verify(job, steps=1, keep=keep, log=lines.append).holds
+    assert "down_proj" in "\n".join(lines)
+    one = read_recipe("demo", list(changes.items()))
+    resumed = verify(one, steps=2, keep=keep, resume=[("parallel.tp", "2")])
+    assert resumed.holds

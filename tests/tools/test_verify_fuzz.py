@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living, overrides
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main
 from weft.config.schema import flatten
 from weft.models import FAMILIES
@@ -27,49 +27,53 @@ from weft.tools import verify_measure as measure
 from weft.tools.job_space import (
     BATCH,
     EXCLUDED,
-    NEEDS,
+    REQUIREMENTS,
     SIZES,
     VALUES,
-    candidates,
-    case_of,
+    candidate_values,
     draw_job,
-    excluded,
-    families_of,
-    goals,
-    keys,
-    technique,
-    techniques,
+    exclusion_reason,
+    families_with_field,
+    list_goals,
+    list_keys,
+    list_techniques,
+    make_case,
+    technique_name,
 )
-from weft.tools.verify import Report, read_recipe, verify
-from weft.tools.verify_fuzz import Outcome, Settings, Tried, fuzz, read_log, shrink_failure
+from weft.tools.verify import VerifyReport, read_recipe, verify
+from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, fuzz, read_log, shrink_failure
 from weft.train.setup import Built
 
 # --------------------------------------------------------------------------- the space
 
 
 def test_space_every_key_is_drawn_or_excluded() -> None:
-    for key in keys():
+    for key in list_keys():
         sized = key in BATCH or key.removeprefix("model.") in SIZES
-        known = [bool(excluded(key)), sized, not sized and bool(candidates(key))]
+        known = [bool(exclusion_reason(key)), sized, not sized and bool(candidate_values(key))]
         assert any(known), f"{key}: its type says nothing; see VALUES and EXCLUDED"
         assert sum(known[:2]) <= 1, f"{key} is excluded and drawn"
 
 
 def test_space_tables_name_keys_that_exist() -> None:
-    for key in (*VALUES, *NEEDS, *(name for needs in NEEDS.values() for name in needs)):
-        assert key.partition("=")[0] in keys()
+    for key in (
+        *VALUES,
+        *REQUIREMENTS,
+        *(name for needs in REQUIREMENTS.values() for name in needs),
+    ):
+        assert key.partition("=")[0] in list_keys()
     for key in EXCLUDED:
-        assert any(name.startswith(key) for name in keys())
+        assert any(name.startswith(key) for name in list_keys())
 
 
 def test_candidates_follow_from_the_type() -> None:
-    assert candidates("parallel.cp_method") == ("allgather", "ulysses")
-    assert candidates("parallel.sequence_parallel") == ("false",)
-    assert candidates("parallel.gradient_sync") == ("microbatch", "step")
-    assert candidates("optim.beta1") == ("0.45",)  # 1.35 is out of its bounds
-    assert candidates("model.tied_embeddings") == ("true", "false")  # presets have their own
-    assert families_of("model.score") == ["moe"]
-    assert set(families_of("parallel.tp")) == set(FAMILIES)
+    assert candidate_values("parallel.cp_method") == ("allgather", "ulysses")
+    assert candidate_values("parallel.sequence_parallel") == ("false",)
+    assert candidate_values("parallel.gradient_sync") == ("microbatch", "step")
+    assert candidate_values("optim.beta1") == ("0.45",)  # 1.35 is out of its bounds
+    assert candidate_values("model.tied_embeddings") == ("true", "false")  # presets have their own
+    assert families_with_field("model.score") == ["moe"]
+    assert set(families_with_field("parallel.tp")) == set(FAMILIES)
 
 
 def test_draw_depends_on_seed_and_index_only() -> None:
@@ -83,26 +87,28 @@ def test_draw_covers_techniques_and_layouts() -> None:
     jobs = [draw_job(1, index, {}, 8) for index in range(40)]
     kept, pairs = 0, set()
     for job in jobs:
-        names = {technique(key, text) for key, text in job.overrides.items()} & set(techniques())
+        names = {technique_name(key, text) for key, text in job.overrides.items()} & set(
+            list_techniques()
+        )
         kept += set(job.goal) <= names
         pairs |= set(itertools.combinations(sorted(names), 2))
     assert kept > 25
     assert len(pairs) > 500
-    plans = [case_of(job.overrides, 8).plan for job in jobs]
+    plans = [make_case(job.overrides, 8).plan for job in jobs]
     for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
-        assert sum(plan.sizes[axis] > 1 for plan in plans) > 3, axis
+        assert sum(plan.axis_sizes[axis] > 1 for plan in plans) > 3, axis
     assert all(1 <= plan.world_size <= 8 for plan in plans)
     assert sum(plan.world_size > 2 for plan in plans) > 20
     assert {type(plan.model).__name__ for plan in plans} >= {"LlamaConfig", "MoeConfig"}
     assert 5 < sum(bool(job.resume) for job in jobs) < 25
-    assert len(goals(1)) > 2000
+    assert len(list_goals(1)) > 2000
 
 
 def test_case_of_a_drawn_job_is_not_shrunk() -> None:
     """What is drawn is what runs, and what the command that is printed runs."""
     for index in range(5):
         job = draw_job(2, index, {}, 4)
-        here = flatten(case_of(job.overrides, 4).job)
+        here = flatten(make_case(job.overrides, 4).job)
         read = flatten(read_recipe("demo", list(job.overrides.items())))
         for key in job.overrides:
             if key not in ("data.vocab_size", "optim.warmup_steps"):
@@ -126,25 +132,25 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
-    settings = Settings(ranks=2, steps=2, tamper=break_tensor_parallel)
+    settings = FuzzSettings(ranks=2, steps=2, corrupt=break_tensor_parallel)
     changes = dict(overrides(words.split()))
     found = shrink_failure(
-        Tried(0, 0, changes, {}, 2, Outcome("failed", "gradients depart")), settings
+        FuzzResult(0, 0, changes, {}, 2, Outcome("failed", "gradients first differ")), settings
     )
     assert found.outcome.status == "failed"
-    assert found.outcome.reason.startswith(f"{AGREES}gradients depart first in layers.1.mlp.up")
+    assert found.outcome.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
     command = shlex.split(found.command)
     assert command[:3] == ["weft", "verify", "demo"]
     assert command[command.index("--parallel.tp") + 1] == "2"
     assert command[command.index("--steps") + 1] == "1"
     assert "--optim.beta1" not in command
 
-    def break_it(*args: Any, **kwargs: Any) -> Report:
-        return verify(*args, **kwargs, tamper=break_tensor_parallel)
+    def break_it(*args: Any, **kwargs: Any) -> VerifyReport:
+        return verify(*args, **kwargs, corrupt=break_tensor_parallel)
 
     monkeypatch.setattr(verify_module, "verify", break_it)
     assert main(command[1:]) == 1
-    assert "DOES NOT HOLD: step 1" in capsys.readouterr().out
+    assert "FAILED: step 1" in capsys.readouterr().out
 
 
 @pytest.mark.ranks
@@ -153,9 +159,9 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Finished jobs are in the log, and are not run again; a crash is one, with its command."""
     monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
     pinned = {"parallel.pp": "2", "model.tied_embeddings": "false"}
-    settings = Settings(seed=6, ranks=2, steps=1, pinned=pinned, tamper=fail_in_a_pipeline)
+    settings = FuzzSettings(seed=6, ranks=2, steps=1, pinned=pinned, corrupt=fail_in_a_pipeline)
     log, said = tmp_path / "log.jsonl", list[str]()
-    first = fuzz(2, settings, log, say=said.append)
+    first = fuzz(2, settings, log, log=said.append)
     assert (first["crashed"], first["agreed"], first["missing"]) == (2, 0, 0)
     assert first["failures"][0]["command"].startswith("weft verify demo --steps 1 --ranks 2 ")
     assert "this rank cannot" in first["failures"][0]["reason"]
@@ -166,7 +172,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert log.read_text() == before
     assert again["failures"] == first["failures"]
     assert len(read_log(log, settings)) == 2
-    assert read_log(log, Settings(seed=7)) == []
+    assert read_log(log, FuzzSettings(seed=7)) == []
 
 
 def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
@@ -199,7 +205,7 @@ def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[st
     assert main(["verify", "demo", "--minutes", "3"]) == 2
     assert "--minutes = " in capsys.readouterr().err
     assert main(["verify", "--fuzz", "3", "--parallel.tp", "9"]) == 2
-    assert "takes more than 8 ranks" in capsys.readouterr().err
+    assert "needs more than 8 ranks" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- resuming
@@ -225,13 +231,15 @@ def test_resume_layout_lost_optimizer_states_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forgetful(path: Path, parts: Any, optimizer: Any) -> Any:
-        return load(path, parts, None)
+        return load_checkpoint(path, parts, None)
 
-    monkeypatch.setattr(measure, "load", forgetful)  # before the ranks are forked
+    monkeypatch.setattr(measure, "load_checkpoint", forgetful)  # before the ranks are forked
     words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2"]
     assert main(["verify", "demo", *LAYOUT, *words]) == 1
-    expected = "resumed from a checkpoint as dp_shard 2: step 2: gradients agree; the optimizer's "
-    assert f"DOES NOT HOLD: {expected}" in capsys.readouterr().out
+    expected = (
+        "resumed from a checkpoint as dp_shard 2: step 2: gradients match; optimizer updates "
+    )
+    assert f"FAILED: {expected}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -240,7 +248,7 @@ def test_resume_layout_lost_optimizer_states_are_found(
         (["--resume-layout", "parallel.tp"], "is not KEY=VALUE"),
         (["--resume-layout", "optim.lr=1"], "changes more than the layout"),
         (["--resume-layout", "parallel.tpp=2"], "unknown key"),
-        (["--resume-layout", "parallel.tp=16"], "takes more than 8 ranks"),
+        (["--resume-layout", "parallel.tp=16"], "needs more than 8 ranks"),
         (["--resume-layout", "parallel.tp=2", "--steps", "1"], "leaves no step"),
     ],
 )
@@ -255,7 +263,7 @@ def test_resume_layout_mistake_is_refused(
 
 
 def check_all(count: int, seed: int, log: Path, ranks: int) -> None:
-    result = fuzz(count, Settings(seed=seed, ranks=ranks), log, say=print)
+    result = fuzz(count, FuzzSettings(seed=seed, ranks=ranks), log, log=print)
     assert result["failures"] == []
     assert result["agreed"] == count
 

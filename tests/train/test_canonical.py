@@ -66,7 +66,7 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
         (("parallel.pp", "2"), "use parallel.pp 1"),
         (("precision.compute_dtype", "bfloat16"), "use precision.compute_dtype float32"),
         (("parallel.cpu_offload", "true"), "use parallel.cpu_offload false"),
-        (("train.microbatch_size", "3"), "is 1 in canonical order"),
+        (("train.microbatch_size", "3"), "must be 1 with train.world_size_invariant"),
     ],
 )
 def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], said: str) -> None:

@@ -273,41 +273,46 @@ class Mistake:
 
 MISTAKES = [
     Mistake("half a rank", {"RANK": "0"}, ["WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"], "missing"),
-    Mistake("no number", TORCHRUN | {"RANK": "x"}, ["RANK"], "from 0 to 3"),
-    Mistake("too high", TORCHRUN | {"RANK": "4"}, ["RANK"], "from 0 to 3"),
-    Mistake("too high here", TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK"], "from 0 to 1"),
+    Mistake("no number", TORCHRUN | {"RANK": "x"}, ["RANK"], "between 0 and 3"),
+    Mistake("too high", TORCHRUN | {"RANK": "4"}, ["RANK"], "between 0 and 3"),
+    Mistake("too high here", TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK"], "between 0 and 1"),
     Mistake("no place", TORCHRUN, ["MASTER_ADDR"], "missing", ["MASTER_ADDR"]),
     Mistake(
         "everything", TORCHRUN | {"RANK": "9", "MASTER_PORT": "0"}, ["RANK", "MASTER_PORT"], ""
     ),
     Mistake("PET, no number", {"PET_NNODES": "two"}, ["PET_NNODES"], "MIN:MAX"),
-    Mistake("PET, upside down", {"PET_NNODES": "4:2"}, ["PET_NNODES"], "more at least"),
-    Mistake("PET, no place", {"PET_NNODES": "2"}, ["PET_RDZV_ENDPOINT"], "where to meet"),
+    Mistake("PET, upside down", {"PET_NNODES": "4:2"}, ["PET_NNODES"], "minimum above"),
+    Mistake("PET, no place", {"PET_NNODES": "2"}, ["PET_RDZV_ENDPOINT"], "rendezvous endpoint"),
     Mistake("PET, a port", TRAIN_JOB | {"PET_MASTER_PORT": "x"}, ["PET_MASTER_PORT"], "65535"),
     Mistake("hosts, no list", SAGEMAKER | {"SM_HOSTS": "algo-1"}, ["SM_HOSTS"], "list of names"),
-    Mistake("a stranger", SAGEMAKER | {"SM_CURRENT_HOST": "b"}, ["SM_CURRENT_HOST"], "not among"),
-    Mistake("nobody", SAGEMAKER, ["SM_CURRENT_HOST"], "not among", ["SM_CURRENT_HOST"]),
+    Mistake(
+        "a stranger", SAGEMAKER | {"SM_CURRENT_HOST": "b"}, ["SM_CURRENT_HOST"], "not in SM_HOSTS"
+    ),
+    Mistake("nobody", SAGEMAKER, ["SM_CURRENT_HOST"], "not in SM_HOSTS", ["SM_CURRENT_HOST"]),
     Mistake("a script without srun", BATCH, ["SLURM_JOB_NUM_NODES"], "srun --ntasks-per-node=1"),
     Mistake(
-        "hosts cut off", NODE | {"SLURM_STEP_NODELIST": "n[01-"}, ["SLURM_STEP_NODELIST"], "no list"
+        "hosts cut off",
+        NODE | {"SLURM_STEP_NODELIST": "n[01-"},
+        ["SLURM_STEP_NODELIST"],
+        "host list",
     ),
     Mistake(
         "tasks, no list",
         NODE | {"SLURM_STEP_TASKS_PER_NODE": "1(x)"},
         ["SLURM_STEP_TASKS_PER_NODE"],
-        "no list",
+        "not a list",
     ),
     Mistake(
         "other nodes",
         NODE | {"SLURM_STEP_NODELIST": "n[01-03]"},
         ["SLURM_STEP_TASKS_PER_NODE"],
-        "is of 2 nodes",
+        "lists 2 nodes",
     ),
     Mistake(
         "uneven",
         TASK | {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3"},
         ["SLURM_STEP_TASKS_PER_NODE"],
-        "every node",
+        "unequal",
     ),
     Mistake(
         "an export lost",
@@ -329,9 +334,14 @@ MISTAKES = [
         "4",
     ),
     Mistake("no rank", TASK, ["SLURM_PROCID"], "missing", ["SLURM_PROCID"]),
-    Mistake("flags among ranks", TASK, ["run.nodes"], "slurm has started the ranks", nodes="2"),
+    Mistake("flags among ranks", TASK, ["run.nodes"], "slurm has started one process", nodes="2"),
     Mistake("fewer addresses", SKYPILOT | {"SKYPILOT_NUM_NODES": "3"}, ["SKYPILOT_NODE_IPS"], "2"),
-    Mistake("which one", SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, ["SKYPILOT_NODE_RANK"], "0 to 1"),
+    Mistake(
+        "which one",
+        SKYPILOT | {"SKYPILOT_NODE_RANK": "2"},
+        ["SKYPILOT_NODE_RANK"],
+        "between 0 and 1",
+    ),
     Mistake("mpirun, no place", MPIRUN, ["MASTER_ADDR"], "mpirun -x MASTER_ADDR"),
     Mistake(
         "mpirun, no local rank",
@@ -397,7 +407,7 @@ def test_count_list_is_expanded() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("8") == [8]
     for text in ("", "0", "2(x0)", "2(3)", "2x3", "1,", "1(x999999),1(x999999)"):
-        with pytest.raises(ValueError, match=r"numbers|nodes"):
+        with pytest.raises(ValueError, match=r"counts|nodes"):
             expand_counts(text)
 
 

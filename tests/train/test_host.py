@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, small_job, train_rank
-from weft.data.dataset import open_text
+from weft.data.dataset import open_dataset
 from weft.data.loader import Prefetcher
 from weft.plan.resolve import Machine, resolve
 from weft.train import loop
@@ -102,7 +102,7 @@ def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
     job = small_job(*overrides)
     rank = Rank(0, 0, 1, torch.device("cuda", 0))
     plan = resolve(job, Machine("cuda", devices=1, world_size=1))
-    loop.train(job, plan, open_text(Path(store)), rank, Console(quiet=True))
+    loop.train(job, plan, open_dataset(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")
@@ -151,7 +151,7 @@ def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> lis
         reach(site, *args, **kwargs)
 
     loop.reach = failing  # type: ignore[assignment]
-    loop.Ahead = lambda loader, device, threaded: Prefetcher(loader, device, True)  # type: ignore
+    loop.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
     with pytest.raises(RuntimeError, match="weft-data") if fail_at else nullcontext():
         train_rank(overrides, store)
     return [thread.name for thread in threading.enumerate()]
@@ -175,15 +175,15 @@ def test_ahead_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> 
 
 def read_fails(overrides: Overrides, store: str) -> None:
     """The batch of step 4 cannot be read."""
-    batch = loop.Loader.batch
+    batch = loop.Loader.get_microbatches
 
     def failing(loader: Any, consumed: int, *groups: int) -> Any:
-        if consumed == 3 * loader.global_batch:
+        if consumed == 3 * loader.global_batch_size:
             raise OSError("no such page")
         return batch(loader, consumed, *groups)
 
-    loop.Loader.batch = failing  # type: ignore[method-assign]
-    loop.Ahead = lambda loader, device, threaded: Prefetcher(loader, device, True)  # type: ignore
+    loop.Loader.get_microbatches = failing  # type: ignore[method-assign]
+    loop.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
     train_rank(overrides, store)
 
 

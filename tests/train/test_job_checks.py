@@ -8,24 +8,24 @@ from pathlib import Path
 
 from tests.harness import run_ranks
 from tests.small import small_job, train_rank
-from weft.cluster.start import describe_text
+from weft.cluster.start import print_dataset
 from weft.config.schema import Job
-from weft.data.dataset import Dataset, Source, open_text
-from weft.data.loader import samples_of
+from weft.data.dataset import Dataset, Source, open_dataset
+from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
 from weft.train.epochs import MOST_EPOCHS, epoch_warnings
 
 
 def warned(job: Job, text: Dataset) -> list[str]:
-    samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
+    samples = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
     return list(epoch_warnings(job, text, samples))
 
 
 def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
     store_path: Path, tmp_path: Path
 ) -> None:
-    text = open_text(store_path)
+    text = open_dataset(store_path)
     tokens = text.sources[0].store.manifest.train.tokens
     sequences = (tokens - 1) // 32
     enough = int(MOST_EPOCHS * sequences) // 8
@@ -37,7 +37,7 @@ def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
 
 
 def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:
-    (one,) = open_text(store_path).sources
+    (one,) = open_dataset(store_path).sources
     text = Dataset(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
     sequences = (one.store.manifest.train.tokens - 1) // 32
     steps = int(2 * MOST_EPOCHS * sequences / 8)
@@ -49,10 +49,10 @@ def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_pat
 def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
     job = small_job(("train.steps", "100000"))
     written = io.StringIO()
-    text = open_text(store_path)
+    text = open_dataset(store_path)
     plan = resolve(job, Machine("cpu", 2, world_size=1))
-    describe_text(job, plan, text, quiet_console(written))
-    assert ", seen " in written.getvalue()
+    print_dataset(job, plan, text, quiet_console(written))
+    assert " epochs\n" in written.getvalue()
     assert "warning: the run sees " in written.getvalue()
 
 

@@ -10,7 +10,7 @@ from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.monitor.test_chaos import noted, train_until_killed
 from tests.small import Overrides, newest_state, records, train_rank
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),
@@ -25,7 +25,7 @@ MODEL: Overrides = [
 
 
 def run(layout: str, folder: Path, store: Path, steps: int = 4) -> list[tuple[float, ...]]:
-    """Train under a layout; loss, gradient norm and held-out loss of each step."""
+    """Train under a layout; loss, gradient norm and validation loss of each step."""
     ranks, overrides = parse(layout)
     steps_too = [("run.dir", str(folder)), ("train.steps", str(steps))]
     run_ranks(train_rank, ranks, MODEL + overrides + steps_too, str(store), timeout=180)
@@ -40,7 +40,7 @@ def one_process(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def expect(found: list[tuple[float, ...]], folder: Path) -> None:
-    """Records of four steps equal one process's, first loss to last held-out loss."""
+    """Records of four steps equal one process's, first loss to last validation loss."""
     expected = [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(folder)]
     assert len(found) == len(expected) == 4
     for ours, theirs in zip(found, expected, strict=True):
@@ -64,7 +64,7 @@ LAYOUTS = [
 def test_run_records_equal_one_process(
     layout: str, one_process: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 records loss, gradient norm and held-out loss, wherever the last stage is."""
+    """Rank 0 records loss, gradient norm and validation loss, wherever the last stage is."""
     expect(run(layout, tmp_path, store_path), one_process)
 
 
@@ -124,7 +124,7 @@ def test_run_resumed_through_many_layouts_equals_one_process(
         fault = ", ".join(['{site = "step", passing = 3, kind = "raise"}'] * turn)
         with pytest.raises(RankError, match="injected fault at step"):
             train_noting(layout, changing, store_path, ("resilience.faults", f"[{fault}]"))
-        newest = checkpoints(changing / "run/checkpoints")[-1]
+        newest = list_checkpoints(changing / "run/checkpoints")[-1]
         assert checkpoint_step(newest) == 2 * turn
         assert read_manifest(newest)["samples"] == 12 * 2 * turn
     faults = [("resilience.faults", f"[{fault}]")]  # all have happened

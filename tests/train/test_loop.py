@@ -11,7 +11,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
-from weft.checkpoint.manifest import checkpoints, read_manifest
+from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.train.job_checks import prepare_job
@@ -112,7 +112,7 @@ def test_run_resumed_is_equal_bit_for_bit(ranks: int, store_path: Path, tmp_path
             str(store_path),
             7,
         )
-    assert [path.name for path in checkpoints(halves / "checkpoints")] == ["step-00000005"]
+    assert [path.name for path in list_checkpoints(halves / "checkpoints")] == ["step-00000005"]
     run(halves, store_path, ranks, *same, interval)
     assert [r["step"] for r in records(halves)] == list(range(1, 11))
     assert losses(halves) == losses(straight)
@@ -172,7 +172,7 @@ def test_run_finished_with_more_steps_continues(
     run(tmp_path, store_path, 1, ("train.steps", "4"))
     run(tmp_path, store_path, 1, ("train.steps", "6"))
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    manifest = read_manifest(checkpoints(tmp_path / "checkpoints")[-1])
+    manifest = read_manifest(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert (manifest["step"], manifest["samples"]) == (6, 48)
 
 
@@ -182,7 +182,7 @@ def test_run_nan_loss_stops_before_it_is_recorded(store_path: Path, tmp_path: Pa
     assert "in step" in str(caught.value)
     # Nothing of the bad step was recorded or saved.
     steps = [record["step"] for record in records(tmp_path)]
-    saved = [read_manifest(path)["step"] for path in checkpoints(tmp_path / "checkpoints")]
+    saved = [read_manifest(path)["step"] for path in list_checkpoints(tmp_path / "checkpoints")]
     assert steps == list(range(1, len(steps) + 1))
     assert max(saved) == steps[-1] < 20
 

@@ -15,16 +15,16 @@ from torch import nn
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
-from weft.checkpoint.manifest import checkpoints, read_manifest
+from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.checkpoint.weight_files import write_json
 from weft.config.errors import InvalidConfig
 from weft.config.schema import to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import hf_name
-from weft.models.hf_mapping import shapes, to_config
+from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.tools.hf_convert import export_checkpoint, import_model
-from weft.tools.inference_model import find_checkpoint, load_whole
+from weft.tools.inference_model import find_checkpoint, load_unsharded
 
 MODEL: Overrides = [
     ("model.dim", "128"),
@@ -55,10 +55,10 @@ def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     weights = {
         hf_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in shapes(FAMILIES["llama"], config).items()
+        for name, shape in param_shapes(FAMILIES["llama"], config).items()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    write_json(folder / "config.json", to_config(FAMILIES["llama"], config, "float32"))
+    write_json(folder / "config.json", to_hf_config(FAMILIES["llama"], config, "float32"))
     shutil.copy(store_path / "tokenizer.json", folder)
     return folder
 
@@ -96,7 +96,7 @@ def halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, source: Path) -> None:
-    base, newest = checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
+    base, newest = list_checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
     assert (base.name, newest.name) == ("step-00000000", "step-00000004")
     assert read_manifest(newest)["base"] == base.name
     state = newest_state(trained)
@@ -140,7 +140,7 @@ def test_lora_resume_without_base_is_refused(
     with pytest.raises(RankError, match="step-00000000 is not there; put it back"):
         run(source, folder, store_path, "", 4)
     for adapter in (False, True):
-        with pytest.raises(InvalidConfig, match="step-00000000, which is not there"):
+        with pytest.raises(InvalidConfig, match="step-00000000, which does not exist"):
             export_checkpoint(folder, tmp_path / "out", "float32", "5GB", silent, adapter)
     assert not (tmp_path / "out").exists()
 
@@ -154,7 +154,7 @@ def logits_of(model: nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 def whole_model(folder: Path) -> nn.Module:
-    return load_whole(find_checkpoint(folder), torch.device("cpu")).eval()
+    return load_unsharded(find_checkpoint(folder), torch.device("cpu")).eval()
 
 
 TOKENS_BT = torch.arange(48).view(2, 24) * 7 % 512

@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.layouts import one_process, parse, size
 from tests.parallel.test_layouts import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, merged
-from weft.data.loader import IGNORE
+from weft.data.loader import IGNORE_INDEX
 from weft.train import loss
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 
@@ -25,7 +25,7 @@ def test_linear_cross_entropy_in_chunks_equals_whole_logits(size: int, dtype: to
     x = torch.randn(3, 8, 16).to(dtype).requires_grad_()
     weight = torch.randn(50, 16).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (3, 8))
-    targets[0, :5] = IGNORE
+    targets[0, :5] = IGNORE_INDEX
     each = cross_entropy(F.linear(x, weight), targets)
     plain = each.sum() / 7
     expected = torch.autograd.grad(plain, (x, weight))

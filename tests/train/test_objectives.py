@@ -26,12 +26,20 @@ from tests.small import (
     train_rank,
     whole,
 )
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection, TrainSection
-from weft.data.dataset import open_text
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, Packed, Pairs, samples_of
-from weft.data.prepare import prepare_text
+from weft.data.dataset import open_dataset
+from weft.data.loader import (
+    IGNORE_INDEX,
+    Batch,
+    Loader,
+    Mixture,
+    PackedDocuments,
+    Pairs,
+    build_mixture,
+)
+from weft.data.prepare import prepare_data
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
 from weft.train.objectives import Losses, Objective, dpo, targets_of_rows
@@ -89,7 +97,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name in ("chat", "preferences"):
         values = {"path": str(folder / f"{name}.jsonl"), "tokenizer": str(tokenizer)}
         section = DataSection.model_validate(values | {"format": name, "validation_fraction": 0.2})
-        found[name] = str(prepare_text(section, folder / "cache").path)
+        found[name] = str(prepare_data(section, folder / "cache").path)
     return found
 
 
@@ -98,7 +106,9 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, job.train.seed)
+    mixture = build_mixture(
+        open_dataset(text), "train", job.train.seq_len, job.data, job.train.seed
+    )
     found: dict[str, Any] = {}
     if built.engine.objective.references:
         [pairs] = mixture.sources
@@ -111,19 +121,19 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     loader = Loader(
         mixture,
         seed=job.train.seed,
-        global_batch=job.train.global_batch_size,
+        global_batch_size=job.train.global_batch_size,
         dp_rank=built.mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
-    batches = loader.batch(0)
+    batches = loader.get_microbatches(0)
     loss = built.engine.forward_backward(batches)
     dist.all_reduce(loss)
     metrics = built.engine.metrics
     if metrics is not None:
         dist.all_reduce(metrics)
         found["metrics"] = metrics.tolist()
-    params = dict(named_parameters(built.parts))
+    params = dict(trainable_parameters(built.parts))
     grads = {name: whole(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
         found["plain"] = plain_dpo(built.parts[0], batches, job.train.dpo_beta)
@@ -144,13 +154,13 @@ def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, 
                 here = batch.documents_BT[row] == answer
                 tokens, targets = batch.tokens_BT[row, here], batch.targets_BT[row, here]
                 log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
-                known = targets != IGNORE
+                known = targets != IGNORE_INDEX
                 of_targets = log_p[known].gather(1, targets[known][:, None])
                 ratios.append(of_targets.sum() - batch.references_B2[row, answer].double())
             losses.append(-torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1]))))
     loss = torch.stack(losses).mean()
     loss.backward()  # type: ignore[no-untyped-call]
-    grads = {name: whole(p.grad).clone() for name, p in named_parameters([model])}
+    grads = {name: whole(p.grad).clone() for name, p in trainable_parameters([model])}
     return {"loss": loss.item(), "grads": grads}
 
 
@@ -198,19 +208,19 @@ def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, 
 def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
     job = small_job(*overrides, ("train.microbatch_size", "8"))
     built = build(job, plan_here(job), this_rank())
-    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, 0)
+    mixture = build_mixture(open_dataset(text), "train", job.train.seq_len, job.data, 0)
     [rows] = mixture.sources
-    assert isinstance(rows, Packed)
-    assert rows.learned is not None
-    batch = rows.rows(np.arange(8))
+    assert isinstance(rows, PackedDocuments)
+    assert rows.loss_mask is not None
+    batch = rows.get_batch(np.arange(8))
     loss = built.engine.forward_backward([batch]).item()
     total, count, packed = 0.0, 0, rows.packed
-    for document in packed.order[: packed.firsts[8]].tolist():
-        at, size = packed.begins[[document]], int(packed.lengths[document]) + 1
+    for document in packed.document_order[: packed.offsets[8]].tolist():
+        at, size = packed.starts[[document]], int(packed.lengths[document]) + 1
         tokens, learned = (
-            torch.from_numpy(s.window(at, size)[0]) for s in (rows.stream, rows.learned)
+            torch.from_numpy(s.read_windows(at, size)[0]) for s in (rows.stream, rows.loss_mask)
         )
-        targets = tokens[1:].where(learned[1:] == 1, IGNORE)
+        targets = tokens[1:].where(learned[1:] == 1, IGNORE_INDEX)
         logits = built.parts[0](tokens[None, :-1])[0]
         total += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
         count += int(learned.sum())
@@ -273,7 +283,7 @@ def test_dpo_with_lora_references_are_the_frozen_model(
 def test_dpo_padding_row_counts_for_nothing() -> None:
     section = TrainSection(objective="dpo", dpo_beta=0.5)
     objective = dpo(section)
-    targets = torch.tensor([[1, 2, 3, IGNORE], [IGNORE] * 4])
+    targets = torch.tensor([[1, 2, 3, IGNORE_INDEX], [IGNORE_INDEX] * 4])
     documents = torch.tensor([[0, 0, 1, 2]] * 2)
     batch = Batch(targets, targets, documents, documents, None, torch.tensor([[-3.0, -1.0]] * 2))
     losses_BT = torch.tensor([[1.0, 1.5, 0.5, 0.0], [0.0] * 4], requires_grad=True)
@@ -306,7 +316,9 @@ def references_of_a_source(text: str) -> bool:
     job = small_job(*DPO, ("data.mixture", "a=0.5,b=0.5"))
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, job.train.seed)
+    mixture = build_mixture(
+        open_dataset(text), "train", job.train.seq_len, job.data, job.train.seed
+    )
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
     known = log_probs(built.engine, pairs, plan, built.mesh)
@@ -384,9 +396,9 @@ def test_objective_custom_function_is_trained_and_recorded(
 @pytest.mark.parametrize(
     ("overrides", "key", "rule"),
     [
-        ([("train.objective", "dpo")], "train.objective", "learns from preferences"),
-        ([("data.format", "preferences")], "train.objective", "rejected answers, too"),
-        ([*DPO, ("parallel.cp", "2")], "train.objective", "looks at whole rows"),
+        ([("train.objective", "dpo")], "train.objective", "needs preference data"),
+        ([("data.format", "preferences")], "train.objective", "also train on rejected answers"),
+        ([*DPO, ("parallel.cp", "2")], "train.objective", "needs full sequences"),
     ],
 )
 def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, rule: str) -> None:

@@ -35,12 +35,12 @@ from tests.small import (
     train_rank,
     whole,
 )
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.replica_check import ReplicasDiffer
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.replica_check import ReplicaMismatch
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
-from weft.data.dataset import open_text
-from weft.optim.optimizer import grad_norm
+from weft.data.dataset import open_dataset
+from weft.optim.optimizer import compute_grad_norm
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
 from weft.train.loop import train
@@ -110,18 +110,20 @@ def group_gradients(
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
     parts, mesh, engine, optimizer, _ = build(job, plan, rank)
-    groups = join_groups(job, plan, open_text(Path(store)), rank, print)
+    groups = join_groups(job, plan, open_dataset(Path(store)), rank, print)
     groups.meet(TrainState(0, 0), parts, optimizer)
     loader = loader_of(job, plan, store, mesh)
-    loss = engine.forward_backward(loader.batch(0, groups.place, groups.count), groups.sum)
-    params = dict(named_parameters(parts))
+    loss = engine.forward_backward(
+        loader.get_microbatches(0, groups.place, groups.count), groups.sum
+    )
+    params = dict(trainable_parameters(parts))
     groups.sum([loss, *(param.grad for param in params.values())])
     assert groups.committed()
     dist.all_reduce(loss)
     listens = sockets_of(os.getpid())
     found = {
         "loss": loss.item(),
-        "norm": grad_norm(list(params.values()))[0].item(),
+        "norm": compute_grad_norm(list(params.values()))[0].item(),
         "grads": {name: whole(param.grad).clone() for name, param in params.items()},
         "listens": listens,
     }
@@ -166,8 +168,8 @@ def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides,
         time.sleep(1.0)  # it is not the first
     job = small_job(*overrides, ("run.dir", f"{meeting}/{group}"), *more)
     try:
-        train(job, plan_here(job), open_text(Path(store)), this_rank(), Console(quiet=True))
-    except (GroupsError, ReplicasDiffer) as error:
+        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
+    except (GroupsError, ReplicaMismatch) as error:
         return str(error)
     return "trained"
 
@@ -239,10 +241,10 @@ def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
         try:
             groups.compare(parts, optimizer)
             said.append("equal")
-        except ReplicasDiffer as error:
+        except ReplicaMismatch as error:
             said.append(str(error))
         if group == 1:
-            weight = whole(list(named_parameters(parts))[3][1].data)
+            weight = whole(list(trainable_parameters(parts))[3][1].data)
             weight.view(torch.int32).view(-1)[17] ^= 1
     groups.close()
     return said
@@ -271,7 +273,7 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
     if not led:
         groups._error = RuntimeError("as the network may have it")
     if groups.committed():
-        for _, param in named_parameters(parts):
+        for _, param in trainable_parameters(parts):
             param.grad = torch.ones_like(param)
         optimizer.step()
         at = TrainState(1, 8)
@@ -333,25 +335,25 @@ def test_replica_groups_another_job_is_refused(
 @pytest.mark.parametrize(
     ("override", "key", "rule"),
     [
-        (("resilience.lighthouse", "here"), "resilience.lighthouse", "is no HOST:PORT"),
-        (("parallel.pp", "2"), "parallel.pp", "not possible in a replica group"),
+        (("resilience.lighthouse", "here"), "resilience.lighthouse", "is not HOST:PORT"),
+        (("parallel.pp", "2"), "parallel.pp", "not supported with replica groups"),
         (
             ("train.world_size_invariant", "true"),
             "train.world_size_invariant",
-            "not possible in a replica group",
+            "not supported with replica groups",
         ),
         (
             ("debug.layer_stats_steps", "1"),
             "debug.layer_stats_steps",
-            "not possible in a replica group",
+            "not supported with replica groups",
         ),
-        (("debug.deterministic", "true"), "debug.deterministic", "where ranks come and go"),
+        (("debug.deterministic", "true"), "debug.deterministic", "needs a fixed number of ranks"),
         (
             ("resilience.on_anomaly", "skip"),
             "resilience.on_anomaly",
-            "not possible in a replica group",
+            "not supported with replica groups",
         ),
-        (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group's own"),
+        (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group its own"),
     ],
 )
 def test_replica_groups_unsupported_keys_are_refused(
@@ -374,7 +376,9 @@ def test_replica_groups_unsupported_keys_are_refused(
 @pytest.mark.skipif(INSTALLED, reason="torchft is installed")
 def test_replica_groups_without_torchft_names_the_package() -> None:
     (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
-    expected = "resilience.lighthouse = \"host:29510\": needs torchft; pip install 'weft[torchft]'"
+    expected = (
+        "resilience.lighthouse = \"host:29510\": needs torchft; run pip install 'weft[torchft]'"
+    )
     assert str(problem) == expected
 
 
@@ -468,7 +472,7 @@ class Scene:
             process.send_signal(signal.SIGTERM)
         assert [process.wait(timeout=100) for process in self.running.values()] == [75, 75]
         self.look()
-        (newest,) = checkpoints(self.folder / "checkpoints")[-1:]
+        (newest,) = list_checkpoints(self.folder / "checkpoints")[-1:]
         steps = int(newest.name.removeprefix("step-"))
         assert sorted(self.seen) == list(range(1, steps + 1))
         alone = self.folder / "alone"

@@ -23,9 +23,9 @@ from tests.small import (
     values_under,
 )
 from weft.config.schema import DataSection
-from weft.data.dataset import open_text
-from weft.data.loader import IGNORE, samples_of
-from weft.data.prepare import prepare_text
+from weft.data.dataset import open_dataset
+from weft.data.loader import IGNORE_INDEX, build_mixture
+from weft.data.prepare import prepare_data
 from weft.monitor.source_losses import SourceLosses
 from weft.train.setup import build
 from weft.train.step import validation_batches
@@ -48,28 +48,28 @@ def mixture(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "prose.txt").write_text("".join(f"once {n * n} times\n" for n in range(4000)))
     weights = {str(folder / "letters.txt"): 5, str(folder / "prose.txt"): 2, str(text_folder): 3}
     section = DataSection.model_validate({"mixture": weights, "vocab_size": 512})
-    return str(prepare_text(section, folder / "cache").path)
+    return str(prepare_data(section, folder / "cache").path)
 
 
 def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
-    """Of one global batch and of the held-out text, as the engine has them; and those of one
+    """Of one global batch and of the validation set, as the engine has them; and those of one
     source after the other, the targets of the others left out."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    opened = open_text(text)
+    opened = open_dataset(text)
     sources = SourceLosses(opened.shares, torch.device("cpu"))
-    batches = loader_of(job, plan, text, built.mesh).batch(0)
+    batches = loader_of(job, plan, text, built.mesh).get_microbatches(0)
     whole = built.engine.forward_backward(batches)
     dist.all_reduce(whole)
     [found] = sources.means(built.engine.loss_by_source)
-    samples = samples_of(opened, "validation", job.train.seq_len, job.data, job.train.seed)
+    samples = build_mixture(opened, "validation", job.train.seq_len, job.data, job.train.seed)
     mean = built.engine.evaluate(validation_batches(job, plan, samples, built.mesh))
     [held] = sources.means(built.engine.loss_by_source)
     alone = []
     for source in range(3):
         only = [
-            b._replace(targets_BT=b.targets_BT.where(b.sources_B[:, None] == source, IGNORE))
+            b._replace(targets_BT=b.targets_BT.where(b.sources_B[:, None] == source, IGNORE_INDEX))
             for b in batches
         ]
         loss = built.engine.forward_backward(only)
@@ -145,7 +145,7 @@ def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path)
     run_ranks(train_rank, 2, [*MODEL, *more], mixture)
     found = records(tmp_path / "run")
     assert [r["step"] for r in found] == [1, 3, 6, 9, 12]
-    names = ["letters", "prose", Path(open_text(mixture).sources[2].store.manifest.source).name]
+    names = ["letters", "prose", Path(open_dataset(mixture).sources[2].store.manifest.source).name]
     for record in found:
         assert set(values_under(record, "loss")) <= set(names)
         assert all(map(math.isfinite, values_under(record, "loss").values()))

@@ -1,11 +1,11 @@
-"""A number for the contents of a tensor that is the same however the tensor is cut.
+"""Fingerprint of a tensor's contents that does not depend on its sharding.
 
-It is the sum, modulo 2**64, of every element's bits times an odd number that depends on the
-element's place in the whole.  So shards have partial sums that add up, in any order and on any
-device, to the whole's.  An odd factor has an inverse modulo 2**64: no change of one element goes
-unseen.  Other changes can cancel (factors begin small, so in small tensors some exchanges do), but
-hardly by chance.  It guards against broken hardware and software, and not against somebody who
-means harm.
+The fingerprint is the sum, modulo 2**64, of every element's bits times an odd number that depends
+on the element's position in the unsharded tensor.  Partial sums of shards therefore add up to the
+full sum, in any order and on any device.  An odd factor has an inverse modulo 2**64, so every
+change of a single element is detected.  Several changes can cancel, but hardly by chance.  Factors
+begin small, so in small tensors some swaps of elements cancel.  The fingerprint protects against
+faulty hardware and software, not against deliberate changes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,39 @@ from torch import Tensor
 
 from weft.parallel.dtensor import iter_flat_indices
 
-# Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
-# threads, of which there may be several here; or that fill a GPU.
+# Elements per chunk.  CPU: temporaries stay in a core's cache and below the size at which torch
+# uses several threads, because several threads may be here at once.  GPU: enough to fill it.
 CHUNK = {"cpu": (1 << 15) - 1, "cuda": 1 << 24}
 
-WIDTH = 1024  # of the rows that a vector is cut into
+WIDTH = 1024  # row length into which a vector is reshaped
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The partial sum of ``local``, the box at ``offsets`` of a whole tensor of ``shape``.
+    """Return the partial sum of ``local``, a shard of a tensor of ``shape``.
+
+    Args:
+        local: shard.
+        offsets: position of the shard in the unsharded tensor.
+        shape: unsharded shape.
 
     Returns:
-        An int64 scalar on the device of ``local``; the sum over all boxes, which wraps, is the
-        fingerprint of the whole.
+        An int64 scalar on the device of ``local``; the wrapping sum over all shards is the
+        fingerprint of the tensor.
     """
     bits = local.detach().contiguous().view(_BITS[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if bits.numel() == 0:
         return total
-    if bits.dim() <= 1:  # cut into rows, of which the last may be shorter
+    if bits.dim() <= 1:  # split into rows; the last may be shorter
         bits, first = bits.view(-1), offsets[0] if bits.dim() else 0
-        whole = len(bits) // WIDTH * WIDTH
-        for rows, begin in ((bits[:whole].view(-1, WIDTH), 0), (bits[whole:].view(1, -1), whole)):
+        full_rows = len(bits) // WIDTH * WIDTH
+        for rows, begin in (
+            (bits[:full_rows].view(-1, WIDTH), 0),
+            (bits[full_rows:].view(1, -1), full_rows),
+        ):
             if rows.numel():
                 index = torch.arange(rows.shape[1], device=local.device) + first + begin
                 total += _weighted_sum(rows, index, WIDTH)
@@ -53,33 +61,42 @@ def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> 
 
 
 def _weighted_sum(rows_RC: Tensor, index_C: Tensor, step: int) -> Tensor:
-    """The sum of every element times (2 * its place + 1), from sums of rows and of columns.
+    """Return the sum of every element times (2 * position + 1).
+
+    The sum is computed from sums of rows and of columns.
 
     Args:
-        index_C: places of the first row's elements; those of each next row are ``step`` higher.
+        rows_RC: elements as integers.
+        index_C: positions of the first row's elements.
+        step: difference of positions between rows.
     """
     height, width = rows_RC.shape
-    at_a_time = max(1, CHUNK.get(rows_RC.device.type, 1 << 20) // width)
-    buffer = torch.empty(min(height, at_a_time), width, dtype=torch.int64, device=rows_RC.device)
+    rows_per_chunk = max(1, CHUNK.get(rows_RC.device.type, 1 << 20) // width)
+    buffer = torch.empty(
+        min(height, rows_per_chunk), width, dtype=torch.int64, device=rows_RC.device
+    )
     columns_C, sums_R = buffer.new_zeros(width), buffer.new_empty(height)
-    for begin in range(0, height, at_a_time):
-        block = rows_RC[begin : begin + at_a_time]
-        part = buffer[: len(block)].copy_(block)
-        columns_C += part.sum(0)
-        torch.sum(part, 1, out=sums_R[begin : begin + at_a_time])
-    number_R = torch.arange(height, device=rows_RC.device)
-    return (columns_C * (2 * index_C + 1)).sum() + (sums_R * (2 * step * number_R)).sum()
+    for begin in range(0, height, rows_per_chunk):
+        chunk = rows_RC[begin : begin + rows_per_chunk]
+        values = buffer[: len(chunk)].copy_(chunk)
+        columns_C += values.sum(0)
+        torch.sum(values, 1, out=sums_R[begin : begin + rows_per_chunk])
+    row_R = torch.arange(height, device=rows_RC.device)
+    return (columns_C * (2 * index_C + 1)).sum() + (sums_R * (2 * step * row_R)).sum()
 
 
-def on_host(marks: Sequence[Tensor]) -> list[int]:
-    """Fingerprints as numbers, after one wait for the GPU if any is there."""
-    if not marks:
+def fingerprints_to_host(fingerprints: Sequence[Tensor]) -> list[int]:
+    """Return fingerprints as integers, with at most one GPU synchronization."""
+    if not fingerprints:
         return []
-    gpu = next((mark.device for mark in marks if mark.device.type != "cpu"), marks[0].device)
-    numbers: list[int] = torch.stack([mark.to(gpu) for mark in marks]).tolist()
+    gpu = next(
+        (fingerprint.device for fingerprint in fingerprints if fingerprint.device.type != "cpu"),
+        fingerprints[0].device,
+    )
+    numbers: list[int] = torch.stack([fingerprint.to(gpu) for fingerprint in fingerprints]).tolist()
     return numbers
 
 
-def wrapped(value: int) -> int:
-    """Modulo 2**64, as int64 has it."""
+def wrap_int64(value: int) -> int:
+    """Wrap an integer modulo 2**64 to the range of int64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

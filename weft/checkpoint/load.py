@@ -1,9 +1,9 @@
-"""Checkpoints into live tensors of whatever layout, compared with what was saved.
+"""Load checkpoints into live tensors of any layout, and verify them.
 
-Every rank works out which boxes of which shards it needs.  Of what several ranks hold copies of,
-one reads, and sends it to the others.  Of what lies on the nodes each reads what it finds there,
-and gets from others what its node has lost.  Then fingerprints are taken of live memory and added
-up over the ranks: all come to the same verdict.
+Every rank computes the shards that it needs.  Of several replicas, one rank reads and broadcasts.
+For local checkpoints, each rank reads its node's files and receives what its node has lost.  Then
+the fingerprints of live memory are computed and summed over ranks, so all ranks reach the same
+verdict.
 """
 
 from __future__ import annotations
@@ -18,288 +18,333 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import wrapped
+from weft.checkpoint.fingerprint import wrap_int64
 from weft.checkpoint.local_save import read_local
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
-    files_of,
-    from_rank_0,
-    gathered,
+    gather_to_rank_0,
+    open_contents,
     read_manifest,
+    run_on_rank_0,
 )
 from weft.checkpoint.shard_files import (
     Contents,
     Json,
-    Wanted,
-    consecutive,
-    damaged_file,
-    overlaps,
+    ShardRead,
+    find_damaged_file,
+    find_overlaps,
+    group_by_size,
     parse_contents,
     read_shards,
 )
 from weft.checkpoint.state_dict import (
-    Copies,
-    State,
+    ReplicaAxis,
+    StateDict,
     allocate_optimizer_state,
-    copies_of,
+    find_replica_axes,
     frozen_parameters,
-    local_part,
-    mark_of,
+    is_owner,
+    local_fingerprint,
+    local_values,
     model_state,
     optimizer_state,
-    owns,
-    widen,
+    upcast_moments,
 )
-from weft.checkpoint.storage import Damaged
+from weft.checkpoint.storage import CorruptData
 from weft.monitor.faults import fault_point
 from weft.parallel.dtensor import shard_offsets
-from weft.parallel.quantize import store_float32, float32_buffer
+from weft.parallel.quantize import float32_buffer, store_float32
 
-# Dtypes of what optimizers keep, of different sizes: one cannot pass for another.
+# Dtypes of optimizer state.  Their sizes differ, so none can be mistaken for another.
 OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
-# Elements of the whole model that are read at a time in float32, to be rounded.
-FROZEN_AT_ONCE = 1 << 28
+# Elements that are read at a time in float32 before rounding.
+FROZEN_CHUNK = 1 << 28
 
 
-def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> Json:
-    """Load ``path`` in place, into any layout; every rank of the process group calls it.
+def load_checkpoint(
+    path: Path, model_parts: Sequence[nn.Module], optimizer: Optimizer | None
+) -> Json:
+    """Load ``path`` in place, into any layout; every rank calls this function.
 
-    Without an optimizer only the parameters are read.  Works without a process group, too.
+    Works without a process group too.
+
+    Args:
+        path: committed checkpoint.
+        model_parts: this rank's parts of the model.
+        optimizer: None: load only the parameters.
 
     Returns:
         The manifest.
 
     Raises:
-        DamagedCheckpoint: if it does not hold what was saved; the parameters are undefined then.
-        CheckpointError: if it is of another model, or cannot be read.
+        DamagedCheckpoint: if the contents differ from what was saved; parameters are then
+            undefined.
+        CheckpointError: if the checkpoint is of another model or cannot be read.
     """
     fault_point("load")
-    manifest = _manifest_of(path)
-    folder, contents = files_of(path, manifest, sizes=False)
-    wrong = _fill(f"{path}: could not be loaded", folder, contents, parts, optimizer, whole=True)
-    _refuse(path, folder, contents, wrong)
+    manifest = _read_manifest(path)
+    directory, contents = open_contents(path, manifest, check_sizes=False)
+    mismatches = _load_tensors(
+        f"{path}: could not be loaded",
+        directory,
+        contents,
+        model_parts,
+        optimizer,
+        is_complete=True,
+    )
+    _raise_if_damaged(path, directory, contents, mismatches)
     return manifest
 
 
-def _manifest_of(path: Path) -> Json:
+def _read_manifest(path: Path) -> Json:
     def read() -> Json:
         manifest = read_manifest(path)
-        files_of(path, manifest)  # their sizes, by one rank
+        open_contents(path, manifest)  # one rank checks the files' sizes
         return manifest
 
-    return from_rank_0(read, f"{path}: could not be read")
+    return run_on_rank_0(read, f"{path}: could not be read")
 
 
-def _refuse(path: Path, folder: Path, contents: Contents, wrong: list[str]) -> None:
-    """Raise if any tensor is not what was saved."""
-    if wrong:
-        named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
-        reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
+def _raise_if_damaged(
+    path: Path, directory: Path, contents: Contents, mismatches: list[str]
+) -> None:
+    """Raise DamagedCheckpoint if any tensor differs from what was saved."""
+    if mismatches:
+        file_problem = run_on_rank_0(
+            lambda: find_damaged_file(directory, contents), f"{path}: could not be read"
+        )
+        reason = (
+            file_problem or f"{mismatches[0]} differs from what was saved, but its file is intact"
+        )
         raise DamagedCheckpoint(f"{path}: {reason}")
 
 
-def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
-    """Load the parameters that are not trained from a checkpoint of the whole model.
+def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
+    """Load the frozen parameters from a checkpoint of the full model.
 
-    Every rank calls it.  Some tensors at a time are read in float32, compared with what was saved,
-    and rounded to what they are kept in.
+    Every rank calls this function.  Groups of tensors are read in float32, verified, and rounded to
+    their dtype.
 
     Raises:
-        DamagedCheckpoint, CheckpointError: as `load`.
+        DamagedCheckpoint: as in `load_checkpoint`.
+        CheckpointError: as in `load_checkpoint`.
     """
-    folder, contents = files_of(path, _manifest_of(path), sizes=False)
-    failed = f"{path}: could not be loaded"
-    params = {f"model.{name}": param for name, param in frozen_parameters(parts)}
+    directory, contents = open_contents(path, _read_manifest(path), check_sizes=False)
+    context = f"{path}: could not be loaded"
+    params = {f"model.{name}": param for name, param in frozen_parameters(model_parts)}
 
-    def all_there() -> None:
+    def check_names() -> None:
         if missing := params.keys() - contents.tensors.keys():
-            raise ValueError(f"it is of another model: {min(missing)} is not in it")
+            raise ValueError(f"the checkpoint is of another model: it lacks {min(missing)}")
 
-    gathered(all_there, failed)
+    gather_to_rank_0(check_names, context)
     sizes = {name: math.prod(entry.shape) for name, entry in contents.tensors.items()}
-    for names in consecutive(sizes, FROZEN_AT_ONCE):  # the same on every rank
-        some = contents._replace(tensors={name: contents.tensors[name] for name in names})
+    for names in group_by_size(sizes, FROZEN_CHUNK):  # the same on every rank
+        subset = contents._replace(tensors={name: contents.tensors[name] for name in names})
         state = {name: float32_buffer(params[name]) for name in names if name in params}
-        wrong = _fill_state(failed, folder, some, parts, state, whole=True)
-        _refuse(path, folder, contents, wrong)
-        for name, numbers in state.items():
-            store_float32(params[name], numbers)
+        mismatches = _load_state(context, directory, subset, model_parts, state, is_complete=True)
+        _raise_if_damaged(path, directory, contents, mismatches)
+        for name, values in state.items():
+            store_float32(params[name], values)
 
 
-def load_local(
-    folder: Path, step: int, epoch: int, parts: Sequence[nn.Module], optimizer: Optimizer
+def load_local_checkpoint(
+    run_dir: Path, step: int, epoch: int, model_parts: Sequence[nn.Module], optimizer: Optimizer
 ) -> Json:
-    """`load` what the nodes have kept of a step.
+    """Load a local checkpoint as `load_checkpoint` does.
 
     Raises:
-        DamagedCheckpoint: also if they do not have all of it any more.
+        DamagedCheckpoint: also if the nodes have lost a part of it.
     """
     fault_point("load")
-    name = f"step {step} in {folder} of the nodes"
-    failed = f"{name}: could not be loaded"
-    found: list[tuple[Path, Json, Contents] | None] = []
-    gathered(lambda: found.append(read_local(folder, step, epoch)), failed)
-    everywhere = [found[0] is not None]
+    name = f"local checkpoint of step {step} in {run_dir}"
+    context = f"{name}: could not be loaded"
+    local_files: list[tuple[Path, Json, Contents] | None] = []
+    gather_to_rank_0(lambda: local_files.append(read_local(run_dir, step, epoch)), context)
+    has_local = [local_files[0] is not None]
     if dist.is_initialized():
-        everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, found[0] is not None)
-    if True not in everywhere:
-        raise DamagedCheckpoint(f"{name}: no node has it any more")
-    source = everywhere.index(True)
-    manifest = from_rank_0(lambda: found[0][1] if found[0] else {}, name, source=source)
-    place, contents = folder, parse_contents(manifest, whole=False).without_shards()
-    if found[0] is not None:
-        place, _, contents = found[0]
-    wrong = _fill(failed, place, contents, parts, optimizer, whole=False)
-    if wrong:
-        raise DamagedCheckpoint(f"{name}: {wrong[0]} is not what was saved")
+        has_local *= dist.get_world_size()
+        dist.all_gather_object(has_local, local_files[0] is not None)
+    if True not in has_local:
+        raise DamagedCheckpoint(f"{name}: no node has it")
+    source = has_local.index(True)
+    manifest = run_on_rank_0(lambda: local_files[0][1] if local_files[0] else {}, name, rank=source)
+    directory, contents = (
+        run_dir,
+        parse_contents(manifest, require_all_shards=False).without_shards(),
+    )
+    if local_files[0] is not None:
+        directory, _, contents = local_files[0]
+    mismatches = _load_tensors(
+        context, directory, contents, model_parts, optimizer, is_complete=False
+    )
+    if mismatches:
+        raise DamagedCheckpoint(f"{name}: {mismatches[0]} differs from what was saved")
     return manifest
 
 
-def _fill(
-    failed: str,
-    folder: Path,
+def _load_tensors(
+    context: str,
+    directory: Path,
     contents: Contents,
-    parts: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     optimizer: Optimizer | None,
-    whole: bool,
+    is_complete: bool,
 ) -> list[str]:
-    """Load into live tensors, and compare.
+    """Load into live tensors and verify.
 
     Args:
-        failed: what an error means, for people.
-        whole: whether all of it is in ``folder``: then each part is read by one rank; else by all
-            that find it there.
+        context: prefix of errors.
+        directory: directory of the files.
+        contents: table of contents.
+        model_parts: this rank's parts of the model.
+        optimizer: None: load only the parameters.
+        is_complete: True if ``directory`` has all shards.  Then one rank reads each shard;
+            otherwise every rank reads the shards that it finds.
 
     Returns:
-        The tensors that are not what was saved.
+        Tensors that differ from what was saved.
     """
-    state: State = model_state(parts)
+    state: StateDict = model_state(model_parts)
     if optimizer is not None:
         for name, entry in contents.tensors.items():
-            # Their bits would be taken for other numbers: this memory is made as the table says.
+            # Memory is allocated by the table, so a wrong dtype would reinterpret the bits.
             if name.startswith("optim.") and entry.dtype not in OPTIMIZER_DTYPES:
-                raise DamagedCheckpoint(f"{failed}: {name} is of dtype {entry.dtype}")
+                raise DamagedCheckpoint(f"{context}: {name} has dtype {entry.dtype}")
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }
-        allocate_optimizer_state(parts, optimizer, saved)
-        state |= optimizer_state(parts, optimizer)
-    wrong = _fill_state(failed, folder, contents, parts, state, whole)
-    if adopt := getattr(optimizer, "adopt", None):
-        adopt()
+        allocate_optimizer_state(model_parts, optimizer, saved)
+        state |= optimizer_state(model_parts, optimizer)
+    mismatches = _load_state(context, directory, contents, model_parts, state, is_complete)
+    if convert := getattr(optimizer, "convert_loaded_state", None):
+        convert()
     elif optimizer is not None:
-        widen(optimizer)
-    return wrong
+        upcast_moments(optimizer)
+    return mismatches
 
 
-def _fill_state(
-    failed: str,
-    folder: Path,
+def _load_state(
+    context: str,
+    directory: Path,
     contents: Contents,
-    parts: Sequence[nn.Module],
-    state: State,
-    whole: bool,
+    model_parts: Sequence[nn.Module],
+    state: StateDict,
+    is_complete: bool,
 ) -> list[str]:
-    """`_fill` of these tensors."""
-    copies = copies_of(parts, state)
-    owned = {name for name in state if owns(name, copies[name])}
-    marks: dict[str, int] = {}
-    names = owned if whole else None
-    gathered(lambda: _read(folder, contents, state, names, marks), failed)
-    _spread(state, copies, marks)
+    """Load these tensors as `_load_tensors` does."""
+    axes = find_replica_axes(model_parts, state)
+    owned = {name for name in state if is_owner(name, axes[name])}
+    fingerprints: dict[str, int] = {}
+    names = owned if is_complete else None
+    gather_to_rank_0(lambda: _read(directory, contents, state, names, fingerprints), context)
+    _broadcast_replicas(state, axes, fingerprints)
 
-    def all_there() -> None:  # or a tensor of zeros would have the right fingerprint
-        if missing := state.keys() - marks.keys():
-            raise Damaged(f"{min(missing)} is not there any more, or not as a whole")
+    def check_complete() -> None:  # a tensor of zeros that was not loaded could match
+        if missing := state.keys() - fingerprints.keys():
+            raise CorruptData(f"{min(missing)} is missing or incomplete")
 
-    gathered(all_there, failed)
-    return _other_than(contents, state, copies, owned, marks)
+    gather_to_rank_0(check_complete, context)
+    return _find_mismatches(contents, state, axes, owned, fingerprints)
 
 
 def _read(
-    folder: Path, contents: Contents, state: State, names: set[str] | None, marks: dict[str, int]
+    directory: Path,
+    contents: Contents,
+    state: StateDict,
+    names: set[str] | None,
+    fingerprints: dict[str, int],
 ) -> None:
-    """Fill this rank's part of some tensors, and take the fingerprints of what is there then.
+    """Fill this rank's shards, and compute their fingerprints.
 
     Args:
-        names: of those tensors; None: of all whose part is in the table.
+        directory: directory of the files.
+        contents: table of contents.
+        state: live tensors.
+        names: tensors to read; None: all whose shards are in the table.
+        fingerprints: receives the fingerprint of every tensor that was read.
     """
-    wanted: dict[str, list[Wanted]] = {}
+    reads: dict[str, list[ShardRead]] = {}
     problems = []
     for name, tensor in state.items():
         entry = contents.tensors.get(name)
         if entry is None:
-            problems.append(f"{name} is not in it")
+            problems.append(f"it lacks {name}")
         elif entry.shape != tuple(tensor.shape):
-            problems.append(f"{name} has shape {entry.shape} in it, not {tuple(tensor.shape)}")
+            problems.append(f"{name} has shape {entry.shape}, not {tuple(tensor.shape)}")
         elif names is None or name in names:
-            part = local_part(tensor)
-            pieces = list(overlaps(entry, shard_offsets(tensor), part))
-            if part.numel() == 0:
-                marks[name] = 0
-            elif sum(each.target.numel() for each in pieces) == part.numel():
-                wanted[name] = pieces
+            local = local_values(tensor)
+            overlaps = list(find_overlaps(entry, shard_offsets(tensor), local))
+            if local.numel() == 0:
+                fingerprints[name] = 0
+            elif sum(overlap.target.numel() for overlap in overlaps) == local.numel():
+                reads[name] = overlaps
     if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ValueError(f"it is of another model: {problems[0]}{more}")
+        others = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ValueError(f"the checkpoint is of another model: {problems[0]}{others}")
 
-    def complete(name: str) -> None:  # of live memory, where it has just come from the disk
-        marks[name] = int(mark_of(state[name]))
+    def compute_fingerprint(name: str) -> None:  # from live memory, right after the read
+        fingerprints[name] = int(local_fingerprint(state[name]))
 
-    read_shards(folder, contents, wanted, complete)
+    read_shards(directory, contents, reads, compute_fingerprint)
 
 
-def _spread(state: State, copies: dict[str, list[Copies]], marks: dict[str, int]) -> None:
-    """Send what one rank has to those that hold copies of it, along one axis after the other.
+def _broadcast_replicas(
+    state: StateDict, axes: dict[str, list[ReplicaAxis]], fingerprints: dict[str, int]
+) -> None:
+    """Broadcast each tensor from a rank that read it to its replicas, axis by axis.
 
     Args:
-        marks: fingerprints of what this rank has; those of what it got are added.
+        state: live tensors.
+        axes: replica axes by tensor.
+        fingerprints: of this rank's tensors; those of received tensors are added.
     """
-    for depth in range(max((len(each) for each in copies.values()), default=0)):
+    for depth in range(max((len(tensor_axes) for tensor_axes in axes.values()), default=0)):
         groups: dict[Any, list[str]] = {}
-        for name, each in copies.items():
-            if depth < len(each) and each[depth].size > 1:
-                groups.setdefault(each[depth].group, []).append(name)
+        for name, tensor_axes in axes.items():
+            if depth < len(tensor_axes) and tensor_axes[depth].size > 1:
+                groups.setdefault(tensor_axes[depth].group, []).append(name)
         for group, names in groups.items():
-            have = torch.tensor([name in marks for name in names], dtype=torch.uint8)
-            every = [torch.empty_like(have) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, have, group=group)
-            for name, held in zip(names, torch.stack(every, 1).tolist(), strict=True):
-                if not any(held) or all(held):
+            has_tensor = torch.tensor([name in fingerprints for name in names], dtype=torch.uint8)
+            gathered = [torch.empty_like(has_tensor) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, has_tensor, group=group)
+            for name, holders in zip(names, torch.stack(gathered, 1).tolist(), strict=True):
+                if not any(holders) or all(holders):
                     continue
-                part = local_part(state[name])
-                sent = part.contiguous()
-                dist.broadcast(sent, group=group, group_src=held.index(1))
-                if name not in marks:
-                    if sent is not part:
-                        part.copy_(sent)
-                    marks[name] = int(mark_of(state[name]))
+                local = local_values(state[name])
+                buffer = local.contiguous()
+                dist.broadcast(buffer, group=group, group_src=holders.index(1))
+                if name not in fingerprints:
+                    if buffer is not local:
+                        local.copy_(buffer)
+                    fingerprints[name] = int(local_fingerprint(state[name]))
 
 
-def _other_than(
+def _find_mismatches(
     contents: Contents,
-    state: State,
-    copies: dict[str, list[Copies]],
+    state: StateDict,
+    axes: dict[str, list[ReplicaAxis]],
     owned: set[str],
-    marks: dict[str, int],
+    fingerprints: dict[str, int],
 ) -> list[str]:
-    """The tensors of which a copy does not have the fingerprint that was saved."""
-    # Of those that count once, of all copies, and how many there are: one is wrong, or others are.
-    # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
+    """Return the tensors of which a replica differs from the saved fingerprint."""
+    # Columns, summed over ranks: owner's fingerprint, all replicas' fingerprints, ranks with the
+    # tensor, replicas.  Tensors that no rank loaded (optimizer state, if only the model is loaded)
+    # are not verified.
     rows = []
     for name in contents.tensors:
-        mark, many = marks.get(name, 0), math.prod(each.size for each in copies.get(name, ()))
-        rows.append([mark * (name in owned), mark, name in state, many * (name in state)])
+        value = fingerprints.get(name, 0)
+        num_replicas = math.prod(axis.size for axis in axes.get(name, ()))
+        rows.append([value * (name in owned), value, name in state, num_replicas * (name in state)])
     sums = torch.tensor(rows).T.contiguous()
     if dist.is_initialized():
         dist.all_reduce(sums)
-    wrong = []
-    for (name, entry), once, each, ranks, held in zip(
+    mismatches = []
+    for (name, entry), owned_sum, replica_sum, ranks, replicas in zip(
         contents.tensors.items(), *sums.tolist(), strict=True
     ):
-        every = wrapped(entry.fingerprint * (held // max(ranks, 1)))
-        if ranks and (once, each) != (entry.fingerprint, every):
-            wrong.append(name)
-    return wrong
+        expected = wrap_int64(entry.fingerprint * (replicas // max(ranks, 1)))
+        if ranks and (owned_sum, replica_sum) != (entry.fingerprint, expected):
+            mismatches.append(name)
+    return mismatches

@@ -1,19 +1,18 @@
-"""The newest state of a run on the nodes themselves: in their memory (``/dev/shm``) or on a disk.
+"""Local checkpoints: the newest state on the nodes, in ``/dev/shm`` or on a disk.
 
-Most failures leave most nodes alive, and with them what their ranks held.  So every few steps each
-rank leaves all that it holds, copies too, in a folder of its node, which costs no other node
-anything; checkpoints in the run's home can then be rare.  When the job starts again, each node
-reads what lies there; what a node has lost, a replica that has it sends.  If there is something
-that nobody has any more, the newest checkpoint at home is taken: this is an addition to it, never
-a substitute.
+Most failures leave most nodes alive, with the state of their ranks.  Every few steps each rank
+therefore saves all of its shards, replicas included, in a directory of its node, without network
+traffic, and persistent checkpoints can be rare.  After a restart each node reads its own files, and
+replicas send what a node has lost.  If part of the state is lost on all nodes, the run resumes from
+the newest persistent checkpoint.  Local checkpoints never replace persistent ones.
 
-    FOLDER/IDENTITY OF THE RUN/000003-00001200/     epoch and step
+    DIRECTORY/RUN IDENTITY/000003-00001200/         epoch and step
         shard-00000.bin  rank-00000.json            of each rank on the node
 
-``rank-NNNNN.json`` is a manifest that has only its own rank's shards.  It is written once all
-ranks of the job have their bytes in place, and what is older is deleted once all have theirs; so
-there is always one that is whole.  Nothing is forced to a disk: a node that crashes loses it, and
-if it keeps something else, fingerprints tell.
+``rank-NNNNN.json`` is a manifest with the shards of one rank.  Ranks write it once all ranks have
+written their shards, and delete older steps once all ranks have a manifest, so one complete step
+always exists.  Files are not synced to disk: a node that crashes loses them, and fingerprints
+detect corruption.
 """
 
 from __future__ import annotations
@@ -30,145 +29,159 @@ import xxhash
 from weft.checkpoint.manifest import (
     FORMAT,
     MANIFEST_BYTES,
-    continues,
-    from_rank_0,
-    gathered,
-    leases,
+    gather_to_rank_0,
+    get_rank,
+    is_on_current_branch,
+    list_leases,
     manifest_text,
-    own_rank,
     parse_manifest,
+    run_on_rank_0,
 )
 from weft.checkpoint.shard_files import (
     Contents,
     Json,
-    Staged,
+    StagedShard,
+    build_contents,
     check_files,
     parse_contents,
-    table_of_contents,
     write_shards,
 )
-from weft.checkpoint.storage import Damaged, read_regular
+from weft.checkpoint.storage import CorruptData, read_regular_file
 from weft.config.files import replace_text
 from weft.monitor.faults import fault_point
 
 _NAME = re.compile(r"([0-9]{6,20})-([0-9]{8,20})")
 
 
-def local_folder(folder: str, home: Path) -> Path | None:
-    """Where nodes keep what is of the run with that home; None if nowhere, or if it is new.
+def local_run_dir(local_dir: str, checkpoint_dir: Path) -> Path | None:
+    """Return the local directory of a run; None if disabled, or if the run is new.
 
-    Every rank calls it.
+    Every rank calls this function.
 
     Args:
-        folder: the value of ``checkpoint.local_dir``.
+        local_dir: value of ``checkpoint.local_dir``.
+        checkpoint_dir: directory of the run's persistent checkpoints.
     """
 
     def identity() -> str | None:
-        taken = leases(home)  # the first one is of this run and of no other, whatever its folder
-        if not taken:
+        leases = list_leases(checkpoint_dir)  # the first lease identifies the run
+        if not leases:
             return None
-        first = (home / f"lease-{taken[0][0]:06}.json").read_bytes()
-        return xxhash.xxh3_64_hexdigest(first + str(home).encode())
+        first = (checkpoint_dir / f"lease-{leases[0][0]:06}.json").read_bytes()
+        return xxhash.xxh3_64_hexdigest(first + str(checkpoint_dir).encode())
 
-    if folder == "off":
+    if local_dir == "off":
         return None
-    name = from_rank_0(identity, f"{home}: could not be read")
-    return None if name is None else Path(folder) / name
+    name = run_on_rank_0(identity, f"{checkpoint_dir}: could not be read")
+    return None if name is None else Path(local_dir) / name
 
 
 def save_local(
-    folder: Path, boxes: list[Staged], owned: set[str], manifest: Json, group: Any
+    run_dir: Path, shards: list[StagedShard], owned: set[str], manifest: Json, group: Any
 ) -> None:
-    """Leave what this rank holds on its node; every rank calls it.
+    """Save this rank's shards on its node; every rank calls this function.
 
     Args:
-        boxes: all that it holds.
-        owned: the names of those that count, so that each part of a tensor counts once.
+        run_dir: result of `local_run_dir`.
+        shards: all shards of this rank, replicas included.
+        owned: names of the tensors that this rank owns, so that no part counts twice.
+        manifest: manifest without the table of contents.
+        group: process group; None: all ranks.
 
     Raises:
-        CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
+        CheckpointError: on every rank, if any rank failed; partial files are deleted.
     """
-    place = folder / f"{manifest['epoch']:06}-{manifest['step']:08}"
-    name, failed = f"shard-{own_rank():05}.bin", f"{place}: could not be written"
+    step_dir = run_dir / f"{manifest['epoch']:06}-{manifest['step']:08}"
+    name, context = f"shard-{get_rank():05}.bin", f"{step_dir}: could not be written"
 
-    written: Json = {}
+    own_entries: Json = {}
 
     def write() -> Json:
-        place.mkdir(parents=True, exist_ok=True)
-        with (place / name).open("wb") as file:
-            written.update(write_shards(file, name, boxes))
-        return written | {"shards": [each for each in written["shards"] if each[0] in owned]}
+        step_dir.mkdir(parents=True, exist_ok=True)
+        with (step_dir / name).open("wb") as file:
+            own_entries.update(write_shards(file, name, shards))
+        return own_entries | {
+            "shards": [entry for entry in own_entries["shards"] if entry[0] in owned]
+        }
 
     try:
-        every = gathered(write, failed, group)
-        tensors = from_rank_0(lambda: _without_shards(table_of_contents(every)), failed, group)
-        gathered(lambda: _seal(place, manifest, tensors, written), failed, group)
+        entries = gather_to_rank_0(write, context, group)
+        tensors = run_on_rank_0(lambda: _without_shards(build_contents(entries)), context, group)
+        gather_to_rank_0(
+            lambda: _write_rank_manifest(step_dir, manifest, tensors, own_entries), context, group
+        )
     except Exception:
         with suppress(OSError):
-            for path in (place / name, _sealed(place)):
+            for path in (step_dir / name, _rank_manifest_path(step_dir)):
                 path.unlink(missing_ok=True)
-            place.rmdir()  # the last rank of the node
+            step_dir.rmdir()  # succeeds on the last rank of the node
         raise
-    for older in folder.iterdir():
-        match = _NAME.fullmatch(older.name)
+    for old_dir in run_dir.iterdir():
+        match = _NAME.fullmatch(old_dir.name)
         if match and (int(match[1]), int(match[2])) < (manifest["epoch"], manifest["step"]):
-            shutil.rmtree(older, ignore_errors=True)  # other ranks are at it, too
+            shutil.rmtree(old_dir, ignore_errors=True)  # other ranks delete it too
 
 
-def _sealed(place: Path) -> Path:
-    return place / f"rank-{own_rank():05}.json"
+def _rank_manifest_path(step_dir: Path) -> Path:
+    return step_dir / f"rank-{get_rank():05}.json"
 
 
 def _without_shards(table: Json) -> Json:
     return {name: entry | {"shards": []} for name, entry in table["tensors"].items()}
 
 
-def _seal(place: Path, manifest: Json, tensors: Json, written: Json) -> None:
+def _write_rank_manifest(step_dir: Path, manifest: Json, tensors: Json, own_entries: Json) -> None:
     """Write this rank's manifest."""
     fault_point("local")
-    for name, _, _, _, (offsets, sizes, position) in written["shards"]:
+    for name, _, _, _, (offsets, sizes, position) in own_entries["shards"]:
         tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
-    table = {"format": FORMAT, "tensors": tensors, "files": [written["file"]]}
-    replace_text(_sealed(place), manifest_text(manifest | table))
+    table = {"format": FORMAT, "tensors": tensors, "files": [own_entries["file"]]}
+    replace_text(_rank_manifest_path(step_dir), manifest_text(manifest | table))
 
 
-def kept_steps(folder: Path, home: Path) -> list[tuple[int, int]]:
-    """(step, epoch) of what any node keeps, oldest first, without abandoned branches.
+def list_local_steps(run_dir: Path, checkpoint_dir: Path) -> list[tuple[int, int]]:
+    """Return (step, epoch) of all nodes' local checkpoints, oldest first.
 
-    Every rank calls it.
+    Abandoned branches are excluded.  Every rank calls this function.
     """
-    mine = [
+    own = [
         (int(match[2]), int(match[1]))
-        for path in (folder.iterdir() if folder.is_dir() else [])
+        for path in (run_dir.iterdir() if run_dir.is_dir() else [])
         if (match := _NAME.fullmatch(path.name)) and any(path.glob("rank-*.json"))
     ]
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    taken = from_rank_0(lambda: leases(home), f"{home}: could not be read")
-    return sorted({each for some in every for each in some if continues(*each, taken)})
+    gathered = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    leases = run_on_rank_0(
+        lambda: list_leases(checkpoint_dir), f"{checkpoint_dir}: could not be read"
+    )
+    return sorted(
+        {step for steps in gathered for step in steps if is_on_current_branch(*step, leases)}
+    )
 
 
-def read_local(folder: Path, step: int, epoch: int) -> tuple[Path, Json, Contents] | None:
-    """What lies on this node of a step: where, a manifest, and what there is; None if nothing.
+def read_local(run_dir: Path, step: int, epoch: int) -> tuple[Path, Json, Contents] | None:
+    """Return the directory, manifest and contents of this node's files of a step.
+
+    None if the node has none.
 
     Raises:
-        Damaged: if it is not what was written.
+        CorruptData: if the files differ from what was written.
     """
-    place = folder / f"{epoch:06}-{step:08}"
+    step_dir = run_dir / f"{epoch:06}-{step:08}"
     manifest: Json | None = None
     contents = Contents({}, {})
-    for path in sorted(place.glob("rank-*.json")):
+    for path in sorted(step_dir.glob("rank-*.json")):
         try:
-            manifest = parse_manifest(read_regular(path, MANIFEST_BYTES))
-        except (ValueError, Damaged) as error:
-            raise Damaged(f"{path}: {error}") from error
+            manifest = parse_manifest(read_regular_file(path, MANIFEST_BYTES))
+        except (ValueError, CorruptData) as error:
+            raise CorruptData(f"{path}: {error}") from error
         if (manifest["step"], manifest.get("epoch")) != (step, epoch):
-            raise Damaged(f"{path}: is of another step")
-        found = parse_contents(manifest, whole=False)
-        check_files(place, found)
-        contents.files.update(found.files)
-        for name, entry in found.tensors.items():
+            raise CorruptData(f"{path}: the manifest has another step or epoch")
+        node_contents = parse_contents(manifest, require_all_shards=False)
+        check_files(step_dir, node_contents)
+        contents.files.update(node_contents.files)
+        for name, entry in node_contents.tensors.items():
             shards = contents.tensors.setdefault(name, entry).shards
-            there = {shard.offsets for shard in shards}  # copies on one node are equal
-            shards += [shard for shard in entry.shards if shard.offsets not in there]
-    return None if manifest is None else (place, manifest, contents)
+            offsets = {shard.offsets for shard in shards}  # replicas on one node are equal
+            shards += [shard for shard in entry.shards if shard.offsets not in offsets]
+    return None if manifest is None else (step_dir, manifest, contents)

@@ -1,16 +1,15 @@
-"""Checkpoints: ``checkpoints/step-00000100``, whole or not there, and true or not taken.
+"""Save checkpoints: ``step-00000100``, committed atomically and verified.
 
-*Commit.*  A checkpoint is written into a fresh hidden folder; ``manifest.json`` (step, position in
-the data, layout, versions, what lies where, hashes of the files, fingerprints of the tensors, its
-own hash) is added, everything is forced to the disk, and one rename makes it visible.  A folder of
-that name is therefore always complete, is never written again, and 'the newest' is simply the
-largest step.  In an object store, where nothing can be renamed, the manifest is what makes a
-checkpoint visible: it is put last, and only if there is none.
+*Commit.*  Ranks write a checkpoint into a new hidden directory.  Rank 0 adds ``manifest.json``
+(step, data position, layout, versions, table of contents, hashes of files, fingerprints of tensors,
+its own hash), syncs everything to disk, and makes the checkpoint visible by one rename.  A
+directory of that name is therefore always complete and never written again, and the newest
+checkpoint is the one with the largest step.  In an object store, which has no rename, the manifest
+makes a checkpoint visible: it is put last, and only if none exists.
 
-*Verify.*  The fingerprint of a tensor is taken from live memory before it is copied anywhere, and
-compared with what lies in live memory after loading, on whatever layout.  So everything in between
-is covered, what was read is read once, and the price is a pass over memory.  All ranks come to the
-same verdict.
+*Verify.*  A tensor's fingerprint is computed from live memory before any copy, and compared with
+live memory after loading, on any layout.  It therefore covers everything in between, needs no
+second read, and costs one pass over memory.  All ranks reach the same verdict.
 """
 
 from __future__ import annotations
@@ -29,392 +28,423 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint, on_host
-from weft.checkpoint.local_save import local_folder, save_local
+from weft.checkpoint.fingerprint import fingerprint, fingerprints_to_host
+from weft.checkpoint.local_save import local_run_dir, save_local
 from weft.checkpoint.manifest import (
     FORMAT,
-    NAME,
+    STEP_NAME,
     CheckpointError,
     DamagedCheckpoint,
-    Superseded,
-    cause,
+    LeaseLost,
+    acquire_lease,
     checkpoint_path,
     checkpoint_step,
-    checkpoints,
-    committed,
-    counts,
-    from_rank_0,
-    gathered,
+    format_error,
+    gather_to_rank_0,
+    get_rank,
     hold_lease,
-    leases,
+    is_current,
+    list_checkpoints,
+    list_committed,
+    list_leases,
     manifest_text,
-    own_rank,
     read_leases,
     read_manifest,
-    take,
+    run_on_rank_0,
 )
-from weft.checkpoint.shard_files import Json, Staged, table_of_contents, write_shards
+from weft.checkpoint.shard_files import Json, StagedShard, build_contents, write_shards
 from weft.checkpoint.state_dict import (
-    copies_of,
-    local_part,
+    find_replica_axes,
+    is_owner,
+    local_values,
     model_state,
     optimizer_state,
-    owns,
 )
-from weft.checkpoint.storage import create, is_remote, put_new, remove
+from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
 from weft.config.files import sync_folder
 from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import beat
 from weft.parallel.dtensor import shard_offsets
 
-PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the last save of a run
+RETRY_DELAYS = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the final save of a run
 
 
-class PeerGone(CheckpointError):
-    """A rank has ended in the middle of a save: no other attempt can succeed."""
+class PeerLost(CheckpointError):
+    """A rank exited during a save, so no other attempt can succeed."""
 
 
 class CheckpointManager:
     """Saves the checkpoints of a run, one at a time.
 
-    The state is copied while training waits, and then, in the background, written by each rank and
-    committed by rank 0.  All ranks hear the same of how it went.
+    The state is copied while training waits.  Each rank then writes its shards, in the background
+    if ``async_save`` is set, and rank 0 commits.  All ranks get the same result.
     """
 
     def __init__(
         self,
-        folder: Path,
-        keep: int,
+        directory: Path,
+        keep_latest: int,
         *,
-        background: bool = False,
-        local: str = "off",
-        say: Callable[[str], None] = lambda text: None,
+        async_save: bool = False,
+        local_dir: str = "off",
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Every rank makes one.
+        """Create the manager; every rank calls this function.
 
         Args:
-            folder: of all checkpoints of the run.
-            keep: newest checkpoints that are kept; older ones are removed.
-            background: whether training goes on while files are written.
-            local: where this node keeps the newest state: see `weft.checkpoint.local_save`.
-            say: told of failures.
+            directory: directory of the run's checkpoints.
+            keep_latest: number of newest checkpoints to keep; older ones are deleted.
+            async_save: write files while training continues.
+            local_dir: directory of local checkpoints: see `weft.checkpoint.local_save`.
+            log: receives warnings and errors.
         """
-        self.folder, self.keep, self.background = folder, keep, background
+        self.directory, self.keep_latest, self.async_save = directory, keep_latest, async_save
         self.epoch = 0
-        self._leases: dict[str, bytes] = {}  # when it took the run
-        self._warnings: list[str] = []  # that were not told yet
-        self.local: Path | None = None
-        self._local = local
+        self._leases: dict[str, bytes] = {}  # when this process acquired the lease
+        self._warnings: list[str] = []  # not logged yet
+        self.run_dir: Path | None = None
+        self._local_dir = local_dir
         self.blocking_seconds = 0.0  # of the last save
-        self.write_seconds = 0.0  # of the last one that is done
-        self._say = say
-        self._failures = 0  # in a row
+        self.write_seconds = 0.0  # of the last completed save
+        self._log = log
+        self._failures = 0  # consecutive
         self._error: CheckpointError | None = None  # of the last save
-        self._untold: list[CheckpointError] = []
+        self._unreported: list[CheckpointError] = []
         self._thread: threading.Thread | None = None
-        self._copies: dict[str, Tensor] = {}
-        # What is said in the background must not come between what training says.
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = dist.new_group(backend="gloo") if background and not alone else None
+        self._buffers: dict[str, Tensor] = {}
+        # The writing thread needs its own group: its collectives must not mix with training's.
+        is_single = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = dist.new_group(backend="gloo") if async_save and not is_single else None
 
-    def take(self, step: int) -> None:
-        """Go on from ``step`` as the only one: see `weft.checkpoint.manifest.take`."""
-        self.epoch = take(self.folder, step)
-        failed = f"{self.folder}: could not be read"
-        self._leases = from_rank_0(lambda: read_leases(self.folder), failed)
-        self.local = local_folder(self._local, self.folder)
+    def acquire_lease(self, step: int) -> None:
+        """Acquire the run's lease at ``step`` and prepare local checkpoints."""
+        self.epoch = acquire_lease(self.directory, step)
+        failed = f"{self.directory}: could not be read"
+        self._leases = run_on_rank_0(lambda: read_leases(self.directory), failed)
+        self.run_dir = local_run_dir(self._local_dir, self.directory)
 
     def save(
         self,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         optimizer: Optimizer,
         manifest: Json,
-        home: bool = True,
+        persistent: bool = True,
     ) -> None:
-        """Copy the state and begin to write it as checkpoint of ``manifest["step"]``.
+        """Copy the state and start to write it as checkpoint of ``manifest["step"]``.
 
-        Every rank calls it.  Waits for the one before, if need be.
+        Every rank calls this function.  It waits for the previous save.
 
         Args:
-            home: whether into ``folder``, or on the nodes only.
+            model_parts: this rank's parts of the model.
+            optimizer: optimizer.
+            manifest: manifest without the table of contents.
+            persistent: True: save into ``directory``; False: save a local checkpoint only.
 
         Raises:
-            Superseded: if another process has taken over the run.
+            LeaseLost: if another process has acquired the lease.
         """
         began = time.perf_counter()
         self.close()
-        self._tell()
+        self._report_problems()
         fault_point("checkpoint")
-        boxes, owned = self._stage(parts, optimizer)
-        about = manifest | {"epoch": self.epoch}
-        work = (boxes, owned, about, home)
-        self._thread = threading.Thread(target=self._write, args=work, daemon=True)
+        shards, owned = self._stage_shards(model_parts, optimizer)
+        header = manifest | {"epoch": self.epoch}
+        args = (shards, owned, header, persistent)
+        self._thread = threading.Thread(target=self._write, args=args, daemon=True)
         self._thread.start()
-        if not self.background:
+        if not self.async_save:
             self.close()
-            if isinstance(self._error, Superseded):
+            if isinstance(self._error, LeaseLost):
                 raise self._error
         self.blocking_seconds = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until the last save is done.
+        """Wait for the last save.
 
         Raises:
-            CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
+            CheckpointError: on every rank, if any rank failed; partial files are deleted.
         """
         self.close()
         if self._error is not None:
             raise self._error
-        if self.local is not None:  # it is at home now
-            shutil.rmtree(self.local, ignore_errors=True)
+        if self.run_dir is not None:  # the persistent checkpoint replaces it
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
-    def save_last(self, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json) -> None:
-        """Save before the run ends; while that fails, try again after pauses of `PAUSES` seconds.
+    def save_final(
+        self, model_parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json
+    ) -> None:
+        """Save before the run ends, with a retry after each delay in `RETRY_DELAYS`.
 
-        Every rank calls it, and all try equally often: whichever rank failed, all have its error.
+        Every rank calls this function, and all ranks attempt equally often, because all get the
+        same error.
 
         Raises:
-            CheckpointError: on every rank, with what is lost and what is left.
+            CheckpointError: on every rank, with the steps that are lost and the last checkpoint.
         """
         began = time.monotonic()
-        for pause in (*PAUSES, None):
-            self.save(parts, optimizer, manifest)
+        for delay in (*RETRY_DELAYS, None):
+            self.save(model_parts, optimizer, manifest)
             try:
                 return self.wait()
-            except (Superseded, PeerGone):
+            except (LeaseLost, PeerLost):
                 raise
             except CheckpointError as error:
-                self._untold = []
-                if pause is None:
-                    lost = self._loss(manifest["step"], time.monotonic() - began, error)
-                    raise CheckpointError(lost) from error
-                self._say(f"{error}; trying again in {pause} s: it is the last save of the run")
-            for _ in range(pause):
-                beat("checkpoint")  # this is no hang
+                self._unreported = []
+                if delay is None:
+                    message = self._describe_loss(manifest["step"], time.monotonic() - began, error)
+                    raise CheckpointError(message) from error
+                self._log(f"{error}; retrying the final save of the run in {delay} s")
+            for _ in range(delay):
+                beat("checkpoint")  # not a hang
                 time.sleep(1.0)
 
-    def _loss(self, step: int, seconds: float, error: CheckpointError) -> str:
-        """Return what to say when the last save has failed for good."""
+    def _describe_loss(self, step: int, seconds: float, error: CheckpointError) -> str:
+        """Return the message for a final save that failed."""
 
         def newest() -> Path | None:
-            return next(iter(checkpoints(self.folder)[::-1]), None)
+            return next(iter(list_checkpoints(self.directory)[::-1]), None)
 
         try:
-            left = from_rank_0(newest, f"{self.folder}: could not be read")
-            kept = "there is no checkpoint: all steps are lost"
-            if left is not None:
-                done = checkpoint_step(left)
-                kept = f"steps {done + 1} to {step} are lost; the last good checkpoint is {left}"
+            last = run_on_rank_0(newest, f"{self.directory}: could not be read")
+            lost = "there is no checkpoint, so all steps are lost"
+            if last is not None:
+                last_step = checkpoint_step(last)
+                lost = f"steps {last_step + 1} to {step} are lost; the last checkpoint is {last}"
         except CheckpointError as unreadable:
-            kept = f"the steps since the last checkpoint are lost, and {unreadable}"
-        tries = f"{len(PAUSES) + 1} attempts in {seconds:.0f} s"
-        return (
-            f"step {step}, the last of this start, could not be saved in {tries}: {error}; {kept}"
-        )
+            lost = f"the steps since the last checkpoint are lost, and {unreadable}"
+        attempts = f"{len(RETRY_DELAYS) + 1} attempts in {seconds:.0f} s"
+        return f"the final save at step {step} failed in {attempts}: {error}; {lost}"
 
     def close(self) -> None:
-        """Let a save that is under way come to its end, whatever that is."""
+        """Wait until a running save ends, successfully or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def busy(self) -> bool:
-        """Whether a save is under way."""
+    def is_saving(self) -> bool:
+        """Return True if a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def should_retry(self) -> bool:
-        """Whether the last save has ended in an error, and is worth another try at once.
+        """Return True if the last save failed and should be retried at once.
 
-        Does not wait for it.  A failure is told, the first one in a row is tried again.
+        Does not wait for a running save.  Every failure is logged; the first of consecutive
+        failures is retried.
 
         Raises:
-            Superseded: if the run is not this process's any more.
+            LeaseLost: if another process has acquired the lease.
         """
-        if self.busy():
+        if self.is_saving():
             return False
-        return self._tell() and self._error is not None and self._failures == 1
+        return self._report_problems() and self._error is not None and self._failures == 1
 
-    def _tell(self) -> bool:
-        """Tell failures that were not told yet; whether there were any."""
+    def _report_problems(self) -> bool:
+        """Log new warnings and errors; return True if there was an error."""
         warnings, self._warnings = self._warnings, []
         for warning in warnings:
-            self._say(warning)
-        untold, self._untold = self._untold, []
-        for error in untold:
-            if isinstance(error, Superseded):
+            self._log(warning)
+        errors, self._unreported = self._unreported, []
+        for error in errors:
+            if isinstance(error, LeaseLost):
                 raise error
-            self._say(f"{error}; going on without it")
-        return bool(untold)
+            self._log(f"{error}; training continues without this checkpoint")
+        return bool(errors)
 
-    def _stage(
-        self, parts: Sequence[nn.Module], optimizer: Optimizer
-    ) -> tuple[list[Staged], set[str]]:
-        """This rank's boxes, copied so that training can go on, and the names of those that count.
+    def _stage_shards(
+        self, model_parts: Sequence[nn.Module], optimizer: Optimizer
+    ) -> tuple[list[StagedShard], set[str]]:
+        """Copy this rank's shards; return them and the names of the owned tensors.
 
-        The others, copies that another rank has too, are only there if nodes keep them.
+        Replicas that another rank owns are included only for local checkpoints.
         """
-        state = model_state(parts) | optimizer_state(parts, optimizer)
-        copies = copies_of(parts, state)
-        owned = {name for name in state if owns(name, copies[name])}
-        boxes, marks = [], []
+        state = model_state(model_parts) | optimizer_state(model_parts, optimizer)
+        axes = find_replica_axes(model_parts, state)
+        owned = {name for name in state if is_owner(name, axes[name])}
+        shards, fingerprints = [], []
         for name, tensor in state.items():
-            if name not in owned and self.local is None:
+            if name not in owned and self.run_dir is None:
                 continue
-            local = local_part(tensor)
+            local = local_values(tensor)
             if local.numel() == 0 and tensor.numel() > 0:
-                continue  # others have it all
+                continue  # other ranks hold all of it
             offsets = shard_offsets(tensor)
-            # Of the live tensor, before it is copied anywhere.
-            counts_once = local if name in owned else local.new_empty(0)
-            marks.append(fingerprint(counts_once, offsets, tensor.shape))
-            boxes.append((name, tuple(tensor.shape), tuple(offsets), self._copy(name, local)))
-        numbers = on_host(marks)
+            # From the live tensor, before any copy.
+            owned_values = local if name in owned else local.new_empty(0)
+            fingerprints.append(fingerprint(owned_values, offsets, tensor.shape))
+            shards.append(
+                (name, tuple(tensor.shape), tuple(offsets), self._copy_to_host(name, local))
+            )
+        values = fingerprints_to_host(fingerprints)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         staged = [
-            Staged(name, shape, offsets, mark, copy)
-            for (name, shape, offsets, copy), mark in zip(boxes, numbers, strict=True)
+            StagedShard(name, shape, offsets, value, content)
+            for (name, shape, offsets, content), value in zip(shards, values, strict=True)
         ]
-        # What every rank needs of every other, step counts, is small: together, it is one request.
-        return sorted(staged, key=lambda box: box.content.nbytes), owned
+        # All ranks read small tensors such as step counts; stored together they are one request.
+        return sorted(staged, key=lambda shard: shard.content.nbytes), owned
 
-    def _copy(self, name: str, live: Tensor) -> Tensor:
-        """A copy on the CPU in memory that is used again by the next save."""
-        if not self.background and live.device.type == "cpu":
+    def _copy_to_host(self, name: str, live: Tensor) -> Tensor:
+        """Copy a tensor to CPU memory that is reused by the next save."""
+        if not self.async_save and live.device.type == "cpu":
             return live
-        copy = self._copies.get(name)
-        if copy is None or copy.shape != live.shape or copy.dtype != live.dtype:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
             pinned = live.device.type == "cuda"
-            copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
-            self._copies[name] = copy
-        return copy.copy_(live, non_blocking=True)
+            buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
+            self._buffers[name] = buffer
+        return buffer.copy_(live, non_blocking=True)
 
-    def _write(self, boxes: list[Staged], owned: set[str], manifest: Json, home: bool) -> None:
+    def _write(
+        self, shards: list[StagedShard], owned: set[str], manifest: Json, persistent: bool
+    ) -> None:
         began, self._error = time.perf_counter(), None
-        untold: list[CheckpointError] = []
+        errors: list[CheckpointError] = []
         try:
-            if self.local is not None:
+            if self.run_dir is not None:
                 try:
-                    save_local(self.local, boxes, owned, manifest, self._group)
+                    save_local(self.run_dir, shards, owned, manifest, self._group)
                 except CheckpointError as error:
-                    untold.append(error)
-            if home:
-                mine = [box for box in boxes if box.name in owned]
-                known = self._leases, self._warnings
-                _write(self.folder, mine, manifest, self.keep, self._group, *known)
+                    errors.append(error)
+            if persistent:
+                owned_shards = [shard for shard in shards if shard.name in owned]
+                _write(
+                    self.directory,
+                    owned_shards,
+                    manifest,
+                    self.keep_latest,
+                    self._group,
+                    self._leases,
+                    self._warnings,
+                )
         except CheckpointError as error:
             self._error = error
         except Exception as error:
-            self._error = PeerGone(f"step {manifest['step']}: {cause(error)}")
+            self._error = PeerLost(f"step {manifest['step']}: {format_error(error)}")
         self._failures = 0 if self._error is None else self._failures + 1
-        self._untold = untold if self._error is None else [*untold, self._error]
+        self._unreported = errors if self._error is None else [*errors, self._error]
         self.write_seconds = time.perf_counter() - began
 
 
 def _write(
-    folder: Path,
-    boxes: list[Staged],
+    directory: Path,
+    shards: list[StagedShard],
     manifest: Json,
-    keep: int,
+    keep_latest: int,
     group: Any,
-    known: Mapping[str, bytes],
+    known_leases: Mapping[str, bytes],
     warnings: list[str],
 ) -> None:
-    """Write every rank's boxes; rank 0 commits.
+    """Write every rank's shards; rank 0 commits.
 
     Args:
-        known: the leases that this process knows: see `hold_lease`.
-        warnings: gets those of `hold_lease`.
+        directory: directory of the run's checkpoints.
+        shards: this rank's shards.
+        manifest: manifest without the table of contents.
+        keep_latest: number of checkpoints to keep.
+        group: process group; None: all ranks.
+        known_leases: see `hold_lease`.
+        warnings: receives the warnings of `hold_lease`.
     """
-    final = checkpoint_path(folder, manifest["step"])
-    failed = f"{final}: could not be written"
-    # One rank decides: another could already see what the first one does next.
-    warning, temporary = from_rank_0(lambda: _begin(final, manifest["epoch"], known), failed, group)
+    final = checkpoint_path(directory, manifest["step"])
+    context = f"{final}: could not be written"
+    # Rank 0 decides alone: other ranks could already see the result of its next step.
+    warning, temporary = run_on_rank_0(
+        lambda: _prepare_directory(final, manifest["epoch"], known_leases), context, group
+    )
     warnings += [warning] if warning else []
     if temporary is None:
         return
     try:
-        written = gathered(lambda: _write_shards(temporary, boxes), failed, group)
+        entries = gather_to_rank_0(lambda: _write_shards(temporary, shards), context, group)
 
         def commit() -> None:
-            table = table_of_contents(each for each in written if each is not None)
-            inside = {"inside": temporary.name} if is_remote(final) else {}
+            table = build_contents(
+                rank_entries for rank_entries in entries if rank_entries is not None
+            )
+            location = {"inside": temporary.name} if is_remote(final) else {}
             try:
-                _commit(temporary, final, manifest | {"format": FORMAT} | inside | table, known)
-            except FileNotFoundError:
-                hold_lease(folder, manifest["epoch"], known)  # a successor may have cleared it
+                _commit(
+                    temporary, final, manifest | {"format": FORMAT} | location | table, known_leases
+                )
+            except FileNotFoundError:  # a new owner may have deleted it
+                hold_lease(directory, manifest["epoch"], known_leases)
                 raise
 
-        from_rank_0(commit, failed, group)
+        run_on_rank_0(commit, context, group)
     except Exception:
-        if own_rank() == 0:
+        if get_rank() == 0:
             with suppress(OSError):
                 remove(temporary)
         raise
-    late = f"{final} is saved, but an older one could not be deleted"
+    delete_context = f"{final} is saved, but an older checkpoint could not be deleted"
     base = manifest.get("base")
-    from_rank_0(lambda: _delete_old(folder, keep, base), late, group)
+    run_on_rank_0(lambda: _delete_old(directory, keep_latest, base), delete_context, group)
     fault_point("checkpoint.saved")
 
 
-def _begin(final: Path, epoch: int, known: Mapping[str, bytes]) -> tuple[str, Path | None]:
-    """Make a new folder to write into, unless the checkpoint is there; clear what others left.
+def _prepare_directory(
+    final: Path, epoch: int, known_leases: Mapping[str, bytes]
+) -> tuple[str, Path | None]:
+    """Create a new directory for a checkpoint's files, and delete leftovers.
 
     Returns:
-        A warning of `hold_lease`, and the folder; None if the checkpoint is there already.
+        A warning of `hold_lease`, and the directory; None if the checkpoint is already committed.
 
     Raises:
-        Superseded: if somebody else has the run, whose unfinished checkpoint that may be.
+        LeaseLost: if another process owns the lease, because leftovers may be its files.
     """
-    home, unique = final.parent, uuid.uuid4().hex[:8]
-    warning = hold_lease(home, epoch, known)
-    if (final / "manifest.json").is_file() and counts(final, leases(home)):
+    directory, suffix = final.parent, uuid.uuid4().hex[:8]
+    warning = hold_lease(directory, epoch, known_leases)
+    if (final / "manifest.json").is_file() and is_current(final, list_leases(directory)):
         return warning, None
     if is_remote(final):
-        for path in home.iterdir() if home.is_dir() else []:
-            if NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
+        for path in directory.iterdir() if directory.is_dir() else []:
+            if STEP_NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
                 remove(path)
-        return warning, final / unique
-    home.mkdir(parents=True, exist_ok=True)
-    for ours in (".tmp-step-*", ".tmp-lease-*"):
-        for leftover in home.glob(ours):
+        return warning, final / suffix
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (".tmp-step-*", ".tmp-lease-*"):
+        for leftover in directory.glob(pattern):
             remove(leftover)
-    temporary = final.with_name(f".tmp-{final.name}-{unique}")
+    temporary = final.with_name(f".tmp-{final.name}-{suffix}")
     temporary.mkdir()
     return warning, temporary
 
 
-def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
+def _write_shards(temporary: Path, shards: list[StagedShard]) -> Json | None:
     fault_point("checkpoint.shards")
-    if not boxes:
+    if not shards:
         return None
-    name = f"shard-{own_rank():05}.bin"
-    with create(temporary / name, sum(box.content.nbytes for box in boxes)) as file:
-        written = write_shards(file, name, boxes)
+    name = f"shard-{get_rank():05}.bin"
+    with create_file(temporary / name, sum(shard.content.nbytes for shard in shards)) as file:
+        entries = write_shards(file, name, shards)
         fault_point("checkpoint.written")
-    return written
+    return entries
 
 
-def _commit(temporary: Path, final: Path, manifest: Json, known: Mapping[str, bytes]) -> None:
-    """Make ``temporary`` visible as ``final``, if the run is still this process's.
+def _commit(
+    temporary: Path, final: Path, manifest: Json, known_leases: Mapping[str, bytes]
+) -> None:
+    """Make ``temporary`` visible as ``final``, if this process still owns the lease.
 
-    The lease is read as late as possible: a process that was suspended while it saved must not
-    replace what its successor has saved meanwhile.
+    The lease is read as late as possible: a process that was suspended during the save must not
+    replace its successor's checkpoint.
     """
     fault_point("checkpoint.manifest")
     text = manifest_text(manifest).encode()
     if not is_remote(final):
-        with create(temporary / "manifest.json") as file:
+        with create_file(temporary / "manifest.json") as file:
             file.write(text)
         sync_folder(temporary)
     fault_point("checkpoint.rename")
-    if hold_lease(final.parent, manifest["epoch"], known):
-        raise CheckpointError(f"{final.parent}: it was deleted while {final.name} was written")
+    if hold_lease(final.parent, manifest["epoch"], known_leases):
+        raise CheckpointError(f"{final.parent}: deleted while {final.name} was being written")
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
-        # Of an abandoned branch, or without a manifest: no checkpoint any more.
+        # It is of an abandoned branch, or lacks a manifest, so it is not a current checkpoint.
         quarantine(final, "abandoned")
     if is_remote(final):
-        put_new(final / "manifest.json", text)
+        put_if_absent(final / "manifest.json", text)
         fault_point("checkpoint.renamed")
         return
     temporary.rename(final)
@@ -422,19 +452,21 @@ def _commit(temporary: Path, final: Path, manifest: Json, known: Mapping[str, by
     sync_folder(final.parent)
 
 
-def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
-    """Delete all but the newest ``keep``, and what is older than they are of abandoned branches.
+def _delete_old(directory: Path, keep_latest: int, base: str | None = None) -> None:
+    """Delete all but the newest checkpoints, and older ones of abandoned branches.
 
     Args:
-        base: the name of the one that has the weights which are not trained, and stays.
+        directory: directory of the run's checkpoints.
+        keep_latest: number of checkpoints to keep.
+        base: name of the checkpoint with the frozen parameters, which is kept.
     """
-    kept = checkpoints(folder)[-keep:]
-    if not kept:
-        return  # of a run that somebody else went on with, from before them all
-    for old in committed(folder):
-        if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(kept[-1]):
+    latest = list_checkpoints(directory)[-keep_latest:]
+    if not latest:
+        return  # another process resumed the run from before all of them
+    for old in list_committed(directory):
+        if old in latest or old.name == base or checkpoint_step(old) > checkpoint_step(latest[-1]):
             continue
-        # First out of sight, in one step: nothing half-deleted may look whole.
+        # Hide it atomically first: a partly deleted checkpoint must not look complete.
         fault_point("checkpoint.delete")
         if is_remote(old):
             (old / "manifest.json").unlink()
@@ -445,30 +477,32 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
         remove(hidden)
 
 
-def quarantined(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder`` that were renamed because they are damaged."""
-    if not folder.is_dir():
+def list_quarantined(directory: Path) -> list[Path]:
+    """Return the checkpoints in ``directory`` that were renamed as damaged."""
+    if not directory.is_dir():
         return []
-    if is_remote(folder):
-        steps = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    if is_remote(directory):
+        steps = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name)]
         found = [path for step in steps for path in step.glob("manifest.damaged-*.json")]
     else:
-        found = list(folder.glob("damaged-step-*"))
+        found = list(directory.glob("damaged-step-*"))
     return sorted(found, key=str)
 
 
-def give_up(folder: Path, step: int) -> None:
-    """Rename what is damaged in ``folder`` after ``step``, so that it no longer counts as work.
+def abandon_damaged(directory: Path, step: int) -> None:
+    """Rename damaged checkpoints after ``step``, so that they do not count.
 
-    Only a person decides that: see `weft.cluster.start.rollback`.
+    Only a user decides this: see `weft.cluster.start.rollback`.
     """
-    for path in quarantined(folder):
+    for path in list_quarantined(directory):
         if is_remote(path):
-            put_new(path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes())
+            put_if_absent(
+                path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes()
+            )
             path.unlink()
         else:
             path.rename(path.with_name(path.name.replace("damaged", "abandoned", 1)))
-    for path in committed(folder):
+    for path in list_committed(directory):
         try:
             read_manifest(path)
         except DamagedCheckpoint:
@@ -476,11 +510,11 @@ def give_up(folder: Path, step: int) -> None:
                 quarantine(path, "abandoned")
 
 
-def quarantine(path: Path, why: str) -> None:
-    """Rename a checkpoint that does not count, so that it is out of the way and not lost."""
-    if is_remote(path):  # its manifest, without which it is none
+def quarantine(path: Path, reason: str) -> None:
+    """Rename a checkpoint that is not current, without deleting it."""
+    if is_remote(path):  # a checkpoint without a manifest is not committed
         manifest = path / "manifest.json"
-        put_new(path / f"manifest.{why}-{time.time_ns()}.json", manifest.read_bytes())
+        put_if_absent(path / f"manifest.{reason}-{time.time_ns()}.json", manifest.read_bytes())
         manifest.unlink()
     else:
-        path.rename(path.with_name(f"{why}-{path.name}-{time.time_ns()}"))
+        path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))

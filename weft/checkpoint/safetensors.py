@@ -1,14 +1,14 @@
-"""The safetensors format: a file's table, read and written, so that its bytes can be streamed.
+"""Header of the safetensors format, so that the contents can be streamed.
 
-    8 bytes, little-endian: the length of the table
-    the table, JSON: {NAME: {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, ...}
-    the elements of each tensor, row by row, without gaps
+    8 bytes, little-endian: the length of the header
+    the header, JSON: {NAME: {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, ...}
+    the elements of each tensor, row-major, without gaps
 
-The library of that name takes all of a file's tensors in memory to write it, and maps a local file
-to read it.  Here neither is wanted: models are larger than memory, and stores need not be local.
-The tests read what is written here with the library, and the other way round.
+The safetensors library needs all tensors of a file in memory to write it, and maps a local file to
+read it.  weft does neither, because models can exceed memory and storage can be remote.  Tests
+read weft's files with the library, and the other way round.
 
-A table from elsewhere is data that nobody has vouched for: it is checked whole before it is used.
+A file can come from an untrusted source: `read_header` validates all of the header before use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-MOST_BYTES = 100_000_000  # of a table, as in the library
+MAX_HEADER_BYTES = 100_000_000  # as in the library
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,20 +39,20 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Malformed(Exception):
-    """Not what it should be; the message says what."""
+class InvalidSafetensors(Exception):
+    """Invalid safetensors file; the message is a clause that follows the path."""
 
 
-class Entry(NamedTuple):
-    """A tensor in a file: ``begin`` is the first byte, counted from the file's beginning."""
+class SafetensorsEntry(NamedTuple):
+    """Tensor in a file; ``begin`` is its first byte, from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
 
 
-def table(tensors: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
-    """The beginning of a file whose tensors follow in the order of ``tensors``."""
+def format_header(tensors: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
+    """Return the header of a file whose tensors follow in the order of ``tensors``."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
@@ -67,69 +67,77 @@ def table(tensors: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_table(file: BinaryIO, size: int) -> dict[str, Entry]:
-    """The tensors of a file of ``size`` bytes.
+def read_header(file: BinaryIO, size: int) -> dict[str, SafetensorsEntry]:
+    """Read the header of a file of ``size`` bytes.
 
     Raises:
-        Malformed: unless they make up the file, each with the bytes that it needs.
+        InvalidSafetensors: unless the tensors fill the file exactly, each with the bytes it needs.
     """
     length = int.from_bytes(file.read(8), "little")
-    _check(length <= size - 8, f"has {size:,} bytes, which its table alone does not fit in")
-    _check(length <= MOST_BYTES, f"its table of {length:,} bytes is too long")
+    _check(length <= size - 8, f"has {size:,} bytes, too few for its header of {length:,}")
+    _check(
+        length <= MAX_HEADER_BYTES,
+        f"has a header of {length:,} bytes, more than {MAX_HEADER_BYTES:,}",
+    )
     tree = parse_json(file.read(length))
-    _check(isinstance(tree.pop("__metadata__", {}), dict), "its metadata is none")
-    found: list[tuple[int, int, str, Entry]] = []
+    _check(isinstance(tree.pop("__metadata__", {}), dict), "has __metadata__ that is not an object")
+    tensors: list[tuple[int, int, str, SafetensorsEntry]] = []
     for name, value in tree.items():
-        what = f"tensor {json.dumps(name)[:100]}"
-        right = isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}
-        _check(right, f"{what} has not just dtype, shape and data_offsets")
+        label = f"tensor {json.dumps(name)[:100]}"
+        is_valid = isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}
+        _check(is_valid, f"{label} must have exactly dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-        _check(isinstance(dtype, str) and dtype in DTYPES, f"{what} is of an unknown dtype")
-        _check(_is_list_of_sizes(shape) and len(shape) <= 8, f"{what} has a shape that is none")
-        right = _is_list_of_sizes(offsets) and len(offsets) == 2
-        _check(right, f"{what} has offsets that are none")
+        _check(isinstance(dtype, str) and dtype in DTYPES, f"{label} has an unknown dtype")
+        _check(_is_list_of_sizes(shape) and len(shape) <= 8, f"{label} has an invalid shape")
+        is_valid = _is_list_of_sizes(offsets) and len(offsets) == 2
+        _check(is_valid, f"{label} has invalid data_offsets")
         begin, end = offsets
         needed = math.prod(shape) * DTYPES[dtype].itemsize
-        _check(end - begin == needed, f"{what} needs {needed:,} bytes and has {end - begin:,}")
-        found.append((begin, end, name, Entry(DTYPES[dtype], tuple(shape), 8 + length + begin)))
-    at = 0
-    for begin, end, name, _ in sorted(found):
-        how = "overlaps the one before" if begin < at else "leaves a gap before it"
-        _check(begin == at, f"tensor {json.dumps(name)[:100]} {how}")
-        at = end
-    _check(8 + length + at == size, f"has {size:,} bytes, and its table says {8 + length + at:,}")
-    return {name: entry for _, _, name, entry in found}
+        _check(end - begin == needed, f"{label} needs {needed:,} bytes and has {end - begin:,}")
+        tensors.append(
+            (begin, end, name, SafetensorsEntry(DTYPES[dtype], tuple(shape), 8 + length + begin))
+        )
+    position = 0
+    for begin, end, name, _ in sorted(tensors):
+        problem = "overlaps the previous one" if begin < position else "follows a gap"
+        _check(begin == position, f"tensor {json.dumps(name)[:100]} {problem}")
+        position = end
+    _check(
+        8 + length + position == size,
+        f"has {size:,} bytes, but its header says {8 + length + position:,}",
+    )
+    return {name: entry for _, _, name, entry in tensors}
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object without repeated names.
+    """Parse a JSON object without repeated names.
 
     Raises:
-        Malformed: if it is none.
+        InvalidSafetensors: if the text is not such an object.
     """
     try:
         tree = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"is no JSON: {str(error)[:200]}") from error
-    _check(isinstance(tree, dict), "is no JSON object")
+        raise InvalidSafetensors(f"is not JSON: {str(error)[:200]}") from error
+    _check(isinstance(tree, dict), "is not a JSON object")
     return dict(tree)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
-        raise ValueError("a name that comes twice in one object")
+        raise ValueError("an object repeats a name")
     return tree
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_list_of_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _check(right: bool, what: str) -> None:
-    if not right:
-        raise Malformed(what)
+def _check(is_valid: bool, message: str) -> None:
+    if not is_valid:
+        raise InvalidSafetensors(message)

@@ -1,9 +1,9 @@
-"""The bytes of a checkpoint: a raw file from each rank, and a table of contents in JSON.
+"""Shard files: one binary file per rank, and a table of contents in JSON.
 
-A file holds the elements of one shard after the other, row by row, in the machine's byte order
-(little-endian on all that PyTorch supports).  The table says which box of which tensor lies where;
-so any layout can pick from it the boxes that it needs.  It is data, numbers and names, checked
-before they are believed, and never a program as a pickle is.
+A file holds the elements of shards one after another, row-major, in the machine's byte order
+(little-endian on all platforms of PyTorch).  The table gives the file and position of every shard,
+so any layout can read the shards that it needs.  The table is data, which weft validates, and not a
+program like a pickle.
 
     "tensors": {NAME: {"dtype": "float32", "shape": [512, 32], "fingerprint": -81...,
                        "shards": [[[0, 0], [256, 32], FILE, POSITION], ...]}}
@@ -28,82 +28,94 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint import safetensors
-from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import Damaged, read_pieces, read_range, regular_size, room
+from weft.checkpoint.fingerprint import wrap_int64
+from weft.checkpoint.storage import (
+    CorruptData,
+    allocate_buffer,
+    read_chunks,
+    read_range,
+    regular_file_size,
+)
 
 Json = dict[str, Any]
 
 FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
 HASH = re.compile("[0-9a-f]{32}")
-LARGEST = (1 << 63) - 1  # number of a file's bytes, or of a tensor's elements
-# By torch's names.
+MAX_SIZE = (1 << 63) - 1  # bytes of a file, or elements of a tensor
+# Keyed by torch's names.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in safetensors.DTYPES.values()}
 
-READ_BYTES = 16 << 20  # from here on a request serves one box only
-WASTE = 0.05  # of a request, at most, that is read for nothing
-READERS = min(4, len(os.sched_getaffinity(0)))  # requests at a time
+READ_BYTES = 16 << 20  # a request above this size serves one shard only
+MAX_READ_WASTE = 0.05  # maximum unused fraction of a request
+NUM_READERS = min(4, len(os.sched_getaffinity(0)))  # parallel requests
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """The elements of a tensor on the CPU as bytes, sharing memory if it is contiguous."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a CPU tensor's elements as bytes; shares memory if it is contiguous."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def consecutive(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in groups, in their order: sizes that add up to at most ``most``, or a single one."""
+def group_by_size(sizes: Mapping[str, int], max_size: int) -> list[list[str]]:
+    """Split names, in order, into groups of total size at most ``max_size``.
+
+    A single larger item is a group of its own.
+    """
     groups: list[list[str]] = []
-    filled = 0
+    group_size = 0
     for name, size in sizes.items():
-        if not groups or filled + size > most:
+        if not groups or group_size + size > max_size:
             groups.append([])
-            filled = 0
+            group_size = 0
         groups[-1].append(name)
-        filled += size
+        group_size += size
     return groups
 
 
 # --------------------------------------------------------------------------- writing
 
 
-class Staged(NamedTuple):
-    """A box of a tensor, as it was when the checkpoint was taken."""
+class StagedShard(NamedTuple):
+    """Shard of a tensor, copied for a checkpoint."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the unsharded tensor
     offsets: tuple[int, ...]
-    fingerprint: int  # partial sum, of the live tensor
+    fingerprint: int  # partial sum, computed from the live tensor
     content: Tensor  # on the CPU
 
 
-def write_shards(file: IO[bytes], name: str, boxes: Iterable[Staged]) -> Json:
-    """Write boxes one after the other; what is to be known of them, for `table_of_contents`."""
-    position, digest, shards = 0, xxhash.xxh3_128(), []
-    for box in boxes:
-        content = raw(box.content)
+def write_shards(file: IO[bytes], name: str, shards: Iterable[StagedShard]) -> Json:
+    """Write shards one after another; return their entries for `build_contents`."""
+    position, digest, entries = 0, xxhash.xxh3_128(), []
+    for shard in shards:
+        content = tensor_bytes(shard.content)
         file.write(content)
         digest.update(content)
-        dtype = str(box.content.dtype).removeprefix("torch.")
-        place = [list(box.offsets), list(box.content.shape), position]
-        shards.append([box.name, dtype, list(box.shape), box.fingerprint, place])
+        dtype = str(shard.content.dtype).removeprefix("torch.")
+        location = [list(shard.offsets), list(shard.content.shape), position]
+        entries.append([shard.name, dtype, list(shard.shape), shard.fingerprint, location])
         position += len(content)
-    return {"file": {"name": name, "bytes": position, "xxh3": digest.hexdigest()}, "shards": shards}
+    return {
+        "file": {"name": name, "bytes": position, "xxh3": digest.hexdigest()},
+        "shards": entries,
+    }
 
 
-def table_of_contents(written: Iterable[Json]) -> Json:
-    """What the ranks have written, as the manifest has it.
+def build_contents(entries_by_rank: Iterable[Json]) -> Json:
+    """Merge the ranks' entries into the manifest's table of contents.
 
     Raises:
-        Damaged: if it does not make up whole tensors.
+        CorruptData: if the shards do not cover every tensor.
     """
     tensors: Json = {}
     files: list[Json] = []
-    for rank in written:
-        for name, dtype, shape, mark, (offsets, sizes, position) in rank["shards"]:
+    for rank in entries_by_rank:
+        for name, dtype, shape, fingerprint, (offsets, sizes, position) in rank["shards"]:
             entry = tensors.setdefault(
                 name, {"dtype": dtype, "shape": shape, "fingerprint": 0, "shards": []}
             )
-            entry["fingerprint"] = wrapped(entry["fingerprint"] + mark)
+            entry["fingerprint"] = wrap_int64(entry["fingerprint"] + fingerprint)
             entry["shards"].append([offsets, sizes, len(files), position])
         files.append(rank["file"])
     contents = {"tensors": tensors, "files": files}
@@ -115,7 +127,7 @@ def table_of_contents(written: Iterable[Json]) -> Json:
 
 
 class Shard(NamedTuple):
-    """A box of a tensor, and where it lies."""
+    """Shard of a tensor and its position in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -124,8 +136,8 @@ class Shard(NamedTuple):
     position: int
 
 
-class Entry(NamedTuple):
-    """A tensor in a checkpoint."""
+class TensorEntry(NamedTuple):
+    """Tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -134,42 +146,45 @@ class Entry(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A table of contents that makes sense."""
+    """Validated table of contents."""
 
-    tensors: dict[str, Entry]
-    files: dict[str, tuple[int, str]]  # bytes, hash
+    tensors: dict[str, TensorEntry]
+    files: dict[str, tuple[int, str]]  # (bytes, hash) by name
 
     def without_shards(self) -> Contents:
-        """Its tensors, of which nothing lies anywhere."""
-        bare = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
-        return Contents(bare, {})
+        """Return the same tensors without any shards."""
+        tensors = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
+        return Contents(tensors, {})
 
 
-def parse_contents(manifest: Json, whole: bool = True) -> Contents:
-    """The table of contents in a manifest.
+def parse_contents(manifest: Json, require_all_shards: bool = True) -> Contents:
+    """Parse and validate a manifest's table of contents.
 
     Args:
-        whole: whether there must be all shards of every tensor.
+        manifest: manifest.
+        require_all_shards: True if every tensor must be complete.
 
     Raises:
-        Damaged: if it is none: names that leave the folder, shards outside of their files, shards
-            that do not make up their tensor.
+        CorruptData: if the table is invalid: file names outside the directory, shards outside their
+            files, or shards that do not cover their tensor.
     """
     try:
-        files = {each["name"]: (each["bytes"], each["xxh3"]) for each in manifest["files"]}
-        names, filled = list(files), dict.fromkeys(files, 0)
-        _check(all(FILE_NAME.fullmatch(name) for name in names), "a file name that is none")
-        for name, (size, mark) in files.items():
-            _check(type(size) is int and 0 <= size <= LARGEST, f"the bytes of {name}: {size!r:.50}")
-            _check(HASH.fullmatch(mark) is not None, f"the xxh3 of {name}: {mark!r:.50}")
-        _check(len(names) == len(manifest["files"]), "a file that is there twice")
+        files = {file["name"]: (file["bytes"], file["xxh3"]) for file in manifest["files"]}
+        names, used_bytes = list(files), dict.fromkeys(files, 0)
+        _check(all(FILE_NAME.fullmatch(name) for name in names), "an invalid file name")
+        for name, (size, digest) in files.items():
+            _check(
+                type(size) is int and 0 <= size <= MAX_SIZE, f"the bytes of {name}: {size!r:.50}"
+            )
+            _check(HASH.fullmatch(digest) is not None, f"the xxh3 of {name}: {digest!r:.50}")
+        _check(len(names) == len(manifest["files"]), "a repeated file name")
         tensors = {}
         for name, entry in manifest["tensors"].items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            whole_shape = all(type(n) is int and n >= 0 for n in shape)
-            _check(whole_shape and math.prod(n for n in shape if n) <= LARGEST, f"shape of {name}")
-            mark = entry["fingerprint"]
-            _check(type(mark) is int and -(1 << 63) <= mark < 1 << 63, f"fingerprint of {name}")
+            is_shape = all(type(n) is int and n >= 0 for n in shape)
+            _check(is_shape and math.prod(n for n in shape if n) <= MAX_SIZE, f"shape of {name}")
+            digest = entry["fingerprint"]
+            _check(type(digest) is int and -(1 << 63) <= digest < 1 << 63, f"fingerprint of {name}")
             shards, elements = [], 0
             for offsets, sizes, file, position in entry["shards"]:
                 numbers = [*offsets, *sizes, file, position]
@@ -177,50 +192,52 @@ def parse_contents(manifest: Json, whole: bool = True) -> Contents:
                 fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
                 size = math.prod(sizes) * dtype.itemsize
                 _check(fits and position + size <= files[names[file]][0], f"a shard of {name}")
-                filled[names[file]] += size
-                place = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
-                shards.append(place)
+                used_bytes[names[file]] += size
+                shard = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
+                shards.append(shard)
                 elements += math.prod(sizes)
-            _check(not whole or elements == math.prod(shape), f"the shards of {name}")
-            tensors[name] = Entry(dtype, shape, mark, shards)
-        for name, (size, _) in files.items():  # else a small file could ask for any memory
-            _check(filled[name] <= size, f"shards of {name} that overlap")
+            _check(not require_all_shards or elements == math.prod(shape), f"the shards of {name}")
+            tensors[name] = TensorEntry(dtype, shape, digest, shards)
+        for name, (size, _) in files.items():  # a small file must not cause a huge allocation
+            _check(used_bytes[name] <= size, f"overlapping shards in {name}")
         return Contents(tensors, files)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(
+        raise CorruptData(
             f"its table of contents: {type(error).__name__}: {str(error)[:200]}"
         ) from error
 
 
-def _check(right: bool, what: str) -> None:
-    if not right:
-        raise ValueError(what)
+def _check(is_valid: bool, message: str) -> None:
+    if not is_valid:
+        raise ValueError(message)
 
 
-class Wanted(NamedTuple):
-    """What one shard has of a box that is to be filled."""
+class ShardRead(NamedTuple):
+    """Overlap of one shard with a tensor that is to be filled."""
 
     shard: Shard
-    begin: tuple[int, ...]  # of the overlap, in the shard
-    target: Tensor  # the part of the box that it fills
+    begin: tuple[int, ...]  # first index of the overlap in the shard
+    target: Tensor  # view that the overlap fills
 
-    def rows(self) -> tuple[int, int]:
-        """First byte in the file, and the one after the last: the rows are read whole."""
+    def byte_range(self) -> tuple[int, int]:
+        """Return the first byte in the file and the end; full rows are read."""
         sizes, itemsize = self.shard.sizes, self.shard.dtype.itemsize
-        row = math.prod(sizes[1:]) * itemsize
+        row_bytes = math.prod(sizes[1:]) * itemsize
         first, rows = (self.begin[0], self.target.shape[0]) if sizes else (0, 1)
-        start = self.shard.position + first * row
-        return start, start + rows * row
+        start = self.shard.position + first * row_bytes
+        return start, start + rows * row_bytes
 
-    def direct(self) -> memoryview | None:
-        """The memory that those rows go into as they are; None if they must be cut or moved."""
+    def direct_buffer(self) -> memoryview | None:
+        """Return the target's memory if the bytes fit without conversion, else None."""
         target, shard = self.target, self.shard
-        whole = target.shape[1:] == shard.sizes[1:]
-        plain = target.device.type == "cpu" and target.dtype == shard.dtype
-        return raw(target) if whole and plain and target.is_contiguous() else None
+        is_full_width = target.shape[1:] == shard.sizes[1:]
+        is_plain = target.device.type == "cpu" and target.dtype == shard.dtype
+        return (
+            tensor_bytes(target) if is_full_width and is_plain and target.is_contiguous() else None
+        )
 
-    def fill(self, content: memoryview) -> None:
-        """From the bytes of those rows."""
+    def copy_from(self, content: memoryview) -> None:
+        """Fill the target from the bytes of those rows."""
         shape = (-1, *self.shard.sizes[1:]) if self.shard.sizes else ()
         rows = torch.frombuffer(content, dtype=self.shard.dtype).view(shape)
         for dim in range(1, rows.dim()):
@@ -228,139 +245,143 @@ class Wanted(NamedTuple):
         self.target.copy_(rows)
 
 
-def overlaps(entry: Entry, offsets: Sequence[int], box: Tensor) -> Iterator[Wanted]:
-    """What each shard of a tensor has of ``box``, which begins at ``offsets`` of the whole."""
+def find_overlaps(
+    entry: TensorEntry, offsets: Sequence[int], target: Tensor
+) -> Iterator[ShardRead]:
+    """Yield the overlap of each shard with ``target``, which begins at ``offsets``."""
     for shard in entry.shards:
         begin = [max(a, b) for a, b in zip(offsets, shard.offsets, strict=True)]
         end = [
             min(a + m, b + n)
-            for a, m, b, n in zip(offsets, box.shape, shard.offsets, shard.sizes, strict=True)
+            for a, m, b, n in zip(offsets, target.shape, shard.offsets, shard.sizes, strict=True)
         ]
         if any(b >= e for b, e in zip(begin, end, strict=True)):
             continue
-        target = box
+        view = target
         for dim, (b, e, o) in enumerate(zip(begin, end, offsets, strict=True)):
-            target = target.narrow(dim, b - o, e - b)
-        inside = tuple(b - o for b, o in zip(begin, shard.offsets, strict=True))
-        yield Wanted(shard, inside, target)
+            view = view.narrow(dim, b - o, e - b)
+        begin_in_shard = tuple(b - o for b, o in zip(begin, shard.offsets, strict=True))
+        yield ShardRead(shard, begin_in_shard, view)
 
 
-class Request(NamedTuple):
-    """What is read of a file at once."""
+class ReadRequest(NamedTuple):
+    """One contiguous read from a file."""
 
     file: str
-    serves: list[tuple[str, Wanted]]
+    reads: list[tuple[str, ShardRead]]
 
 
-def joined(file: str, wanted: Iterable[tuple[str, Wanted]]) -> Iterator[Request]:
-    """What is wanted of a file in few requests, with hardly anything read for nothing."""
+def coalesce_reads(file: str, reads: Iterable[tuple[str, ShardRead]]) -> Iterator[ReadRequest]:
+    """Merge the reads of a file into few requests with little waste."""
     begin = end = useful = 0
-    serves: list[tuple[str, Wanted]] = []
-    for name, each in sorted(wanted, key=lambda pair: pair[1].rows()):
-        start, stop = each.rows()
-        more = max(0, stop - max(start, end))
-        whole = max(stop, end) - begin
-        if serves and (whole > READ_BYTES or useful + more < (1 - WASTE) * whole):
-            yield Request(file, serves)
-            serves = []
-        if not serves:
-            begin, useful, more, end = start, 0, stop - start, start
-        serves.append((name, each))
-        end, useful = max(end, stop), useful + more
-    if serves:
-        yield Request(file, serves)
+    merged: list[tuple[str, ShardRead]] = []
+    for name, read in sorted(reads, key=lambda pair: pair[1].byte_range()):
+        start, stop = read.byte_range()
+        added = max(0, stop - max(start, end))
+        span = max(stop, end) - begin
+        if merged and (span > READ_BYTES or useful + added < (1 - MAX_READ_WASTE) * span):
+            yield ReadRequest(file, merged)
+            merged = []
+        if not merged:
+            begin, useful, added, end = start, 0, stop - start, start
+        merged.append((name, read))
+        end, useful = max(end, stop), useful + added
+    if merged:
+        yield ReadRequest(file, merged)
 
 
 def read_shards(
-    folder: Path,
+    directory: Path,
     contents: Contents,
-    wanted: Mapping[str, Sequence[Wanted]],
-    complete: Callable[[str], None] = lambda name: None,
+    reads: Mapping[str, Sequence[ShardRead]],
+    on_complete: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Fill what is wanted: each byte is read once, neighbours in one request, some at a time.
+    """Fill the targets of all reads: each byte is read once, with parallel requests.
 
     Args:
-        wanted: of each tensor.
-        complete: called with a tensor's name when all of it is there, in the thread that read the
-            last of it, while others read on.
+        directory: directory of the files.
+        contents: table of contents.
+        reads: reads by tensor.
+        on_complete: called with a tensor's name when all of it is read, in the thread that read the
+            last part, while other threads continue.
 
     Raises:
-        Damaged: if a file is not there, or not as long as it should be.
-        OSError: if it cannot be read.
+        CorruptData: if a file is missing or has another size.
+        OSError: if a file cannot be read.
     """
-    by_file: dict[str, list[tuple[str, Wanted]]] = {}
-    for name, some in wanted.items():
-        for each in some:
-            by_file.setdefault(each.shard.file, []).append((name, each))
-    requests: list[Request] = []
-    for file, pairs in by_file.items():
+    by_file: dict[str, list[tuple[str, ShardRead]]] = {}
+    for name, tensor_reads in reads.items():
+        for read in tensor_reads:
+            by_file.setdefault(read.shard.file, []).append((name, read))
+    requests: list[ReadRequest] = []
+    for file, file_reads in by_file.items():
         try:
-            size, expected = regular_size(folder / file), contents.files[file][0]
+            size, expected = regular_file_size(directory / file), contents.files[file][0]
         except FileNotFoundError as error:
-            raise Damaged(f"{file}: {error.strerror or error}") from error
+            raise CorruptData(f"{file}: {error.strerror or error}") from error
         if size != expected:
-            raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
-        requests += joined(file, pairs)
-    missing, lock = {name: len(some) for name, some in wanted.items()}, Lock()
+            raise CorruptData(f"{file} has {size:,} bytes, not {expected:,}")
+        requests += coalesce_reads(file, file_reads)
+    remaining, lock = {name: len(tensor_reads) for name, tensor_reads in reads.items()}, Lock()
 
-    def serve(request: Request) -> None:
-        file, serves = request
-        targets = [each.direct() for _, each in serves]
-        spans = [each.rows() for _, each in serves]
-        pieces = [
-            (start, room(stop - start) if target is None else target)
-            for (start, stop), target in zip(spans, targets, strict=True)
+    def run(request: ReadRequest) -> None:
+        file, request_reads = request
+        targets = [read.direct_buffer() for _, read in request_reads]
+        ranges = [read.byte_range() for _, read in request_reads]
+        chunks = [
+            (start, allocate_buffer(stop - start) if target is None else target)
+            for (start, stop), target in zip(ranges, targets, strict=True)
         ]
-        if lacking := read_pieces(folder / file, pieces):
-            raise Damaged(f"{file} ends {lacking} bytes too early")
-        for (name, each), target, (_, content) in zip(serves, targets, pieces, strict=True):
+        if missing_bytes := read_chunks(directory / file, chunks):
+            raise CorruptData(f"{file} is {missing_bytes} bytes too short")
+        for (name, read), target, (_, content) in zip(request_reads, targets, chunks, strict=True):
             if target is None:
-                each.fill(content)
+                read.copy_from(content)
             with lock:
-                missing[name] -= 1
-                last = missing[name] == 0
-            if last:
-                complete(name)
+                remaining[name] -= 1
+                is_last = remaining[name] == 0
+            if is_last:
+                on_complete(name)
 
-    with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(serve, requests):
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for _ in pool.map(run, requests):
             pass
 
 
-def check_files(folder: Path, contents: Contents) -> None:
-    """Check that the files are as long as the table of contents says; reads none of them.
+def check_files(directory: Path, contents: Contents) -> None:
+    """Check the files' sizes against the table of contents, without reading them.
 
-    So whoever makes room for what the table promises makes room for what is there.
+    Memory that is then allocated by the table is bounded by the size of the files.
 
     Raises:
-        Damaged: if one is not there, not regular, or of another size.
-        OSError: if that cannot be known.
+        CorruptData: if a file is missing, not regular, or of another size.
+        OSError: if the size cannot be read.
     """
     for name, (expected, _) in contents.files.items():
         try:
-            size = regular_size(folder / name)
+            size = regular_file_size(directory / name)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Damaged(f"{name}: {error.strerror or error}") from error
+            raise CorruptData(f"{name}: {error.strerror or error}") from error
         if size != expected:
-            raise Damaged(f"{name} has {size:,} bytes, not {expected:,}")
+            raise CorruptData(f"{name} has {size:,} bytes, not {expected:,}")
 
 
-def damaged_file(folder: Path, contents: Contents) -> str:
-    """The first file that is not as it was written, for people; empty if all are."""
+def find_damaged_file(directory: Path, contents: Contents) -> str:
+    """Describe the first file that differs from what was written; "" if none does."""
     for name, (size, expected) in contents.files.items():
         digest, read = xxhash.xxh3_128(), 0
         try:
-            found = regular_size(folder / name)
-            while read < size == found:
-                block = read_range(folder / name, read, min(read + READ_BYTES, size))
+            actual_size = regular_file_size(directory / name)
+            while read < size == actual_size:
+                block = read_range(directory / name, read, min(read + READ_BYTES, size))
                 digest.update(block)
                 read += len(block)
-        except Damaged as error:
+        except CorruptData as error:
             return str(error)
         except OSError as error:
             return f"{name}: {error.strerror or error}"
-        if found != size:
-            return f"{name} has {found:,} bytes, not {size:,}"
+        if actual_size != size:
+            return f"{name} has {actual_size:,} bytes, not {size:,}"
         if digest.hexdigest() != expected:
-            return f"{name} is not what was written: its hash is another"
+            return f"{name} differs from what was written: its hash does not match"
     return ""

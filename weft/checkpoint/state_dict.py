@@ -1,7 +1,7 @@
-"""A training state as one flat dictionary of named tensors.
+"""The training state as one flat dictionary of named tensors.
 
-Names are the model's parameter names, which are the same under every layout:
-``model.<name>`` and ``optim.<name>.<key>``.  DTensors carry their own sharding.
+Names are ``model.<name>`` and ``optim.<name>.<key>``, with the model's parameter names, which are
+the same under every layout.  DTensors carry their own sharding.
 """
 
 from __future__ import annotations
@@ -17,164 +17,185 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.dtensor import to_local, shard_offsets
+from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.private import is_quantized
 
-State = dict[str, torch.Tensor]
+StateDict = dict[str, torch.Tensor]
 
 
-def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in the whole model, parameter) of all that is trained, of all parts on this rank."""
-    return (pair for part in parts for pair in part.named_parameters() if pair[1].requires_grad)
+def trainable_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name in the full model, parameter) of this rank's trainable parameters."""
+    return (
+        pair for part in model_parts for pair in part.named_parameters() if pair[1].requires_grad
+    )
 
 
-def frozen_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The others, which are in no checkpoint but the one that they came from."""
-    return (pair for part in parts for pair in part.named_parameters() if not pair[1].requires_grad)
+def frozen_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the frozen parameters, which only the base checkpoint contains."""
+    return (
+        pair
+        for part in model_parts
+        for pair in part.named_parameters()
+        if not pair[1].requires_grad
+    )
 
 
-def named_buffers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the whole model, buffer) of the buffers that are state, whole on every rank.
+def persistent_buffers(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in the full model, buffer) of persistent buffers.
 
-    Those that follow from the configuration, such as rotary tables, are not.
+    Every rank holds them unsharded.  Buffers that follow from the configuration, such as rotary
+    tables, are not persistent.
     """
-    for part in parts:
+    for part in model_parts:
         for prefix, module in part.named_modules():
-            passing = module._non_persistent_buffers_set
+            non_persistent = module._non_persistent_buffers_set
             for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in passing:
+                if name.rpartition(".")[2] not in non_persistent:
                     yield name, buffer
 
 
-def model_state(parts: Sequence[nn.Module]) -> State:
-    """``model.<name>`` -> parameter that is trained, or buffer, sharing memory with it."""
-    params = {f"model.{name}": param.data for name, param in named_parameters(parts)}
-    return params | {f"model.{name}": buffer for name, buffer in named_buffers(parts)}
+def model_state(model_parts: Sequence[nn.Module]) -> StateDict:
+    """Return the trainable parameters and persistent buffers as ``model.<name>``.
 
-
-def optimizer_state(parts: Iterable[nn.Module], optimizer: Optimizer) -> State:
-    """``optim.<name>.<key>`` -> tensor, sharing memory; empty before the first step.
-
-    Learning rates and other hyperparameters are not in it: they follow from the Job.
+    The tensors share memory with the model.
     """
-    known = {param for group in optimizer.param_groups for param in group["params"]}
-    state: State = {}
-    for name, param in named_parameters(parts):
-        # A gathered parameter in the place of its shard would lose its state in silence.
-        assert param in known, f"{name} is not the optimizer's"
+    params = {f"model.{name}": param.data for name, param in trainable_parameters(model_parts)}
+    return params | {f"model.{name}": buffer for name, buffer in persistent_buffers(model_parts)}
+
+
+def optimizer_state(model_parts: Iterable[nn.Module], optimizer: Optimizer) -> StateDict:
+    """Return ``optim.<name>.<key>`` -> tensor, sharing memory; empty before step 1.
+
+    Learning rates and other hyperparameters are not included, because they follow from the Job.
+    """
+    optimized = {param for group in optimizer.param_groups for param in group["params"]}
+    state: StateDict = {}
+    for name, param in trainable_parameters(model_parts):
+        # A gathered parameter in place of its shard would silently lose its state.
+        assert param in optimized, f"the optimizer does not have the parameter {name}"
         for key, value in optimizer.state.get(param, {}).items():
             state[f"optim.{name}.{key}"] = value
     return state
 
 
 def allocate_optimizer_state(
-    parts: Iterable[nn.Module],
+    model_parts: Iterable[nn.Module],
     optimizer: Optimizer,
     saved: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> None:
-    """Give ``optimizer`` the tensors that a checkpoint holds, uninitialised, ready to load into.
+    """Allocate uninitialized optimizer state for the tensors of a checkpoint.
 
-    A saved tensor of its parameter's shape is sharded as the parameter is; any other (AdamW's
-    step count) is whole on every rank.
+    A saved tensor with its parameter's shape is sharded like the parameter.  Any other (AdamW's
+    step count) is unsharded on every rank.
 
     Args:
+        model_parts: this rank's parts of the model.
+        optimizer: receives the tensors.
         saved: shape and dtype of every tensor in the checkpoint, by name.
     """
-    params = dict(named_parameters(parts))
-    states: dict[torch.Tensor, State] = {param: {} for param in params.values()}
-    for full, (shape, dtype) in saved.items():
-        kind, _, rest = full.partition(".")
-        name, _, key = rest.rpartition(".")
+    params = dict(trainable_parameters(model_parts))
+    states: dict[torch.Tensor, StateDict] = {param: {} for param in params.values()}
+    for full_name, (shape, dtype) in saved.items():
+        kind, _, suffix = full_name.partition(".")
+        name, _, key = suffix.rpartition(".")
         if kind != "optim" or name not in params:
             continue
         param = params[name]
         if shape == param.shape:
-            # Where they will be rounded, they first come whole, to where there is room.
-            where = "cpu" if hasattr(optimizer, "adopt") else None
-            states[param][key] = torch.empty_like(param.data, dtype=dtype, device=where)
+            # Moments that will be rounded are first loaded at full size into CPU memory.
+            load_device = "cpu" if hasattr(optimizer, "convert_loaded_state") else None
+            states[param][key] = torch.empty_like(param.data, dtype=dtype, device=load_device)
         else:
-            # Fused optimizers keep the count beside the parameter.
+            # Fused optimizers hold the count on the parameter's device.
             device = to_local(param).device
             states[param][key] = torch.empty(shape, dtype=dtype, device=device)
     optimizer.state.update(states)
 
 
-def widen(optimizer: Optimizer) -> None:
-    """Give moments that were saved in fewer bits (``optim.state_dtype``) the dtype of their parameter,
-    which torch's optimizers take for granted."""
+def upcast_moments(optimizer: Optimizer) -> None:
+    """Convert low-precision moments to their parameter's dtype.
+
+    Checkpoints may hold fewer bits (``optim.state_dtype``); torch's optimizers need the full dtype.
+    """
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if value.shape == param.shape and value.dtype != param.dtype:
                 state[key] = value.to(param.dtype)
 
 
-class Copies(NamedTuple):
-    """Ranks that hold copies of a tensor along one axis."""
+class ReplicaAxis(NamedTuple):
+    """Mesh axis along which ranks hold replicas of a tensor."""
 
-    group: dist.ProcessGroup | None  # None: all
+    group: dist.ProcessGroup | None  # None: all ranks
     size: int
-    own: int  # this rank's place
+    position: int  # of this rank on the axis
 
 
-def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies]]:
-    """Along which axes other ranks hold the same as this one, of each tensor of a state."""
-    params = dict(pair for part in parts for pair in part.named_parameters())
-    found = {}
+def find_replica_axes(
+    model_parts: Iterable[nn.Module], state: StateDict
+) -> dict[str, list[ReplicaAxis]]:
+    """Return, for each tensor, the axes along which other ranks hold replicas."""
+    params = dict(pair for part in model_parts for pair in part.named_parameters())
+    axes_by_name = {}
     for name, tensor in state.items():
-        kind, _, rest = name.partition(".")
-        place = rest if kind == "model" else rest.rpartition(".")[0]
-        param = params[place] if place in params else _beside(place, params)
+        kind, _, suffix = name.partition(".")
+        param_name = suffix if kind == "model" else suffix.rpartition(".")[0]
+        param = (
+            params[param_name] if param_name in params else _nearest_parameter(param_name, params)
+        )
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
-        elif isinstance(param, DTensor):  # a step count, or a buffer, beside it
+        elif isinstance(param, DTensor):  # a step count or buffer on the parameter's mesh
             mesh = param.device_mesh
             axes = list(range(mesh.ndim))
         else:
-            alone = not dist.is_initialized()
-            found[name] = [] if alone else [Copies(None, dist.get_world_size(), dist.get_rank())]
+            is_single = not dist.is_initialized()
+            axes_by_name[name] = (
+                [] if is_single else [ReplicaAxis(None, dist.get_world_size(), dist.get_rank())]
+            )
             continue
-        found[name] = [
-            Copies(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+        axes_by_name[name] = [
+            ReplicaAxis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
             for axis in axes
         ]
-    return found
+    return axes_by_name
 
 
-def _beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
-    """A parameter of the module that has a buffer, or of the nearest one around it.
+def _nearest_parameter(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """Return a parameter of the buffer's module, or of its nearest ancestor with one.
 
-    The ranks of its mesh are those that have the buffer, each of them whole.
+    Every rank of that parameter's mesh holds the buffer, unsharded.
     """
-    around = buffer
-    while around:
-        around = around.rpartition(".")[0]
-        prefix = around and f"{around}."
+    module = buffer
+    while module:
+        module = module.rpartition(".")[0]
+        prefix = module and f"{module}."
         for name, param in params.items():
             if name.startswith(prefix):
                 return param
-    raise ValueError(f"there is no parameter beside the buffer {buffer}")
+    raise ValueError(f"no parameter shares a module with the buffer {buffer}")
 
 
-def owns(name: str, copies: Iterable[Copies]) -> bool:
-    """Whether this rank's copy of a tensor is the one that is written and read.
+def is_owner(name: str, axes: Iterable[ReplicaAxis]) -> bool:
+    """Return True if this rank writes and reads its replica of a tensor.
 
-    Of several it is now this one, now that: so replicas share the work.
+    The owner depends on the tensor's name, so replicas share the work.
     """
-    lot = zlib.crc32(name.encode())
-    for each in copies:
-        lot, chosen = divmod(lot, each.size)
-        if each.own != chosen:
+    remainder = zlib.crc32(name.encode())
+    for axis in axes:
+        remainder, owner = divmod(remainder, axis.size)
+        if axis.position != owner:
             return False
     return True
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; of one in 8 bits, its values in a tensor of their own."""
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor; a quantized shard is dequantized."""
     local = to_local(tensor).detach()
     return local.dequantize() if is_quantized(local) else local
 
 
-def mark_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of what this rank holds: see `weft.checkpoint.fingerprint`."""
-    return fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape)
+def local_fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the fingerprint of this rank's shard: see `weft.checkpoint.fingerprint`."""
+    return fingerprint(local_values(tensor), shard_offsets(tensor), tensor.shape)

@@ -1,14 +1,13 @@
-"""Where checkpoints lie: a folder, local or shared, or a place in an object store.
+"""File operations of checkpoints, on a file system or in an object store.
 
-Both are paths: ``pathlib.Path``, or for ``s3://bucket/prefix`` universal_pathlib's, on fsspec and
-s3fs.  They differ in what makes a thing durable and whole, and that is all there is here.  A file
-system has fsync and an atomic rename of folders.  An object store has neither: an object is there,
-whole and durable, once its upload is completed, and a *conditional* put fails if there is one of
-that name already.
+Paths are ``pathlib.Path``, or for ``s3://bucket/prefix`` universal_pathlib's, on fsspec and s3fs.
+The two kinds of storage differ in durability and atomicity, which this module hides.  A file system
+has fsync and an atomic rename of directories.  An object store has neither: an object becomes
+visible, complete and durable when its upload completes, and a *conditional* put fails if the object
+exists.
 
-Credentials, region and endpoint of a store are found where its own tools look for them
-(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``~/.aws``, a role); weft neither takes nor shows
-them.
+Credentials, region and endpoint of a store come from its own tools' sources (``AWS_ACCESS_KEY_ID``,
+``AWS_ENDPOINT_URL``, ``~/.aws``, a role).  weft neither takes nor prints them.
 """
 
 from __future__ import annotations
@@ -31,58 +30,59 @@ import numpy as np
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import check_url, sync_folder
 
-# Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
+# os.posix_fallocate would write all blocks on a file system without support.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class Damaged(Exception):
-    """What a checkpoint holds is not what was written."""
+class CorruptData(Exception):
+    """Stored bytes differ from what was written."""
 
 
-ATTEMPTS = 8  # at a request that fails for a reason that passes, waiting longer each time: ~30 s
+ATTEMPTS = 8  # per request, for transient errors, with exponential backoff: about 30 s
 
 
-def open_folder(place: str | Path) -> Path:
-    """The folder of that name or URL, which need not exist.
+def open_directory(location: str | Path) -> Path:
+    """Return the path of a directory name or URL; it need not exist.
 
     Raises:
-        WeftError: if what reads such URLs is not installed, or the URL has credentials in it.
+        WeftError: if the package for such URLs is not installed, or the URL contains credentials.
     """
-    if "://" not in str(place):
-        return Path(place)
-    if problems := check_url("folder", str(place)):
+    if "://" not in str(location):
+        return Path(location)
+    if problems := check_url("directory", str(location)):
         raise InvalidConfig(problems)
     try:
         from upath import UPath
 
-        options: dict[str, Any] = {"use_listings_cache": False}  # which hides what others wrote
-        if str(place).startswith("s3://"):
+        options: dict[str, Any] = {"use_listings_cache": False}  # it would hide others' writes
+        if str(location).startswith("s3://"):
             options["config_kwargs"] = {"retries": {"max_attempts": ATTEMPTS, "mode": "standard"}}
-        folder: Any = UPath(place, **options)
-        assert folder.fs  # imports what reads it
+        directory: Any = UPath(location, **options)
+        assert directory.fs  # imports the file system's package
     except ImportError as error:
-        raise WeftError(f"{place}: needs {error.name}: pip install 'weft[s3]'") from error
-    return folder  # type: ignore[no-any-return]
+        raise WeftError(f"{location}: needs {error.name}: pip install 'weft[s3]'") from error
+    return directory  # type: ignore[no-any-return]
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path lies in an object store."""
+    """Return True if a path is in an object store."""
     return not isinstance(path, PurePath)
 
 
 @contextmanager
-def create(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
-    """A new file to write, on the disk or in the store when this ends.
+def create_file(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
+    """Create a file that is durable when the context exits.
 
-    If it fails there is none in a store, and perhaps a part of one in a file system.
+    After an error, a store has no object, and a file system may have a partial file.
 
     Args:
-        size: that it will have, if known: room is made at once, which is faster, and it is known
-            at once if there is none.
+        path: file that does not exist yet.
+        size: final size in bytes, if known.  Space is allocated at once, which is faster and fails
+            early on a full disk.
 
     Raises:
-        FileExistsError: in a file system, if there is one.
+        FileExistsError: on a file system, if the file exists.
     """
     if is_remote(path):
         with path.open("wb") as file:
@@ -90,38 +90,38 @@ def create(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
                 yield file
             except BaseException:
                 file.discard()  # type: ignore[attr-defined]
-                file.close = lambda: None  # type: ignore[method-assign]  # which would upload
+                file.close = lambda: None  # type: ignore[method-assign]  # it would upload
                 raise
         return
     with path.open("xb") as file:
         if size and sys.platform == "linux" and _LIBC.fallocate(file.fileno(), 0, 0, size):
-            number = ctypes.get_errno()
-            if number != errno.EOPNOTSUPP:
-                raise OSError(number, os.strerror(number), str(path))
+            code = ctypes.get_errno()
+            if code != errno.EOPNOTSUPP:
+                raise OSError(code, os.strerror(code), str(path))
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
-def put_new(path: Path, content: bytes) -> None:
-    """Write a small file that nobody else may have written: of several writers one succeeds.
+def put_if_absent(path: Path, content: bytes) -> None:
+    """Write a small file atomically; of several writers one succeeds.
 
     Raises:
-        FileExistsError: if it is there.
+        FileExistsError: if the file exists.
     """
     if is_remote(path):
         try:
             path.fs.pipe_file(path.path, content, mode="create")  # type: ignore[attr-defined]
         except OSError as error:
-            # Stores say it in different ways; and a put that was tried again may meet itself.
-            found = path.read_bytes() if path.exists() else None
-            if found is None:
+            # Stores raise different errors, and a retried put may find its own object.
+            stored = path.read_bytes() if path.exists() else None
+            if stored is None:
                 raise
-            if found != content:
+            if stored != content:
                 raise FileExistsError(f"{path} is there already") from error
         return
-    # In one step with its contents: a reader must not see it empty.  By a name of its own: on other
-    # hosts, and in other containers, processes have the same numbers.
+    # The link makes name and contents visible together, so no reader sees an empty file.  The name
+    # is random, because process ids repeat on other hosts and in other containers.
     temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         with open(temporary, "wb") as file:
@@ -130,43 +130,43 @@ def put_new(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         try:
             os.link(temporary, path)
-        except FileNotFoundError:  # another process has just cleared it away as a leftover
-            return put_new(path, content)
+        except FileNotFoundError:  # another process has just deleted it as a leftover
+            return put_if_absent(path, content)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-def regular_size(path: Path) -> int:
+def regular_file_size(path: Path) -> int:
     """Return the size of a file in bytes.
 
     Raises:
-        Damaged: if it is a link, a FIFO, a device or a directory: a checkpoint has none of these.
-        OSError: if there is none.
+        CorruptData: if it is a link, FIFO, device or directory, none of which a checkpoint has.
+        OSError: if it does not exist.
     """
     if is_remote(path):
         return path.stat().st_size
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise Damaged(f"{path.name} is {_kind_of(found.st_mode)}, not a regular file")
-    return found.st_size
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptData(f"{path.name} is {_file_type(status.st_mode)}, not a regular file")
+    return status.st_size
 
 
-def _kind_of(mode: int) -> str:
+def _file_type(mode: int) -> str:
     kinds = {stat.S_ISLNK: "a symbolic link", stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a FIFO"}
     return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device or socket")
 
 
-def read_regular(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes`` bytes.
 
     Raises:
-        Damaged: if it is larger, or not regular.
+        CorruptData: if the file is larger or not regular.
         OSError: if it cannot be read.
     """
-    size = regular_size(path)
-    if size > most:
-        raise Damaged(f"{path.name} has {size:,} bytes; at most {most:,} are read")
+    size = regular_file_size(path)
+    if size > max_bytes:
+        raise CorruptData(f"{path.name} has {size:,} bytes, more than the limit of {max_bytes:,}")
     if is_remote(path):
         return path.read_bytes()
     with _open_regular(path) as file:
@@ -174,69 +174,70 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def _open_regular(path: Path) -> IO[bytes]:
-    """Open a file that `regular_size` has seen; no link is followed."""
+    """Open a file that `regular_file_size` has checked, without following links."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags), "rb", buffering=0)
 
 
 def read_range(path: Path, start: int, stop: int) -> memoryview:
-    """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
-    buffer = room(stop - start)
-    return buffer[: stop - start - read_pieces(path, [(start, buffer)])]
+    """Return the bytes of a file from ``start`` to ``stop``; fewer at its end."""
+    buffer = allocate_buffer(stop - start)
+    return buffer[: stop - start - read_chunks(path, [(start, buffer)])]
 
 
-def room(size: int) -> memoryview:
-    """New memory, not touched before it is filled."""
+def allocate_buffer(size: int) -> memoryview:
+    """Return uninitialized memory of ``size`` bytes."""
     return memoryview(np.empty(size, np.uint8).data)
 
 
-def read_pieces(path: Path, pieces: Sequence[tuple[int, memoryview]]) -> int:
-    """Fill each piece of memory with the bytes of a file from a position on.
+def read_chunks(path: Path, chunks: Sequence[tuple[int, memoryview]]) -> int:
+    """Fill each chunk's memory with the bytes of a file from its position.
 
-    One request to a store for all of them, what lies between included; from a disk nothing else.
+    A store gets one request for all chunks, gaps included; a disk is read without the gaps.
 
     Args:
-        pieces: in the order of their positions.
+        path: file or object.
+        chunks: (position, memory) pairs, by position.
 
     Returns:
-        How many bytes the file lacks.
+        The number of bytes that the file is too short.
     """
-    lacking = 0
+    missing = 0
     if is_remote(path):
-        begin, end = pieces[0][0], max(start + len(piece) for start, piece in pieces)
-        content = pieces[0][1] if len(pieces) == 1 else room(end - begin)
-        lacking = end - begin - _fetch(path, begin, content)
-        if len(pieces) > 1:
-            for start, piece in pieces:
-                piece[:] = content[start - begin : start - begin + len(piece)]
-        return lacking
+        begin, end = chunks[0][0], max(start + len(chunk) for start, chunk in chunks)
+        content = chunks[0][1] if len(chunks) == 1 else allocate_buffer(end - begin)
+        missing = end - begin - _fetch(path, begin, content)
+        if len(chunks) > 1:
+            for start, chunk in chunks:
+                chunk[:] = content[start - begin : start - begin + len(chunk)]
+        return missing
     with _open_regular(path) as file:
-        for start, piece in pieces:
+        for start, chunk in chunks:
             file.seek(start)
-            got = 0
-            while got < len(piece) and (count := file.readinto(piece[got:])):  # type: ignore[attr-defined]
-                got += count
-            lacking += len(piece) - got
-    return lacking
+            done = 0
+            while done < len(chunk) and (count := file.readinto(chunk[done:])):  # type: ignore[attr-defined]
+                done += count
+            missing += len(chunk) - done
+    return missing
 
 
 def _fetch(path: Any, start: int, buffer: memoryview) -> int:
-    """Fill ``buffer`` from an object's byte ``start`` on; how many there were.
+    """Fill ``buffer`` with an object's bytes from ``start``; return their number.
 
-    With Amazon's own client, if that is installed and can.
+    Uses Amazon's own client if it is installed and supports the store.
     """
     if client := _amazon_client(path.fs):
         from s3torchconnector import S3Exception, S3ReaderConstructor
 
         bucket, _, key = path.path.partition("/")
-        # Without a buffer it fetches what is asked for, and no more.
+        # Without a buffer the reader fetches only the requested range.
         exact = S3ReaderConstructor.range_based(buffer_size=0)
         try:
             reader = client.get_object(bucket, key, reader_constructor=exact)
             reader.seek(start)
             return int(reader.readinto(buffer))
         except S3Exception:
-            pass  # not all stores get on with it; s3fs tries again, and says what is wrong
+            pass  # not every store supports this client; s3fs retries and reports the error
     content = path.fs.cat_file(path.path, start=start, end=start + len(buffer))
     buffer[: len(content)] = content
     return len(content)
@@ -244,10 +245,10 @@ def _fetch(path: Any, start: int, buffer: memoryview) -> int:
 
 @cache
 def _amazon_client(fs: Any) -> Any:
-    """s3torchconnector's client for the same store; None if it is not installed.
+    """Return s3torchconnector's client for the same store, or None.
 
-    Written in Rust, so it does not share Python's lock with others that read.  Its class is
-    private: what it makes public reads an object from its beginning on.
+    The client is written in Rust, so readers do not share Python's lock.  Its class is private,
+    because the public one reads objects only from the start.
     """
     if "s3" not in fs.protocol:
         return None
@@ -257,15 +258,15 @@ def _amazon_client(fs: Any) -> Any:
     except ImportError:
         return None
     fs.connect()
-    found = fs.s3.meta
-    amazon = "amazonaws.com" in found.endpoint_url
-    config = S3ClientConfig(unsigned=fs.anon, force_path_style=not amazon, max_attempts=ATTEMPTS)
-    endpoint = None if amazon else found.endpoint_url
-    return S3Client(found.region_name or "us-east-1", endpoint=endpoint, s3client_config=config)
+    client = fs.s3.meta
+    is_amazon = "amazonaws.com" in client.endpoint_url
+    config = S3ClientConfig(unsigned=fs.anon, force_path_style=not is_amazon, max_attempts=ATTEMPTS)
+    endpoint = None if is_amazon else client.endpoint_url
+    return S3Client(client.region_name or "us-east-1", endpoint=endpoint, s3client_config=config)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and what is in it, or a file; no error if it is not there."""
+    """Delete a file or a directory tree; no error if it does not exist."""
     if is_remote(path):
         if path.exists():
             path.fs.rm(path.path, recursive=True)  # type: ignore[attr-defined]

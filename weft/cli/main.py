@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.arguments import parse
-from weft.cluster import FAILED, INTERRUPTED, MISTAKE, REQUEUE
+from weft.cluster import FAILED, INTERRUPTED, REQUEUE, USAGE_ERROR
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
 from weft.config.reader import read_job, recipe_names
@@ -40,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         here = os.getcwd()
     except FileNotFoundError:
         print("weft: the folder that this was started in has been removed", file=sys.stderr)
-        return MISTAKE
+        return USAGE_ERROR
     if not is_one_line(here):
         rule = "has control characters, or bytes that are not UTF-8, in its path"
         print(f"weft: the working directory {here!a} {rule}", file=sys.stderr)
         print("  start weft in another directory, or rename this one", file=sys.stderr)
-        return MISTAKE
+        return USAGE_ERROR
     if here not in sys.path:
         sys.path.append(here)  # where module:attribute of the user's own is looked for
     try:
@@ -70,14 +70,14 @@ def reject(error: InvalidConfig) -> int:
     print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
     for problem in error.problems:
         print(f"  {problem}", file=sys.stderr)
-    return MISTAKE
+    return USAGE_ERROR
 
 
 def train(options: argparse.Namespace) -> int:
     """Check everything, prepare the text, then run the ranks."""
     if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from weft.cluster.start import join, start
+    from weft.cluster.start import run_rank, start_training
     from weft.monitor.terminal import quiet_console
     from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
@@ -88,61 +88,52 @@ def train(options: argparse.Namespace) -> int:
         print(plan.to_json())
         return 0
     if joined():
-        join(job, base, plan, options.recipe, options.force)
+        run_rank(job, base, plan, options.recipe, options.force)
     console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
-    return start(job, base, plan, options.recipe, console, options.force)
+    return start_training(job, base, plan, options.recipe, console, options.force)
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Hand a recipe in to a cluster, or look after a run that was."""
-    problems = list(options.problems)
-    if options.follow and options.what != "logs":
-        problems.append(ConfigError("--follow", True, "is for weft launch logs"))
-    if options.what in ("status", "logs", "stop"):
-        return look_after(options, problems)
-    if options.run is not None:
-        words = shlex.join(["weft", "launch", "status", str(options.run)])
-        remedy = f"did you mean '{words}'?"
-        problems.append(
-            ConfigError("RUN", str(options.run), "is only for status, logs, stop", remedy)
-        )
-    from weft.cluster.submit import cluster, request, submit
+    """Submit a recipe to a cluster."""
+    from weft.cluster.submit import build_request, get_cluster, submit
     from weft.train.setup import detect_machine
 
-    asked = request(options.on, options.what, options.overrides, problems, detect_machine)
-    text = cluster(options.on).render(asked)
+    problems = list(options.problems)
+    asked = build_request(options.on, options.recipe, options.overrides, problems, detect_machine)
+    text = get_cluster(options.on).render(asked)
     print(text)
-    if wrong := cluster(options.on).check(text):
+    if wrong := get_cluster(options.on).check(text):
         raise InvalidConfig(ConfigError(f"--on {options.on}", MISSING, rule) for rule in wrong)
     if not options.dry_run:
         id = submit(options.on, asked, text)
-        next = f"weft launch status {shlex.quote(str(asked.run_dir))}"
-        print(f"handed in as {options.on} job {id}: {next}")
+        next = f"weft job status {shlex.quote(str(asked.run_dir))}"
+        print(f"submitted {options.on} job {id}: {next}")
     return 0
 
 
-def look_after(options: argparse.Namespace, problems: list[ConfigError]) -> int:
-    """Tell how a run is that was handed in, what it has printed, or stop it."""
-    from weft.cluster.submit import Launched
+def job_status(options: argparse.Namespace) -> int:
+    """Print the status of a submitted run."""
+    from weft.cluster.submit import SubmittedJob
 
-    problems += (ConfigError(key, value, "is not for this") for key, value in options.overrides)
-    problems += [
-        ConfigError(f"--{name}", value, "is for handing in only")
-        for name, value in (("on", options.on), ("dry-run", options.dry_run))
-        if value
-    ]
-    if options.run is None:
-        problems.append(ConfigError("RUN", MISSING, "is missing: the folder of the run"))
-    if problems:
-        raise InvalidConfig(problems)
-    run = Launched.of(options.run)
-    if options.what == "status":
-        print(f"{run.on} job {run.id}: {run.status()}")
-    elif options.what == "stop":
-        print(run.stop())
-    else:
-        for line in run.logs(options.follow):
-            print(line, flush=True)
+    run = SubmittedJob.load(options.run)
+    print(f"{run.on} job {run.id}: {run.status()}")
+    return 0
+
+
+def job_logs(options: argparse.Namespace) -> int:
+    """Print the output of a submitted run."""
+    from weft.cluster.submit import SubmittedJob
+
+    for line in SubmittedJob.load(options.run).logs(options.follow):
+        print(line, flush=True)
+    return 0
+
+
+def job_cancel(options: argparse.Namespace) -> int:
+    """Cancel a submitted run."""
+    from weft.cluster.submit import SubmittedJob
+
+    print(SubmittedJob.load(options.run).cancel())
     return 0
 
 
@@ -176,26 +167,26 @@ def plan(options: argparse.Namespace) -> int:
     if options.search:
         return search(options, job, plan, machine)
     from weft.estimate.advice import advise
-    from weft.estimate.charts import page
-    from weft.estimate.forecast import device_of, forecast, to_json
-    from weft.estimate.forecast_text import screen
+    from weft.estimate.charts import render_page
+    from weft.estimate.forecast import device_spec, forecast, forecast_to_json
+    from weft.estimate.forecast_text import render_plan
 
-    device = device_of(plan, machine)
+    device = device_spec(plan, machine)
     seen = forecast(job, plan, machine, device)
     if options.report:
         where = describe_machine(plan, machine)
-        write_file(Path(options.report), page(job, plan, seen, options.recipe, where))
+        write_file(Path(options.report), render_page(job, plan, seen, options.recipe, where))
     if options.json:
-        print(to_json(plan, seen))
+        print(forecast_to_json(plan, seen))
         return 0
     advice = [] if device is None else advise(job, plan, machine, device, seen)
-    print(screen(job, plan, machine, options.recipe, seen, advice))
+    print(render_plan(job, plan, machine, options.recipe, seen, advice))
     return 0
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """Learn from a run, and print the errors before and after."""
-    from weft.estimate.calibrate import calibrate, read_run, save, told
+    from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
 
     problems = list(options.problems)
     given = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
@@ -205,29 +196,31 @@ def calibrate(options: argparse.Namespace) -> int:
     if problems:
         raise InvalidConfig(problems)
     found = calibrate(read_run(Path(options.calibrate)))
-    path = save(found)
-    print(json.dumps(found.to_dict(), indent=2) if options.json else told(found, path))
+    path = save_calibration(found)
+    print(
+        json.dumps(found.to_dict(), indent=2) if options.json else render_calibration(found, path)
+    )
     return 0
 
 
 def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) -> int:
     """Print the best layouts of a recipe's model on a cluster."""
-    from weft.estimate.forecast_text import search_screen
-    from weft.estimate.search import search, written
+    from weft.estimate.forecast_text import render_search
+    from weft.estimate.search import render_recipe, search
 
     def tell(text: str) -> None:
         if not options.json and sys.stderr.isatty():
             line = f"\r\033[K{escape_controls(text)}"
             print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
-    found = search(job, plan, machine, tell=tell)
+    found = search(job, plan, machine, log=tell)
     tell("")
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        print(search_screen(found))
+        print(render_search(found))
     if options.write and found.winner:
-        text = written(found, job, options.recipe, options.cluster or job.run.cluster)
+        text = render_recipe(found, job, options.recipe, options.cluster or job.run.cluster)
         write_file(Path(options.write), text)
         if not options.json:
             print(f"\nnumber {found.best.index(found.winner) + 1} is in {options.write}")
@@ -264,7 +257,7 @@ def verify(options: argparse.Namespace) -> int:
         steps=steps,
         keep=[name for name, _ in options.overrides],
         resume=resume,
-        say=say,
+        log=say,
     )
     if options.json:
         print(report.to_json())
@@ -290,16 +283,16 @@ def fuzz(
         problems.append(ConfigError("--resume-layout", options.resume_layout, rule, remedy))
     if problems:
         raise InvalidConfig(problems)
-    from weft.tools.verify_fuzz import BAD, Settings, fuzz
+    from weft.tools.verify_fuzz import FAILURE_STATUSES, FuzzSettings, fuzz
 
-    settings = Settings(seed, ranks, steps, dict(options.overrides))
+    settings = FuzzSettings(seed, ranks, steps, dict(options.overrides))
     log = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
     result = fuzz(count, settings, log, minutes if options.minutes else 0, say)
     if options.json:
         print(json.dumps(result, indent=2))
     if result["interrupted"]:
         return INTERRUPTED
-    return FAILED if any(result[status.replace(" ", "_")] for status in BAD) else 0
+    return FAILED if any(result[status.replace(" ", "_")] for status in FAILURE_STATUSES) else 0
 
 
 def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]]:
@@ -320,14 +313,14 @@ def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]
 def compare(options: argparse.Namespace) -> int:
     """Train variants, or only plan them, and compare them."""
     from weft.monitor.terminal import quiet_console
-    from weft.tools.comparison_dir import default_folder
-    from weft.tools.comparison_result import Settings
+    from weft.tools.comparison_dir import default_dir
+    from weft.tools.comparison_result import ComparisonSettings
     from weft.tools.experiment import compare
     from weft.tools.variants import (
         parse_margin,
         parse_price,
         parse_vary,
-        prepare,
+        prepare_variant,
         read_variants,
     )
 
@@ -354,16 +347,18 @@ def compare(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(found, indent=2))
         return 0 if able > 1 else FAILED
-    variants = read_variants(*asked, partial(prepare, options.out or "runs"))
-    folder = Path(options.out) if options.out else default_folder(variants)
-    result, stopped = compare(folder, variants, Settings(repeats, margin, relative, price), say)
+    variants = read_variants(*asked, partial(prepare_variant, options.out or "runs"))
+    folder = Path(options.out) if options.out else default_dir(variants)
+    result, stopped = compare(
+        folder, variants, ComparisonSettings(repeats, margin, relative, price), say
+    )
     say(f"\n{result.text()}\n\neverything is in {folder}")
     if options.json:
         print(json.dumps(result.document, indent=2))
     if stopped:
         print("interrupted; the same command goes on with the trial", file=sys.stderr)
         return REQUEUE if stopped == 1 else INTERRUPTED
-    return 0 if result.judged else FAILED
+    return 0 if result.comparisons else FAILED
 
 
 def check_file(option: str, path: Path, problems: list[ConfigError]) -> None:
@@ -413,18 +408,25 @@ def report(options: argparse.Namespace) -> int:
         raise InvalidConfig(problems)
     plotly()  # it is missed before the seconds that a forecast takes
     runs = [RunReader(folder) for folder in folders]
-    from weft.estimate.report_sections import sections
+    from weft.estimate.report_sections import prediction_sections
 
-    write_file(out, report_page(runs, later=sections(runs)))
+    write_file(out, report_page(runs, later=prediction_sections(runs)))
     print(out)
     return 0
 
 
 def generate(options: argparse.Namespace) -> int:
     """Print the prompts and their continuations, one alone as it grows."""
-    from weft.cluster.respawn import on_every_rank
-    from weft.tools.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
-    from weft.tools.inference_model import find_checkpoint, plan_inference, restore
+    from weft.cluster.respawn import run_on_all_ranks
+    from weft.tools.generate import (
+        Prompt,
+        Sampling,
+        generate,
+        load_chat_format,
+        make_sequences,
+        read_prompts,
+    )
+    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
     from weft.train.setup import Rank
 
     problems = list(options.problems)
@@ -446,12 +448,12 @@ def generate(options: argparse.Namespace) -> int:
     found = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    job, plan = plan_inference(found, options.overrides, problems, allowed, generating=True)
+    job, plan = plan_inference(found, options.overrides, problems, allowed, for_generation=True)
     given = dict(options.overrides).get("data.chat_template", "auto")
-    speech = speech_of(found, given if options.chat else None)
+    speech = load_chat_format(found, given if options.chat else None)
 
     def run(rank: Rank) -> None:
-        model = restore(found, job, plan, rank)
+        model = load_model(found, job, plan, rank)
 
         def say(*texts: str, end: str = "\n") -> None:
             if rank.rank == 0:
@@ -464,7 +466,7 @@ def generate(options: argparse.Namespace) -> int:
             say(*map(str, prompts), end="")
         for first in range(0, max(1, len(prompts)), options.batch):
             here = prompts[first : first + options.batch] or [""]
-            rows = rows_of(here, speech, sampling, first)
+            rows = make_sequences(here, speech, sampling, first)
             for _, piece in generate(model, speech, rows, sampling):
                 if growing:
                     say(piece, end="")
@@ -475,20 +477,20 @@ def generate(options: argparse.Namespace) -> int:
         if growing:
             say()
 
-    return on_every_rank(plan, options.words, run)
+    return run_on_all_ranks(plan, options.words, run)
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print losses, or scores of tasks."""
     from dataclasses import asdict
 
-    from weft.cluster.preparing import showing
-    from weft.cluster.respawn import on_every_rank, prepare_to_evaluate, text_to_evaluate
+    from weft.cluster.preparing import show_progress
+    from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
     from weft.monitor.terminal import quiet_console
-    from weft.tools.evaluate import EVERY, losses_on
-    from weft.tools.generate import speech_of
-    from weft.tools.inference_model import find_checkpoint, plan_inference, restore
-    from weft.tools.multiple_choice import read_task, score
+    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
+    from weft.tools.generate import load_chat_format
+    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.tools.multiple_choice import read_task, score_task
     from weft.train.setup import Rank, joined
 
     problems, tasks = list(options.problems), []
@@ -503,24 +505,26 @@ def evaluate(options: argparse.Namespace) -> int:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
     asking = bool(options.task)
-    job, plan = plan_inference(found, options.overrides, problems, allowed, generating=asking)
+    job, plan = plan_inference(found, options.overrides, problems, allowed, for_generation=asking)
     given = {name for name, _ in options.overrides}
     own = not given & {"data.path", "data.mixture"}
-    sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY
+    sequences = job.train.eval_sequences if "train.eval_sequences" in given else ALL_SEQUENCES
     if not tasks and plan.world_size > 1 and not joined():  # mistakes are told by one process
-        prepare_to_evaluate(found, job, own, quiet_console(sys.stderr))
+        prepare_eval_data(found, job, own, quiet_console(sys.stderr))
 
     def run(rank: Rank) -> None:
         console = quiet_console(sys.stderr, quiet=rank.rank != 0)
         told: dict[str, dict[str, object]] = {}
         if tasks:
-            model, speech = restore(found, job, plan, rank), speech_of(found)
-            told = {task.name: asdict(score(task, model, speech, options.batch)) for task in tasks}
+            model, speech = load_model(found, job, plan, rank), load_chat_format(found)
+            told = {
+                task.name: asdict(score_task(task, model, speech, options.batch)) for task in tasks
+            }
         else:
-            text = text_to_evaluate(found, job, own, console, rank)
+            text = load_eval_data(found, job, own, console, rank)
             # Another text was not trained on, neither its one split nor its other.
-            with showing(console) as show:
-                losses = losses_on(found, job, plan, text, sequences, rank, not own, show)
+            with show_progress(console) as show:
+                losses = evaluate_sources(found, job, plan, text, sequences, rank, not own, show)
             told = {loss.name: loss.to_dict() for loss in losses}
         for name, numbers in told.items() if rank.rank == 0 else ():
             if options.json:
@@ -532,7 +536,7 @@ def evaluate(options: argparse.Namespace) -> int:
                     shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
                     print(f"  {key:<16}{shown}")
 
-    return on_every_rank(plan, options.words, run)
+    return run_on_all_ranks(plan, options.words, run)
 
 
 def rollback(options: argparse.Namespace) -> int:
@@ -545,12 +549,12 @@ def rollback(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a checkpoint for others."""
-    from weft.cluster.preparing import showing
+    from weft.cluster.preparing import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import export_checkpoint
 
     console = quiet_console(sys.stdout)
-    with showing(console) as show:
+    with show_progress(console) as show:
         paths = (options.checkpoint.resolve(), options.out.absolute())
         said = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
     console.print(said, soft_wrap=True)
@@ -559,12 +563,12 @@ def export(options: argparse.Namespace) -> int:
 
 def import_(options: argparse.Namespace) -> int:
     """Make a run of what others have trained."""
-    from weft.cluster.preparing import showing
+    from weft.cluster.preparing import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import import_model
 
     console = quiet_console(sys.stdout)
-    with showing(console) as show:
+    with show_progress(console) as show:
         folder, run_dir = options.folder.absolute(), options.run_dir.absolute()
         said = import_model(folder, run_dir, show, options.force)
     again = shlex.quote(str(options.run_dir / "job.toml"))
@@ -574,17 +578,17 @@ def import_(options: argparse.Namespace) -> int:
 
 def data_prepare(options: argparse.Namespace) -> int:
     """Tokenise what a recipe or path names, unless that was done before."""
-    from weft.data.inspect import summary
+    from weft.data.inspect import summarize_dataset
 
-    print("\n".join(summary(_prepared(options))))
+    print("\n".join(summarize_dataset(_prepared(options))))
     return 0
 
 
 def data_inspect(options: argparse.Namespace) -> int:
     """Print what is in the data of a recipe or path, which are prepared for it."""
-    from weft.data.inspect import inspect
+    from weft.data.inspect import inspect_dataset
 
-    for line in inspect(_prepared(options), options.samples):
+    for line in inspect_dataset(_prepared(options), options.samples):
         print(line)
     return 0
 
@@ -593,9 +597,9 @@ def data_verify(options: argparse.Namespace) -> int:
     """Read prepared stores in full, and print for each whether it is what was prepared."""
     from rich.console import Console
 
-    from weft.cluster.preparing import cache_folder, showing
-    from weft.data.dataset import MIXTURE_FILE, mixture_stores
-    from weft.data.prepared_cache import open_verified
+    from weft.cluster.preparing import cache_dir, show_progress
+    from weft.data.dataset import MIXTURE_FILE, list_mixture_stores
+    from weft.data.prepared_cache import open_verified_store
     from weft.data.token_store import STORE_FILE
 
     job, _, problems = read_job(recipe_names()[0], options.overrides)
@@ -608,7 +612,7 @@ def data_verify(options: argparse.Namespace) -> int:
     stores: list[Path] = []
     for path in options.stores:
         try:
-            stores += mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+            stores += list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
         except InvalidConfig as error:
             problems += error.problems
     rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
@@ -620,10 +624,10 @@ def data_verify(options: argparse.Namespace) -> int:
     if problems:
         raise InvalidConfig(problems)
     damaged = 0
-    with showing(Console(stderr=True)) as show:
+    with show_progress(Console(stderr=True)) as show:
         for path in stores:
             try:
-                store = open_verified(path, cache_folder(job.data), show, anew=True)
+                store = open_verified_store(path, cache_dir(job.data), show, force=True)
             except InvalidConfig as error:
                 damaged += 1
                 print("\n".join(str(problem) for problem in error.problems), flush=True)
@@ -638,8 +642,8 @@ def data_verify(options: argparse.Namespace) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> Dataset:
-    from weft.cluster.preparing import cache_folder, showing
-    from weft.data.prepare import prepare_text
+    from weft.cluster.preparing import cache_dir, show_progress
+    from weft.data.prepare import prepare_data
     from weft.monitor.terminal import quiet_console
 
     named = options.what in recipe_names() or options.what.endswith(".toml")
@@ -649,21 +653,21 @@ def _prepared(options: argparse.Namespace) -> Dataset:
     problems = [*options.problems, *problems]
     if problems:
         raise InvalidConfig(problems)
-    with showing(quiet_console(sys.stderr)) as show:
-        return prepare_text(job.data, cache_folder(job.data), show)
+    with show_progress(quiet_console(sys.stderr)) as show:
+        return prepare_data(job.data, cache_dir(job.data), show)
 
 
-def debug_hang(options: argparse.Namespace) -> int:
-    """Print which rank stands still where."""
-    from weft.cluster.hang import explain
+def hang(options: argparse.Namespace) -> int:
+    """Print which rank hangs, and where."""
+    from weft.cluster.hang import inspect_run
 
-    told = explain(options.run.resolve())
+    told = inspect_run(options.run.resolve())
     print(told.to_json() if options.json else told)
     return 0
 
 
-def debug_diff(options: argparse.Namespace) -> int:
-    """Print where two runs part."""
+def diff(options: argparse.Namespace) -> int:
+    """Print where two runs differ."""
     from weft.tools.diff import compare_runs
 
     found = compare_runs(options.run_a, options.run_b, options.tolerance)
@@ -675,17 +679,17 @@ def doctor(options: argparse.Namespace) -> int:
     """Print what is good and bad about this machine."""
     import time
 
-    from weft.cluster.doctor import gather, screen, to_json
-    from weft.cluster.node_checks import examine
+    from weft.cluster.doctor import collect_job_facts, format_report, to_json
+    from weft.cluster.node_checks import run_checks
 
     began = time.monotonic()
     job, _, problems = read_job(options.recipe or recipe_names()[0], options.overrides)
     if problems := [*options.problems, *problems]:
         raise InvalidConfig(problems)
-    facts = gather(job, options.full)
-    findings = examine(facts)
+    facts = collect_job_facts(job, options.full)
+    findings = run_checks(facts)
     told = (facts, findings, time.monotonic() - began)
-    print(json.dumps(to_json(*told), indent=2) if options.json else screen(*told))
+    print(json.dumps(to_json(*told), indent=2) if options.json else format_report(*told))
     return FAILED if any(finding.severity == "bad" for finding in findings) else 0
 
 
@@ -709,8 +713,22 @@ def schema(options: argparse.Namespace) -> int:
 RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     run.__name__.replace("_", " ").strip(): run
     for run in (
-        *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export),
-        *(import_, data_prepare, data_inspect, data_verify, debug_hang, debug_diff),
+        *(
+            train,
+            launch,
+            job_status,
+            job_logs,
+            job_cancel,
+            plan,
+            verify,
+            compare,
+            report,
+            generate,
+            evaluate,
+            rollback,
+            export,
+        ),
+        *(import_, data_prepare, data_inspect, data_verify, hang, diff),
         *(doctor, schema),
     )
 }

@@ -1,6 +1,6 @@
-"""Starting the ranks of a run."""
+"""Launch runs on this machine and on clusters, check nodes, and explain hangs."""
 
-# Exit statuses: 0 done; 1 the run failed; 2 the user's mistake; 3 it hung, and was killed by the
-# watchdog; 69 this node is not fit to train (sysexits.h: unavailable); 75 saved, the same command
-# goes on (sysexits.h: a temporary failure, try again); 130 interrupted, as shells say it.
-FAILED, MISTAKE, HUNG, SICK, REQUEUE, INTERRUPTED = 1, 2, 3, 69, 75, 130
+# Exit statuses: 0 success; 1 the run failed; 2 usage or configuration error; 3 the watchdog killed
+# a hung run; 69 this node is unhealthy (EX_UNAVAILABLE of sysexits.h); 75 checkpoint saved, run the
+# same command to resume (EX_TEMPFAIL of sysexits.h); 130 interrupted (128 + SIGINT).
+FAILED, USAGE_ERROR, HUNG, UNHEALTHY, REQUEUE, INTERRUPTED = 1, 2, 3, 69, 75, 130

@@ -1,8 +1,8 @@
-"""How fast this node's devices compute and speak with each other, measured by a process for each.
+"""Benchmark of this node's devices and their links, in one process per device.
 
-`measure` starts the processes and waits; none of its faults, and no GPU that hangs, is the
-caller's, which needs neither torch nor a device.  `benchmarks/device.py` measures more, for the
-planner, by the same functions.
+`measure_devices` starts the processes and waits for them, so that neither a crash nor a GPU that
+hangs affects the caller, which needs neither torch nor a device.  `benchmarks/device.py` uses the
+same functions to calibrate the planner.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cluster.node_facts import Measured
-from weft.cluster.probes import nvidia
-from weft.cluster.rank_exit import leave
+from weft.cluster.node_facts import DeviceMeasurements
+from weft.cluster.probes import query_gpus
+from weft.cluster.rank_exit import exit_process
 from weft.monitor.process import PYTHON, die_with_parent, on_one_host
 
 if TYPE_CHECKING:
@@ -32,57 +32,61 @@ if TYPE_CHECKING:
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
 SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
-# Bytes that are summed over ranks, and that a device sends to another: enough for their full speed.
-REDUCED, SENT = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
-BURST_SECONDS = 0.5  # of products on a CPU: several turns of a scheduler, whoever else computes
-BUSY_SECONDS = 1.0  # under load, before clocks are looked at
+# Bytes of an all-reduce and of a copy between devices: enough to reach full speed.
+ALL_REDUCE_BYTES, COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
+BURST_SECONDS = 0.5  # of matmuls on a CPU: several time slices of the scheduler
+LOAD_SECONDS = 1.0  # before the clocks are read
 
 
-def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> Measured:
-    """Measure this node's devices, in so many processes of so many threads.
+def measure_devices(
+    device: str, ranks: int, threads: int, full: bool, timeout: float
+) -> DeviceMeasurements:
+    """Measure this node's devices with ``ranks`` processes of ``threads`` threads.
 
     Args:
         device: cpu or cuda.
-        full: every pair of devices, and several shapes of products.
-        limit: seconds until all is ended.
+        full: measure every pair of devices, and several matmul shapes.
+        timeout: seconds until all processes are killed.
     """
     environment = os.environ | on_one_host(device) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
-        asked = {"kind": device, "size": ranks, "full": full, "limit": limit}
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
+        arguments = {"kind": device, "size": ranks, "full": full, "timeout": timeout}
         processes = []
         for rank in range(ranks):
-            one = json.dumps(asked | {"rank": rank, "store": f"{folder}/store"})
-            command = [*PYTHON, "weft.cluster.device_benchmark", one]
-            with open(f"{folder}/{rank}", "wb") as log:
+            argument = json.dumps(arguments | {"rank": rank, "store": f"{directory}/store"})
+            command = [*PYTHON, "weft.cluster.device_benchmark", argument]
+            with open(f"{directory}/{rank}", "wb") as log:
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        late = _wait(processes, limit)
-        told = [Path(folder, str(rank)).read_text("utf-8", "replace") for rank in range(ranks)]
+        late = _wait(processes, timeout)
+        logs = [Path(directory, str(rank)).read_text("utf-8", "replace") for rank in range(ranks)]
     for rank, process in enumerate(processes):
         if process.returncode and rank not in late:
-            return Measured(device, error=f"process {rank}: {last_line(told[rank])}")
+            return DeviceMeasurements(device, error=f"process {rank}: {last_line(logs[rank])}")
     if late:
-        who = ", ".join(map(str, late))
-        return Measured(device, error=f"not done within {limit:.0f} s: process {who}")
-    found = [json.loads(last_line(text)) for text in told]
-    first = found[0]
-    return Measured(
+        names = ", ".join(map(str, late))
+        return DeviceMeasurements(
+            device, error=f"no result within {timeout:.0f} s: process {names}"
+        )
+    results = [json.loads(last_line(text)) for text in logs]
+    first = results[0]
+    return DeviceMeasurements(
         device,
         nccl=tuple(first["nccl"]),
-        flops=tuple(one["flops"] for one in found),
-        bandwidth=tuple(one["bandwidth"] for one in found),
-        same=tuple(one["same"] for one in found),
+        flops=tuple(result["flops"] for result in results),
+        bandwidth=tuple(result["bandwidth"] for result in results),
+        same=tuple(result["same"] for result in results),
         busbw=first["busbw"],
-        right=all(one["right"] for one in found),
+        right=all(result["right"] for result in results),
         pairs=tuple((a, b, rate) for a, b, rate in first["pairs"]),
         clocks=first["clocks"],
-        cpu_share=tuple(one["cpu_share"] for one in found if one["cpu_share"] is not None),
+        cpu_share=tuple(r["cpu_share"] for r in results if r["cpu_share"] is not None),
     )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[int]:
-    """Until all have ended; who had not when one failed, or in time, and was killed."""
-    deadline = time.monotonic() + limit
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+    """Wait for all processes; return the ranks that it had to kill."""
+    deadline = time.monotonic() + timeout
     try:
         while None in (codes := [process.poll() for process in processes]):
             if any(codes) or time.monotonic() > deadline:
@@ -92,99 +96,108 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[in
     finally:
         for process in processes:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
+            with suppress(subprocess.TimeoutExpired):  # a driver may block it forever
                 process.wait(5)
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "no word")
+    """Return the last line that is not blank."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
-# --------------------------------------------------------------------------- in a process
+# --------------------------------------------------------------------------- measurements
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, least: float = 0.3) -> float:
-    """Of one call: the median over as many as take ``least`` seconds, and at least five."""
+def median_seconds(
+    run: Callable[[], object], device: torch.device, min_seconds: float = 0.3
+) -> float:
+    """Return the median seconds per call, over at least five calls."""
     import torch
 
-    def one() -> float:
-        began = time.perf_counter()
+    def time_call() -> float:
+        start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    one(), one()
-    took: list[float] = []
-    while sum(took) < least or len(took) < 5:
-        took.append(one())
-    return statistics.median(took)
+    time_call(), time_call()
+    durations: list[float] = []
+    while sum(durations) < min_seconds or len(durations) < 5:
+        durations.append(time_call())
+    return statistics.median(durations)
 
 
-def best_burst(run: Callable[[], object], threads: int, least: float) -> tuple[float, float]:
-    """Call ``run`` on the CPU for ``least`` seconds, at least five times.
+def time_cpu_burst(
+    run: Callable[[], object], threads: int, min_seconds: float
+) -> tuple[float, float]:
+    """Call ``run`` on the CPU for ``min_seconds``, at least five times.
 
     Returns:
-        Seconds of the fastest call, which other processes have disturbed least, and the share of
-        processor time that all calls got of what ``threads`` threads could use: 1 on an idle
-        machine, for a thread that waits for another one spins.
+        Seconds of the fastest call, which other processes disturbed least; and the fraction of the
+        CPU time of ``threads`` threads that the calls used.  It is 1 on an idle machine, because
+        threads spin while they wait for each other.
     """
     run(), run()
-    took: list[float] = []
-    began, used = time.perf_counter(), time.process_time()
-    while sum(took) < least or len(took) < 5:
+    durations: list[float] = []
+    burst_start, cpu_seconds = time.perf_counter(), time.process_time()
+    while sum(durations) < min_seconds or len(durations) < 5:
         start = time.perf_counter()
         run()
-        took.append(time.perf_counter() - start)
-    whole, used = time.perf_counter() - began, time.process_time() - used
-    return min(took), min(1.0, used / (whole * threads))
+        durations.append(time.perf_counter() - start)
+    seconds, cpu_seconds = time.perf_counter() - burst_start, time.process_time() - cpu_seconds
+    return min(durations), min(1.0, cpu_seconds / (seconds * threads))
 
 
-def in_bf16(a: Tensor, b: Tensor) -> Callable[[], object]:
-    """Their product, in the usual precision: on a CPU float32."""
+def prepare_matmul(a: Tensor, b: Tensor) -> Callable[[], object]:
+    """Return a function that computes a @ b.T, in bfloat16 (GPU) or float32 (CPU)."""
     import torch
 
     dtype = torch.bfloat16 if a.is_cuda else torch.float32
     return partial(torch.matmul, a.to(dtype), b.to(dtype).t())
 
 
-def product_flops(
+def matmul_flops(
     device: torch.device,
     shapes: Sequence[tuple[int, int, int]] = (),
-    least: float = 0.3,
-    prepare: Callable[[Tensor, Tensor], Callable[[], object]] = in_bf16,
+    min_seconds: float = 0.3,
+    prepare: Callable[[Tensor, Tensor], Callable[[], object]] = prepare_matmul,
 ) -> float:
-    """FLOP/s of the fastest of some products.
+    """Return the FLOP/s of the fastest of several matmuls.
 
     Args:
-        shapes: m, k, n of each: m x k by k x n; none: several large ones.
-        least: seconds to spend on each.
-        prepare: from (m, k) and (n, k) in float32 makes what computes the product.
+        shapes: (m, k, n) of each matmul, m x k by k x n; default: several large ones.
+        min_seconds: seconds to spend on each.
+        prepare: given float32 tensors (m, k) and (n, k), returns a function that multiplies them.
     """
     import torch
 
     rates = []
     for m, k, n in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
         run = prepare(torch.randn(m, k, device=device), torch.randn(n, k, device=device))
-        rates.append(2 * m * k * n / median_seconds(run, device, least))
+        rates.append(2 * m * k * n / median_seconds(run, device, min_seconds))
     return max(rates)
 
 
-def bandwidth(device: torch.device, least: float = 0.3) -> float:
-    """Bytes/s of the device's memory, as a data sheet would say."""
+def memory_bandwidth(device: torch.device, min_seconds: float = 0.3) -> float:
+    """Return the memory bandwidth in bytes/s, comparable to a data sheet."""
     import torch
 
-    from weft.estimate.cost import STREAMED
+    from weft.estimate.cost import STREAM_EFFICIENCY
 
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device, least) / STREAMED
+    return (
+        2
+        * size
+        / median_seconds(lambda: target.copy_(source), device, min_seconds)
+        / STREAM_EFFICIENCY
+    )
 
 
-def repeats(device: torch.device) -> bool:
-    """Whether a product comes out the same to the bit every time; else the device is faulty."""
+def is_deterministic(device: torch.device) -> bool:
+    """Return True if repeated matmuls are bitwise equal."""
     import torch
 
     size = 4096 if device.type == "cuda" else 256
@@ -193,102 +206,104 @@ def repeats(device: torch.device) -> bool:
     return all(torch.equal(a @ a, first) for _ in range(10))
 
 
-def all_reduce(device: torch.device) -> tuple[float, bool]:
-    """Bus bandwidth, 2 (n - 1) / n of the bytes over the seconds, and whether the sum is right."""
+def benchmark_all_reduce(device: torch.device) -> tuple[float, bool]:
+    """Return the bus bandwidth, 2 (n - 1) / n x bytes/s, and True if the sum is right."""
     import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.full((REDUCED[device.type] // 4,), float(rank + 1), device=device)
+    x = torch.full((ALL_REDUCE_BYTES[device.type] // 4,), float(rank + 1), device=device)
     dist.all_reduce(x)
     right = bool((x == size * (size + 1) / 2).all())
-    seconds = median_seconds(lambda: dist.all_reduce(x), device, 0.0)  # as often in every rank
-    return 2 * (size - 1) / size * REDUCED[device.type] / seconds, right
+    seconds = median_seconds(
+        lambda: dist.all_reduce(x), device, 0.0
+    )  # the same number of calls on every rank
+    return 2 * (size - 1) / size * ALL_REDUCE_BYTES[device.type] / seconds, right
 
 
-def copies(full: bool) -> Iterator[tuple[int, int, float]]:
-    """Bytes/s between GPUs, of each to the next, or of every pair."""
+def benchmark_peer_copies(full: bool) -> Iterator[tuple[int, int, float]]:
+    """Yield source, destination and bytes/s of copies between GPUs."""
     import torch
 
     count = torch.cuda.device_count()
-    memory = [torch.ones(SENT, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
+    memory = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
     for a in range(count):
         for b in range(count) if full else [(a + 1) % count]:
             if a != b:
                 send = partial(memory[b].copy_, memory[a])
-                yield a, b, SENT / median_seconds(send, memory[a].device, 0.0)
+                yield a, b, COPY_BYTES / median_seconds(send, memory[a].device, 0.0)
 
 
-def clocks_under_load(device: torch.device, look: bool) -> str:
-    """What nvidia-smi says while this device, as all others, computes."""
+def query_clocks_under_load(device: torch.device, should_query: bool) -> str:
+    """Load this device; return nvidia-smi's output under load if ``should_query``."""
     import torch
 
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    until, said = time.monotonic() + BUSY_SECONDS, ""
-    while time.monotonic() < until:
+    deadline, output = time.monotonic() + LOAD_SECONDS, ""
+    while time.monotonic() < deadline:
         for _ in range(50):
             a @ a
-        if look and not said and time.monotonic() > until - BUSY_SECONDS / 2:
-            said = nvidia()
+        if should_query and not output and time.monotonic() > deadline - LOAD_SECONDS / 2:
+            output = query_gpus()
         torch.cuda.synchronize(device)
-    return said
+    return output
 
 
-def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: float) -> Any:
-    """What one process finds, as JSON values."""
+def benchmark_rank(rank: int, size: int, kind: str, store: str, full: bool, timeout: float) -> Any:
+    """Run the benchmark as one of ``size`` ranks; return the results as JSON values."""
     import torch
     import torch.distributed as dist
 
-    on_gpu = kind == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    is_gpu = kind == "cuda"
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=limit),
+        timeout=timedelta(seconds=timeout),
     )
 
-    def together() -> None:
-        dist.all_reduce(torch.zeros(1))  # by gloo, which leaves GPUs alone
+    def barrier() -> None:
+        dist.all_reduce(torch.zeros(1))  # with gloo, which does not use the GPUs
 
     nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
-    least = 0.3 if on_gpu else 0.1
-    shapes = () if full else (SHAPES[1] if on_gpu else SMALL_SHAPES[0],)
-    together()
+    min_seconds = 0.3 if is_gpu else 0.1
+    shapes = () if full else (SHAPES[1] if is_gpu else SMALL_SHAPES[0],)
+    barrier()
     flops, cpu_share = 0.0, None
-    if on_gpu:
-        flops = product_flops(device, shapes, least)
+    if is_gpu:
+        flops = matmul_flops(device, shapes, min_seconds)
     else:
         for m, k, n in shapes or SMALL_SHAPES:
-            run = in_bf16(torch.randn(m, k), torch.randn(n, k))
-            seconds, share = best_burst(run, torch.get_num_threads(), BURST_SECONDS)
+            run = prepare_matmul(torch.randn(m, k), torch.randn(n, k))
+            seconds, share = time_cpu_burst(run, torch.get_num_threads(), BURST_SECONDS)
             flops, cpu_share = max(flops, 2 * m * k * n / seconds), min(cpu_share or 1.0, share)
-    found: dict[str, Any] = {
-        "nccl": nccl() if on_gpu else (),
+    results: dict[str, Any] = {
+        "nccl": nccl() if is_gpu else (),
         "flops": flops,
         "cpu_share": cpu_share,
-        "bandwidth": bandwidth(device, least),
-        "same": repeats(device),
-        "clocks": clocks_under_load(device, rank == 0) if on_gpu else "",
+        "bandwidth": memory_bandwidth(device, min_seconds),
+        "same": is_deterministic(device),
+        "clocks": query_clocks_under_load(device, rank == 0) if is_gpu else "",
     }
-    together()
-    found["pairs"] = list(copies(full)) if on_gpu and rank == 0 else []
-    together()
-    found["busbw"], found["right"] = all_reduce(device) if size > 1 else (0.0, True)
-    together()
-    return found
+    barrier()
+    results["pairs"] = list(benchmark_peer_copies(full)) if is_gpu and rank == 0 else []
+    barrier()
+    results["busbw"], results["right"] = benchmark_all_reduce(device) if size > 1 else (0.0, True)
+    barrier()
+    return results
 
 
 def main() -> None:
-    """Print what is found as the last line."""
+    """Run the benchmark as one rank, and print the results as the last line of output."""
     die_with_parent()
-    print(json.dumps(be_measured(**json.loads(sys.argv[1]))))
-    leave(0)
+    print(json.dumps(benchmark_rank(**json.loads(sys.argv[1]))))
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""``weft doctor``, and the same before the ranks of a run start.
+"""``weft doctor``, and the preflight check of a node before its ranks start.
 
-`weft.cluster.probes` and `weft.cluster.device_benchmark` gather facts, `weft.cluster.node_checks` judges them.  The
-process itself uses no device: what hangs or dies there is a process of its own.
+`weft.cluster.probes` and `weft.cluster.device_benchmark` collect facts, and
+`weft.cluster.node_checks` checks them.  This process never uses a device: the benchmark runs in
+separate processes, which may hang or die.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import SICK
-from weft.cluster.device_benchmark import measure
+from weft.cluster import UNHEALTHY
+from weft.cluster.device_benchmark import measure_devices
 from weft.cluster.finding import SEVERITIES, Finding
-from weft.cluster.node_checks import examine
-from weft.cluster.node_facts import WAIT_SECONDS, Facts, gpus_in
-from weft.cluster.probes import collect_facts, meet, try_endpoint, try_folder, try_store, versions
+from weft.cluster.node_checks import run_checks
+from weft.cluster.node_facts import WAIT_SECONDS, Facts, parse_gpus
+from weft.cluster.probes import (
+    collect_facts,
+    exchange_with_nodes,
+    package_versions,
+    probe_directory,
+    probe_endpoint,
+    probe_store,
+)
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import replace_text, write_json
 from weft.config.schema import Job
@@ -29,161 +37,163 @@ from weft.config.schema import replace as changed
 from weft.train.environment import PORT, detect_environment, reachable
 from weft.train.run_dir import unwritable
 
-MOST_RANKS = 4  # on a CPU, as `weft train` starts them
-QUICK, FULL = 32 << 20, 1 << 30  # bytes that a folder or a store is tried with
-WIDTH = 100  # of the screen
-SICK_NODES = "sick"  # folder of a run
+MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
+QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store
+WIDTH = 100  # characters per line of the report
+UNHEALTHY_NODES_DIR = "sick"  # in the run directory; Slurm scripts read it
 
 
-def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
-    """The facts of this node, for a job.
+def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> Facts:
+    """Collect the facts of this node that matter to a job.
 
     Args:
-        full: take more time: every pair of GPUs, larger files.
-        together: with the other nodes of the job, if it has some; they must ask at the same time.
+        full: measure every pair of GPUs, and use larger files.
+        with_nodes: exchange facts with the job's other nodes, which must run this concurrently.
 
     Raises:
-        InvalidConfig: if run.nodes cannot be read, or the environment contradicts itself.
+        InvalidConfig: if run.nodes is invalid, or the environment contradicts itself.
     """
-    counts, endpoint = nodes_of(job)
+    counts, endpoint = resolve_rendezvous(job)
     facts = replace(collect_facts(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
-    gpus = visible_gpus(facts)
-    on_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
-    ranks = max(1, gpus if on_gpu else min(facts.usable, MOST_RANKS))
-    device, size = "cuda" if on_gpu else "cpu", FULL if full else QUICK
+    gpus = count_visible_gpus(facts)
+    uses_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
+    ranks = max(1, gpus if uses_gpu else min(facts.usable, MAX_CPU_RANKS))
+    device, size = "cuda" if uses_gpu else "cpu", FULL_BYTES if full else QUICK_BYTES
     home = job.checkpoint.dir
     facts = replace(
         facts,
         device=device,
-        measured=measure(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
-        folders=tuple(try_folder(key, path, size) for key, path in folders(job)),
-        stores=(try_store("checkpoint.dir", home, size),) if "://" in home else (),
+        measured=measure_devices(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
+        folders=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
+        stores=(probe_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
-    if not endpoint or not together:
+    if not endpoint or not with_nodes:
         return facts
-    facts = replace(facts, meeting=try_endpoint(endpoint))
+    facts = replace(facts, meeting=probe_endpoint(endpoint))
     if facts.meeting in ("free", "answers"):
         try:
-            others = meet(endpoint, facts.nodes, versions(), WAIT_SECONDS)
+            others = exchange_with_nodes(endpoint, facts.nodes, package_versions(), WAIT_SECONDS)
         except WeftError:
-            return replace(facts, meeting="nobody answers there as a launcher does")
+            return replace(facts, meeting="no weft launcher answers there")
         facts = replace(facts, others=tuple(others))
     return facts
 
 
-def nodes_of(job: Job) -> tuple[Sequence[int], str]:
-    """How many nodes a job may have, from the fewest to the most, and where they meet.
+def resolve_rendezvous(job: Job) -> tuple[Sequence[int], str]:
+    """Return the numbers of nodes of a job, ascending, and its rendezvous endpoint.
 
     Raises:
-        InvalidConfig: see `gather`.
+        InvalidConfig: see `collect_job_facts`.
     """
-    here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
-    if here.nodes == "1":
+    environment = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
+    if environment.nodes == "1":
         return (1,), ""
-    from weft.plan.resolve import node_range  # imports torch, which may be what is broken
+    from weft.plan.resolve import node_range  # imports torch, whose installation may be broken
 
-    counts = node_range(changed(job, run={"nodes": here.nodes}))
+    counts = node_range(changed(job, run={"nodes": environment.nodes}))
     if not counts:
         rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
-        raise InvalidConfig([ConfigError("run.nodes", here.nodes, rule, remedy)])
-    if counts[-1] == 1 or not here.rendezvous:
+        raise InvalidConfig([ConfigError("run.nodes", environment.nodes, rule, remedy)])
+    if counts[-1] == 1 or not environment.rendezvous:
         return counts, ""
-    host, _, port = here.rendezvous.rpartition(":")
+    host, _, port = environment.rendezvous.rpartition(":")
     return counts, f"{reachable(host)}:{port}" if host else f"{reachable(port)}:{PORT}"
 
 
-def visible_gpus(facts: Facts) -> int:
-    """How many of the GPUs there are a process may use: all, or those of CUDA_VISIBLE_DEVICES up to
-    the first word that is none (Slurm's 'NoDevFiles', -1)."""
-    there = len(gpus_in(facts.gpus)) or facts.device_files
-    words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
-    named = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
-    return min(there, len(named))
+def count_visible_gpus(facts: Facts) -> int:
+    """Return the number of GPUs that this process may use.
+
+    As in CUDA, the first entry of CUDA_VISIBLE_DEVICES that is not a device (-1, or Slurm's
+    'NoDevFiles') ends the list.
+    """
+    total = len(parse_gpus(facts.gpus)) or facts.device_files
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
+    visible = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
+    return min(total, len(visible))
 
 
-def folders(job: Job) -> list[tuple[str, Path]]:
-    """The folders that a job names, and where its run will be."""
+def job_directories(job: Job) -> list[tuple[str, Path]]:
+    """Return the local directories of a job, with their configuration keys."""
     run = "runs" if job.run.dir == "auto" else job.run.dir
-    named = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
-    named |= {
+    directories = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
+    directories |= {
         "checkpoint.local_dir": job.checkpoint.local_dir,
         "data.cache_dir": job.data.cache_dir,
     }
     return [
         (key, Path(value).expanduser().absolute())
-        for key, value in named.items()
+        for key, value in directories.items()
         if value not in ("auto", "off") and "://" not in value
     ]
 
 
 def to_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """Everything, for programs."""
-    found = [asdict(finding) for finding in findings]
+    """Return the facts and the findings as JSON values."""
     return {
         "host": facts.host,
         "time": time.time(),
         "seconds": round(seconds, 1),
         "bad": sum(finding.severity == "bad" for finding in findings),
-        "findings": found,
+        "findings": [asdict(finding) for finding in findings],
         "facts": asdict(facts),
     }
 
 
-def screen(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
-    """Everything, for people: a finding a line, with its remedy below it."""
+def format_report(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
+    """Format the findings for the terminal: one per line, with its remedy below it."""
     width = max(len(finding.check) for finding in findings)
-    lines = [
-        f"{facts.host}, {time.strftime('%Y-%m-%d %H:%M:%S')}, looked at in {seconds:.1f} s",
-        "",
-    ]
-    for one in findings:
-        head = f"{one.severity:<8} {one.check:<{width}}  "
-        for start, text in ((head, one.seen), (f"{'':{len(head)}}-> ", one.remedy)):
-            after = " " * (len(head) + 3 * (start != head))
-            lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=after)
-    return "\n".join([*lines, "", counted(findings)])
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    lines = [f"{facts.host}, {now}, checked in {seconds:.1f} s", ""]
+    for finding in findings:
+        head = f"{finding.severity:<8} {finding.check:<{width}}  "
+        for start, text in ((head, finding.seen), (f"{'':{len(head)}}-> ", finding.remedy)):
+            indent = " " * (len(head) + 3 * (start != head))
+            lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent)
+    return "\n".join([*lines, "", count_by_severity(findings)])
 
 
-def counted(findings: Sequence[Finding]) -> str:
-    """'1 bad, 2 warning, 17 ok'."""
-    counts = {s: sum(one.severity == s for one in findings) for s in SEVERITIES[::-1]}
+def count_by_severity(findings: Sequence[Finding]) -> str:
+    """Count the findings of each severity: '1 bad, 2 warning, 17 ok'."""
+    counts = {s: sum(finding.severity == s for finding in findings) for s in SEVERITIES[::-1]}
     return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
 
 
 # --------------------------------------------------------------------------- before a run
 
 
-def preflight(job: Job, folder: Path, say: Callable[[str], object]) -> bool:
-    """Whether this node may train; what was found is in the run's ``logs/doctor-HOST.json``.
+def preflight(job: Job, run_dir: Path, log: Callable[[str], object]) -> bool:
+    """Check this node; return True if it may train.
 
-    A node that may not is noted in the run's folder ``sick``, by the name that Slurm has for it,
-    until a check of it finds nothing bad.
+    All facts and findings go to ``logs/doctor-HOST.json`` of the run.  An unhealthy node gets a
+    file in the run's `UNHEALTHY_NODES_DIR`, under Slurm's name for the node, until a later check
+    has no bad finding.
 
     Raises:
-        WeftError: if nothing can be written there.
+        WeftError: if the run directory is not writable.
     """
-    began = time.monotonic()
-    facts = gather(job, together=False)
-    findings = examine(facts)
-    seconds = time.monotonic() - began
-    log = folder / "logs" / f"doctor-{facts.host}.json"
-    mark = folder / SICK_NODES / os.environ.get("SLURMD_NODENAME", facts.host)
-    bad = [one for one in findings if one.severity == "bad"]
+    start = time.monotonic()
+    facts = collect_job_facts(job, with_nodes=False)
+    findings = run_checks(facts)
+    seconds = time.monotonic() - start
+    report = run_dir / "logs" / f"doctor-{facts.host}.json"
+    marker = run_dir / UNHEALTHY_NODES_DIR / os.environ.get("SLURMD_NODENAME", facts.host)
+    bad = [finding for finding in findings if finding.severity == "bad"]
     try:
-        for path in (log, mark):
+        for path in (report, marker):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(log, to_json(facts, findings, seconds))
+        write_json(report, to_json(facts, findings, seconds))
         if bad:
-            replace_text(mark, "".join(f"{one.check}: {one.seen}\n" for one in bad))
+            replace_text(marker, "".join(f"{f.check}: {f.seen}\n" for f in bad))
         else:
-            mark.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable(run_dir, error) from error
     if not bad:
-        say(f"{facts.host} was checked in {seconds:.0f} s: {counted(findings)}; {log}")
+        counts = count_by_severity(findings)
+        log(f"checked node {facts.host} in {seconds:.0f} s: {counts}; report: {report}")
         return True
-    say(f"{facts.host} does not take part (exit status {SICK}):")
-    for one in bad:
-        say(f"  {one.check}: {one.seen}; {one.remedy}")
-    say(f"  everything that was seen: {log}")
+    log(f"node {facts.host} is unhealthy and does not train (exit status {UNHEALTHY}):")
+    for finding in bad:
+        log(f"  {finding.check}: {finding.seen}; {finding.remedy}")
+    log(f"  report: {report}")
     return False

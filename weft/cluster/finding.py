@@ -1,8 +1,8 @@
-"""What a check of a node says: `ok`, or what is wrong with it and what to do.
+"""Findings of the node checks of weft doctor, and their severities.
 
-What is *bad* lets a run fail, hang, be wrong, or be less than half as fast as its hardware: a node
-with a bad finding does not train (`weft.cluster.doctor.preflight`).  A *warning* may cost speed, or
-a run some day; a *note* is worth knowing.  What is not known is not judged.
+A *bad* finding makes a run fail, hang, compute wrong numbers, or reach less than half the speed of
+its hardware: such a node does not train (`weft.cluster.doctor.preflight`).  A *warning* may cost
+speed, or a later run; a *note* is information.  Checks skip facts that are unknown.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SEVERITIES = ("ok", "note", "warning", "bad")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has seen, and what to do about it (nothing, if it is ok).
+    """Result of one check: the observation (``seen``), and a remedy unless it is ok.
 
-    ``check``: the name that is shown; `weft.cluster.node_checks.examine` fills it in.
+    ``check``: displayed name of the check; `weft.cluster.node_checks.run_checks` sets it.
     """
 
     check: str = field(default="", kw_only=True)

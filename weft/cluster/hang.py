@@ -1,14 +1,14 @@
-"""``weft debug hang RUN``: which rank stands still where, and who waits for it, over all hosts.
+"""Implement ``weft hang``: find the hung rank and the ranks blocked on it.
 
-Three sources, from the best to the least:
+It uses three sources, best first:
 
-* The ranks of this host themselves, if they live and do not move: they are asked as the watchdog
-  asks (`weft.cluster.watchdog`), and go on living.
-* ``logs/hang-HOST.json``, what the watchdog of each host has seen before it ended the run.
-* ``logs/flight-rank-N``, which NCCL leaves when a collective takes longer than it may.  It is a
-  pickle; only plain data is taken out of it, never anything that could run.
+* The live ranks of this host, if they make no progress.  It queries them as the watchdog does
+  (`weft.cluster.watchdog`), without ending them.
+* ``logs/hang-HOST.json``, which the watchdog of each host writes before it ends the run.
+* ``logs/flight-rank-N``, which NCCL writes when a collective exceeds its timeout.  The file is a
+  pickle; the reader accepts plain data only, so that no code in it can run.
 
-If there is none, what there is is told: whether the run has ended and how, and where its logs are.
+Without any of them, it reports how the run ended and where its logs are.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.manifest import checkpoints
-from weft.cluster.rank_exit import log_path, read_reports
+from weft.checkpoint.manifest import list_checkpoints
+from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.start import resume_hint
 from weft.cluster.watchdog import (
     FRAME,
-    Call,
-    Seen,
-    Watched,
-    call,
-    gather_evidence,
-    verdict,
-    where,
-    why_absent,
+    OpenCollective,
+    RankProbe,
+    RankState,
+    absence_reason,
+    collect_evidence,
+    describe_position,
+    describe_wait,
+    diagnose_hang,
     write_evidence,
 )
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
@@ -45,256 +45,270 @@ from weft.config.schema import Job
 from weft.monitor.heartbeat import Contact, process_began, ranks_text
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import job_of
-from weft.parallel.private_hooks import parse_flight_recorder
+from weft.parallel.private_hooks import parse_collectives
 from weft.train.state import checkpoint_dir
 
-LOOK = 2.0  # seconds between two looks at ranks that live
-TOGETHER = 600.0  # seconds within which what hosts have seen is of the same hang ...
-START = 60.0  # ... and within which the ranks of one start say how they are asked
-FRAMES = 5  # of a stack
+PROBE_SECONDS = 2.0  # between two reads of the heartbeats of live ranks
+SAME_HANG_SECONDS = 600.0  # evidence of several hosts within this time is of one hang
+SAME_START_SECONDS = 60.0  # ranks files of several hosts within this time are of one start
+MAX_FRAMES = 5  # of each stack
 
 
 @dataclass
-class Told:
-    """What is known of a run that may hang."""
+class HangReport:
+    """Diagnosis of a run; `to_json` writes these fields."""
 
-    verdict: str  # in a sentence
-    source: str  # how it is known
+    verdict: str  # a sentence
+    source: str  # of the evidence
     missing: list[int]  # ranks
-    ranks: list[Seen]
+    ranks: list[RankState]
     advice: list[str]
 
     def to_json(self) -> str:
-        """For programs, with what is worked out for people beside each rank."""
-        ranks = [one.to_dict() | {"waits_in": call(one), "where": where(one)} for one in self.ranks]
+        """Return the report as JSON, with a readable summary of each rank."""
+        ranks = [
+            state.to_dict() | {"waits_in": describe_wait(state), "where": describe_position(state)}
+            for state in self.ranks
+        ]
         return json.dumps(asdict(self) | {"ranks": ranks}, indent=2)
 
     def __str__(self) -> str:
         lines = [self.verdict, self.source]
-        for one in self.ranks:
-            lines += ["", _headline(one), *(f"    {frame}" for frame in _frames(one.stack))]
+        for state in self.ranks:
+            lines += ["", _headline(state), *_format_frames(state.stack)]
         return "\n".join([*lines, *([""] if self.advice else []), *self.advice])
 
 
-def _headline(one: Seen) -> str:
-    why = why_absent(one)
-    what = f"waits in {call(one)}" if why is None else why.rstrip(",")
-    at = f"{where(one)}, for {one.seconds:.0f} s" if one.site else "of its Flight Recorder"
-    last = one.done.get(one.calls[0].group) if one.calls else None
-    before = "" if last is None else f"; the last done there was no. {last}"
-    return f"rank {one.rank}, {at}: {what}{before}"
+def _headline(state: RankState) -> str:
+    reason = absence_reason(state)
+    activity = f"waits in {describe_wait(state)}" if reason is None else reason.rstrip(",")
+    position = "in its Flight Recorder"
+    if state.site:
+        position = f"{describe_position(state)}, for {state.seconds:.0f} s"
+    last = state.done.get(state.calls[0].group) if state.calls else None
+    completed = "" if last is None else f"; its last completed one there is no. {last}"
+    return f"rank {state.rank}, {position}: {activity}{completed}"
 
 
-def _frames(stack: Sequence[str]) -> list[str]:
-    """The innermost frame, and the next ones that are not torch's own."""
-    own = [frame for n, frame in enumerate(stack) if n == 0 or "/torch/" not in frame]
-    found = (FRAME.findall(frame)[0] for frame in own[:FRAMES])
-    return [f"{path}:{line} in {name}" for path, line, name in found]
+def _format_frames(stack: Sequence[str]) -> list[str]:
+    """Return the innermost frame, and the next frames outside torch."""
+    frames = [frame for n, frame in enumerate(stack) if n == 0 or "/torch/" not in frame]
+    fields = (FRAME.findall(frame)[0] for frame in frames[:MAX_FRAMES])
+    return [f"    {path}:{line} in {name}" for path, line, name in fields]
 
 
-def explain(folder: Path) -> Told:
-    """Say what is known of the run in ``folder``.
+def inspect_run(run_dir: Path) -> HangReport:
+    """Diagnose the run in ``run_dir`` from the best source of evidence.
 
     Raises:
-        InvalidConfig: if it is no run.
+        InvalidConfig: if it is not a run directory.
     """
-    job = job_of(folder)
-    logs = folder / "logs"
-    hosts = [found for path in sorted(logs.glob("ranks-*.json")) if (found := _read(path))]
-    living = [host for host in hosts if host["host"] == socket.gethostname() and _lives(host)]
-    if living:
-        return _live(folder, job, living)
-    newest = max((host["time"] for host in hosts), default=0.0)
-    hosts = [host for host in hosts if host["time"] > newest - START]  # not of an earlier start
-    left = _evidence(folder)
-    last = max((evidence["time"] for evidence in left), default=0.0)
-    left = [evidence for evidence in left if evidence["time"] > last - TOGETHER]
-    dumps = [path for path in logs.glob("flight-rank-*") if path.stat().st_mtime > newest]
-    if not left and not dumps:
-        return _nothing(folder, job, hosts)
-    seen = {one["rank"]: _seen(one) for evidence in left for one in evidence["ranks"]}
-    known = [host["world_size"] for host in (left or hosts)]
+    job = job_of(run_dir)
+    logs = run_dir / "logs"
+    hosts = [host for path in sorted(logs.glob("ranks-*.json")) if (host := _read_host_file(path))]
+    alive = [host for host in hosts if host["host"] == socket.gethostname() and _is_alive(host)]
+    if alive:
+        return _inspect_live_ranks(run_dir, job, alive)
+    started = max((host["time"] for host in hosts), default=0.0)
+    hosts = [host for host in hosts if host["time"] > started - SAME_START_SECONDS]
+    evidence = _read_evidence(run_dir)
+    hung = max((host["time"] for host in evidence), default=0.0)
+    evidence = [host for host in evidence if host["time"] > hung - SAME_HANG_SECONDS]
+    dumps = [path for path in logs.glob("flight-rank-*") if path.stat().st_mtime > started]
+    if not evidence and not dumps:
+        return _report_without_evidence(run_dir, job, hosts)
+    by_rank = {s["rank"]: _parse_rank_state(s) for host in evidence for s in host["ranks"]}
     for path in dumps:
-        number = int(path.name.rpartition("-")[2])
-        seen.setdefault(number, seen_in_dump(number, path.read_bytes()))
-    every = [seen[rank] for rank in sorted(seen)]
-    size = max(known, default=every[-1].rank + 1)
-    missing, sentence = verdict(every, size)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last or dumps[0].stat().st_mtime))
-    names = [evidence["host"] for evidence in left]
-    by = f"the watchdog{'s' * (len(names) > 1)} of {', '.join(names)}" if left else "NCCL"
-    ended = "; the run was ended" if any(evidence["ended"] for evidence in left) else ""
-    source = f"seen at {when} by {by}: {len(every)} of {size} ranks{ended}"
-    silent = sorted(set(range(size)) - set(seen))
-    advice = [f"nothing was left by {ranks_text(silent)}: its host died, or had no time"] * (
-        len(silent) > 0
-    )
-    if last and newest > last:
-        advice.append("the run has been started again since")
-    advice += [f"log: {log_path(folder, rank)}" for rank in missing[:4]]
-    return Told(sentence, source, missing, every, [*advice, _next(folder, job)])
+        rank = int(path.name.rpartition("-")[2])
+        by_rank.setdefault(rank, parse_flight_recorder(rank, path.read_bytes()))
+    states = [by_rank[rank] for rank in sorted(by_rank)]
+    world_sizes = [host["world_size"] for host in (evidence or hosts)]
+    world_size = max(world_sizes, default=states[-1].rank + 1)
+    missing, sentence = diagnose_hang(states, world_size)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hung or dumps[0].stat().st_mtime))
+    names = [host["host"] for host in evidence]
+    observer = f"the watchdog{'s' * (len(names) > 1)} of {', '.join(names)}" if evidence else "NCCL"
+    ended = "; the watchdog ended the run" if any(host["ended"] for host in evidence) else ""
+    source = f"recorded at {when} by {observer}: {len(states)} of {world_size} ranks{ended}"
+    silent = sorted(set(range(world_size)) - set(by_rank))
+    advice = []
+    if silent:
+        advice.append(f"no evidence of {ranks_text(silent)}: the host died, or had no time")
+    if hung and started > hung:
+        advice.append("the run has been restarted since")
+    advice += [f"log: {log_path(run_dir, rank)}" for rank in missing[:4]]
+    return HangReport(sentence, source, missing, states, [*advice, _resume_hint(run_dir, job)])
 
 
-def _evidence(folder: Path) -> list[dict[str, Any]]:
-    """What hosts have left of a hang."""
-    paths = sorted((folder / "logs").glob("hang-*.json"))
-    return [evidence for path in paths if (evidence := _read(path))]
+def _read_evidence(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the content of ``logs/hang-HOST.json`` of all hosts."""
+    paths = sorted((run_dir / "logs").glob("hang-*.json"))
+    return [evidence for path in paths if (evidence := _read_host_file(path))]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A file of ours; None if it is gone or no such thing."""
+def _read_host_file(path: Path) -> dict[str, Any] | None:
+    """Return the content of a host's file; None if it is missing or damaged."""
     with suppress(WeftError), reading(path):
         value = read_json(path)
-        for one in value["ranks"]:  # each as it is read later
-            _seen(one) if isinstance(one, dict) else Contact(*one)
+        for rank in value["ranks"]:  # must parse, because it is parsed again later
+            _parse_rank_state(rank) if isinstance(rank, dict) else Contact(*rank)
         if is_number(value["time"]) and isinstance(value["host"], str):
             return value
     return None
 
 
-def _lives(host: dict[str, Any]) -> bool:
+def _is_alive(host: dict[str, Any]) -> bool:
     contacts = [Contact(*contact) for contact in host["ranks"]]
     return any(process_began(contact.pid) == contact.began for contact in contacts)
 
 
-def _seen(told: dict[str, Any]) -> Seen:
-    one = Seen(**told)
-    return one._replace(calls=None if one.calls is None else [Call(**c) for c in told["calls"]])
+def _parse_rank_state(fields: dict[str, Any]) -> RankState:
+    state = RankState(**fields)
+    calls = state.calls and [OpenCollective(**call) for call in fields["calls"]]
+    return state._replace(calls=calls)
 
 
-# --------------------------------------------------------------------------- while it lives
+# --------------------------------------------------------------------------- live ranks
 
 
-def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
-    """Look twice, and ask if nothing has moved."""
-    ranks: list[Watched] = []
-    gone: list[Seen] = []
+def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+    """Read the heartbeats twice, and query the ranks if none has advanced."""
+    ranks: list[RankProbe] = []
+    ended: list[RankState] = []
     for host in hosts:
         for contact in (Contact(*values) for values in host["ranks"]):
             try:
-                ranks.append(Watched(contact))
+                ranks.append(RankProbe(contact))
             except PermissionError:
-                rule = "belongs to another user, and cannot be asked"
-                problem = ConfigError(
-                    "run", str(folder), f"process {contact.pid} {rule}", "be that one"
-                )
-                raise InvalidConfig([problem]) from None
+                rule = f"process {contact.pid} belongs to another user"
+                remedy = "run this command as that user"
+                raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
             except OSError:
-                gone.append(Seen(contact.rank, 0, "", 0.0, "", "", None, []))
-    lines = [rank.look_at() for rank in ranks]
-    time.sleep(LOOK)
-    moved = [rank for rank, line in zip(ranks, lines, strict=True) if rank.look_at() != line]
-    now, world = time.monotonic(), hosts[0]["world_size"]
+                ended.append(RankState(contact.rank, 0, "", 0.0, "", "", None, []))
+    before = [rank.read_heartbeat() for rank in ranks]
+    time.sleep(PROBE_SECONDS)
+    has_progress = [rank.read_heartbeat() for rank in ranks] != before
+    now, world_size = time.monotonic(), hosts[0]["world_size"]
     for rank in ranks:
-        rank.age = now - float(rank.line.split()[0])
-    if moved:
-        steps = sorted({int(rank.line.split()[1]) for rank in ranks})
-        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        said, source = (
-            f"the run moves: it is in {which}",
-            f"seen now, in {len(ranks)} of {world} ranks",
-        )
-        return Told(said, source, [], [], _slow(folder))
-    seen = sorted([*gather_evidence(ranks), *gone])
-    still = min(one.seconds for one in seen)
-    advice, source = [], "seen now"
-    if len(seen) < world:
-        write_evidence(folder, seen, world, ended=False)
-        ours, since = {one.rank for one in seen}, time.time() - still
-        told = [one for each in _evidence(folder) if each["time"] > since for one in each["ranks"]]
-        seen = sorted([*seen, *(one for one in map(_seen, told) if one.rank not in ours)])
-        if len(seen) > len(ours):
+        rank.age = now - float(rank.heartbeat.split()[0])
+    if has_progress:
+        steps = sorted({int(rank.heartbeat.split()[1]) for rank in ranks})
+        span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        source = f"observed now, in {len(ranks)} of {world_size} ranks"
+        sentence = f"no hang: the run makes progress, in {span}"
+        return HangReport(sentence, source, [], [], _describe_straggler(run_dir))
+    states = sorted([*collect_evidence(ranks), *ended])
+    age = min(state.seconds for state in states)
+    advice, source = [], "observed now"
+    if len(states) < world_size:
+        write_evidence(run_dir, states, world_size, ended=False)
+        local, since = {state.rank for state in states}, time.time() - age
+        evidence = [host for host in _read_evidence(run_dir) if host["time"] > since]
+        others = [_parse_rank_state(fields) for host in evidence for fields in host["ranks"]]
+        states = sorted([*states, *(state for state in others if state.rank not in local)])
+        if len(states) > len(local):
             source += " and, by this command, on other hosts"
-    if len(seen) < world:
-        advice.append("for the other hosts' ranks run this there, too: it puts them together")
-    missing, sentence = verdict(seen, world)
+    if len(states) < world_size:
+        advice.append("run this command on the other hosts, too: it combines all hosts")
+    missing, sentence = diagnose_hang(states, world_size)
     if (limit := job.resilience.step_timeout) == 0:
-        advice.append("resilience.step_timeout is 0: the run stands until somebody ends it")
+        advice.append("resilience.step_timeout is 0: the run hangs until you end it")
     else:
-        usual = 10 + job.monitor.log_interval
-        known = f"{limit:g} s" if limit != "auto" else f"60 s, or {usual} times the median step,"
+        num_steps = 10 + job.monitor.log_interval
+        known = (
+            f"{limit:g} s" if limit != "auto" else f"60 s, or {num_steps} times the median step,"
+        )
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
-    source += f", in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"
-    return Told(sentence, source, missing, seen, advice)
+    source += f", in {len(states)} of {world_size} ranks; none has made progress for {age:.0f} s"
+    return HangReport(sentence, source, missing, states, advice)
 
 
-def _slow(folder: Path) -> list[str]:
-    """Whether the newest record names a rank that slows the others down."""
-    last = read_tail(folder / "metrics.jsonl").last or {}
-    straggler_slowdown = last.get("straggler_slowdown")
-    if not isinstance(straggler_slowdown, int | float) or "straggler_rank" not in last:
+def _describe_straggler(run_dir: Path) -> list[str]:
+    """Return a line about the straggler that the newest record names, if there is one."""
+    last = read_tail(run_dir / "metrics.jsonl").last or {}
+    slowdown = last.get("straggler_slowdown")
+    if not isinstance(slowdown, int | float) or "straggler_rank" not in last:
         return []
-    ratio = f"{straggler_slowdown:.1f} times as long"
-    return [f"rank {last['straggler_rank']} is slow, and makes steps {ratio} (step {last['step']})"]
+    effect = f"it makes each step {slowdown:.1f} times as long (step {last['step']})"
+    return [f"rank {last['straggler_rank']} is a straggler: {effect}"]
 
 
 # --------------------------------------------------------------------------- NCCL's own dumps
 
 
-class _Plain(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts; what would call something is refused."""
+class _PlainDataUnpickler(pickle.Unpickler):
+    """Unpickler for plain data; refuses every class and function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
 
-def seen_in_dump(rank: int, data: bytes) -> Seen:
-    """What a rank's Flight Recorder held, by torch's own file.
+def parse_flight_recorder(rank: int, data: bytes) -> RankState:
+    """Return a rank's state from its Flight Recorder dump.
 
     Raises:
-        InvalidConfig: if it is no such file.
+        InvalidConfig: if ``data`` is not such a dump.
     """
     try:
-        dump = _Plain(io.BytesIO(data)).load()
-        found = parse_flight_recorder(dump)
+        dump = _PlainDataUnpickler(io.BytesIO(data)).load()
+        collectives = parse_collectives(dump)
         groups = {
-            name: sorted(json.loads(about["ranks"])) for name, about in dump["pg_config"].items()
+            name: sorted(json.loads(config["ranks"])) for name, config in dump["pg_config"].items()
         }
-    except Exception as error:  # a damaged pickle raises almost anything
-        rule = f"is no dump of torch's Flight Recorder: {error}"
+    except Exception as error:  # a damaged pickle raises almost any exception
+        rule = f"is not a dump of torch's Flight Recorder: {error}"
         raise InvalidConfig(
-            [ConfigError("logs", f"flight-rank-{rank}", rule, "remove it")]
+            [ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")]
         ) from error
 
-    def text(name: str) -> str:
+    def describe_group(name: str) -> str:
         ranks = groups.get(name, [])
         return f"group {name} ({ranks_text(ranks)})" if ranks else f"group {name}"
 
     calls = [
-        Call(text(c.group), c.number, c.name, c.sizes, [] if c.p2p else groups.get(c.group, []))
-        for c in found
-        if c.open
+        OpenCollective(
+            describe_group(c.group),
+            c.seq_id,
+            c.name,
+            c.input_sizes,
+            [] if c.is_p2p else groups.get(c.group, []),
+        )
+        for c in collectives
+        if c.is_pending
     ]
-    done = {text(c.group): c.number for c in found if not (c.open or c.p2p)}
-    return Seen(rank, 0, "", 0.0, "S", "", calls, [], done)
+    done = [c for c in collectives if not (c.is_pending or c.is_p2p)]
+    return RankState(
+        rank, 0, "", 0.0, "S", "", calls, [], {describe_group(c.group): c.seq_id for c in done}
+    )
 
 
 # --------------------------------------------------------------------------- without evidence
 
 
-def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
-    """How the run stands, if there is no sign of a hang."""
-    last = read_tail(folder / "metrics.jsonl").last
+def _report_without_evidence(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+    """Report how the run ended, if there is no evidence of a hang."""
+    last = read_tail(run_dir / "metrics.jsonl").last
     step = last["step"] if last else 0
-    logs, elsewhere = folder / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
+    logs, other_hosts = run_dir / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     if step >= job.train.steps:
-        said = f"no hang: the run is complete, at step {step}"
-    elif reports := read_reports(folder):
-        failure = reports[0]
-        said = f"no hang: rank {failure['rank']} failed: {failure['kind']}: {failure['message']}"
-        advice = [f"log: {log_path(folder, failure['rank'])}", _next(folder, job)]
+        sentence = f"no hang: the run is complete, at step {step}"
+    elif reports := read_error_reports(run_dir):
+        first = reports[0]
+        sentence = f"no hang: rank {first['rank']} failed: {first['kind']}: {first['message']}"
+        advice = [f"log: {log_path(run_dir, first['rank'])}", _resume_hint(run_dir, job)]
     elif not hosts and last is None:
-        said = "no hang: no rank of this run has ever come to its first step"
-        advice.append(_next(folder, job))
-    elif elsewhere:
-        said = "no sign of a hang, and no rank lives on this host"
-        advice.insert(0, f"it was started on {', '.join(sorted(elsewhere))}: run this there")
+        sentence = "no hang: no rank of this run has reached its first step"
+        advice.append(_resume_hint(run_dir, job))
+    elif other_hosts:
+        sentence = "no evidence of a hang, and no live rank on this host"
+        hosts_text = ", ".join(sorted(other_hosts))
+        advice.insert(0, f"the run was started on {hosts_text}: run this command there")
     else:
-        said = f"no hang: the run was stopped at step {step} of {job.train.steps}, or killed"
-        advice.append(_next(folder, job))
-    return Told(said, "there are no ranks that live, and no evidence in logs/", [], [], advice)
+        sentence = f"no hang: the run was stopped or killed at step {step} of {job.train.steps}"
+        advice.append(_resume_hint(run_dir, job))
+    return HangReport(sentence, "no live ranks, and no evidence in logs/", [], [], advice)
 
 
-def _next(folder: Path, job: Job) -> str:
-    return resume_hint(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))
+def _resume_hint(run_dir: Path, job: Job) -> str:
+    return resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint.dir, run_dir)))

@@ -1,12 +1,11 @@
-"""Nodes of Kubernetes: a Kubeflow TrainJob (Trainer v2), or a JobSet.
+"""Kubernetes: a Kubeflow TrainJob (Trainer v2), or a JobSet.
 
-Both come to the same: an Indexed Job whose pods run ``weft train``, one a node, with ``PET_*`` in
-their environment, from which `weft.train.environment` knows who they are.  Kubeflow sets those of a
-TrainJob, and here they are set for a JobSet.  A TrainJob refers to a runtime; it gets one of its
-own, because what matters is in there: shared memory, the volume, the time to save, and which exit
-statuses start a pod again.
+Both create an Indexed Job whose pods run ``weft train``, one per node.  `weft.train.environment`
+detects the rank of a pod from ``PET_*`` variables, which Kubeflow sets for a TrainJob, and this
+module for a JobSet.  A TrainJob gets its own TrainingRuntime, which has the relevant settings:
+shared memory, the volume, the time to save, and the exit statuses that restart a pod.
 
-Validated by ``kubeflow_trainer_api``, the published models of both interfaces.
+``kubeflow_trainer_api``, the published models of both APIs, validates the manifest.
 """
 
 from __future__ import annotations
@@ -17,63 +16,66 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, MISTAKE, REQUEUE
+from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
 from weft.cluster.scheduler import (
+    INTEGER_PATTERN,
     RUN_DIR,
-    WHOLE,
     Option,
+    build_command,
+    build_script,
     check_name,
-    command,
-    common_problems,
-    lines_of,
-    own_recipe,
-    script,
-    seconds,
+    check_options,
+    parse_duration,
+    run_cli,
+    standalone_recipe,
+    stream_cli,
     to_yaml,
-    tool,
-    unchecked,
+    warn_unchecked,
 )
-from weft.cluster.submit import Request
+from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError, WeftError
 from weft.train.environment import PORT
 
-ENDING = ".yaml"
+FILE_SUFFIX = ".yaml"
 KINDS = ("trainjob", "jobset")
 OPTIONS = {
     "kind": Option(
         "trainjob (Kubeflow Trainer v2) or jobset", "|".join(KINDS), "must be trainjob or jobset"
     ),
     "claim": Option("PersistentVolumeClaim that all nodes share (ReadWriteMany), mounted at /runs"),
-    "namespace": Option("where to; kubectl's own, if not given"),
-    "cpu": Option("cores of a node"),
-    "memory": Option("of a node: 64Gi"),
-    "efa": Option("EFA devices of a node: 32 of a p5.48xlarge", WHOLE, "must be a whole number"),
+    "namespace": Option("namespace; default: that of kubectl"),
+    "cpu": Option("cores per node"),
+    "memory": Option("memory per node: 64Gi"),
+    "efa": Option(
+        "EFA devices per node: 32 on a p5.48xlarge", INTEGER_PATTERN, "must be an integer"
+    ),
     "account": Option("service account of the pods"),
 }
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
-# What ranks have to finish a step and save, after a pod was told to end.
+# Time for the ranks to finish a step and save after Kubernetes ends a pod.
 GRACE_SECONDS = 600
-# Pods that ended otherwise than by 0, 1, 2, 75 or a disruption: lost, unfit or hung.
-LOST_NODES = 6
+# Restarts after a lost, unhealthy or hung pod (not status 0, 1, 2 or 75, and no disruption).
+MAX_LOST_NODES = 6
 
 
-def problems(request: Request) -> list[ConfigError]:
-    """What cannot be asked for here."""
-    found = common_problems(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
-    found += check_name(request, f"/runs/{request.name} in the claim")
+def find_problems(request: JobRequest) -> list[ConfigError]:
+    """Return the configuration errors of a request."""
+    errors = check_options(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+    errors += check_name(request, f"/runs/{request.name} in the claim")
     if request.name[:1].isdigit():
-        rule = f"names the run {request.name}, and what Kubernetes runs begins with a letter"
-        found.append(ConfigError("run.dir", str(request.run_dir), rule, "use another --run.dir"))
+        rule = f"names the run {request.name}, but a name in Kubernetes must begin with a letter"
+        errors.append(ConfigError("run.dir", str(request.run_dir), rule, "use another --run.dir"))
     if request.job.launch.image == "auto":
-        rule = "Kubernetes has no default image, and Kubeflow's has no weft in it"
-        found.append(ConfigError("launch.image", "auto", rule, "name one; docs/kubernetes.md"))
-    return found
+        rule = "is not possible: neither Kubernetes nor Kubeflow has an image with weft"
+        remedy = "name an image; see docs/kubernetes.md"
+        errors.append(ConfigError("launch.image", "auto", rule, remedy))
+    return errors
 
 
-def render(request: Request) -> str:
-    """The documents: the recipe unless it is a shipped one, and what runs it."""
+def render(request: JobRequest) -> str:
+    """Return the manifest: the recipe unless it is a shipped one, and the job."""
     options = request.job.launch.options
-    recipe = own_recipe(request)
+    recipe = standalone_recipe(request)
     documents: list[dict[str, Any]] = []
     if recipe is not None:
         documents.append(
@@ -89,19 +91,17 @@ def render(request: Request) -> str:
     else:
         documents += _trainjob(request, recipe is not None)
     space = f" -n {options['namespace']}" if "namespace" in options else ""
-    head = (
-        f"The nodes of the run {request.name}; its folder is /runs/{request.name} in the claim.\n"
-    )
-    head += f"It is not in {request.run_dir} of this machine, which has the record of this launch."
+    head = f"Nodes of the run {request.name}; its directory is /runs/{request.name} in the claim.\n"
+    head += f"{request.run_dir} on the submitting machine only has the record of this launch."
     return to_yaml(documents, f"{head}\nkubectl apply{space} -f FILE")
 
 
-def _metadata(request: Request, name: str) -> dict[str, Any]:
+def _metadata(request: JobRequest, name: str) -> dict[str, Any]:
     space = request.job.launch.options.get("namespace")
     return {"name": name} | ({"namespace": space} if space else {})
 
 
-def _trainjob(request: Request, recipe: bool) -> list[dict[str, Any]]:
+def _trainjob(request: JobRequest, recipe: bool) -> list[dict[str, Any]]:
     job = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
         "spec": _job(request, recipe, []),
@@ -132,17 +132,21 @@ def _trainjob(request: Request, recipe: bool) -> list[dict[str, Any]]:
     return [runtime, train]
 
 
-def _jobset(request: Request, recipe: bool) -> dict[str, Any]:
-    least, most = request.nodes
+def _jobset(request: JobRequest, recipe: bool) -> dict[str, Any]:
+    min_nodes, max_nodes = request.nodes
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     environment: list[dict[str, Any]] = [
-        {"name": "PET_NNODES", "value": str(most) if least == most else f"{least}:{most}"},
+        {
+            "name": "PET_NNODES",
+            "value": str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
+        },
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        # Of a JobSet's pods: JOBSET-JOB-NUMBER-INDEX, in the subdomain JOBSET.
+        # Host name of a JobSet's pod: JOBSET-JOB-NUMBER-INDEX, in the subdomain JOBSET.
         {"name": "PET_MASTER_ADDR", "value": f"{request.name}-node-0-0.{request.name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
     ]
-    spec = {"completions": most, "parallelism": most} | _job(request, recipe, environment)
+    spec = {"completions": max_nodes, "parallelism": max_nodes}
+    spec |= _job(request, recipe, environment)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -154,10 +158,10 @@ def _jobset(request: Request, recipe: bool) -> dict[str, Any]:
     }
 
 
-def _job(request: Request, recipe: bool, environment: list[dict[str, Any]]) -> dict[str, Any]:
-    """The spec of the Indexed Job, a pod a node."""
+def _job(request: JobRequest, recipe: bool, environment: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the spec of the Indexed Job, with one pod per node."""
     launch = request.job.launch
-    words = command(
+    words = build_command(
         request,
         "/etc/weft/recipe.toml" if recipe else request.words[2],
         {RUN_DIR: f"/runs/{request.name}"},
@@ -174,12 +178,12 @@ def _job(request: Request, recipe: bool, environment: list[dict[str, Any]]) -> d
         limits["nvidia.com/gpu"] = str(request.devices)
     if "efa" in launch.options:
         limits["vpc.amazonaws.com/efa"] = launch.options["efa"]
-        # libfabric's huge pages would have to be asked for, too; and they fail after a fork.
+        # libfabric's huge pages would need a limit of their own, and they fail after a fork.
         environment = [*environment, {"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
     container: dict[str, Any] = {
         "name": "node",
         "image": launch.image,
-        "command": ["bash", "-c", script(launch.setup, words)] if launch.setup else words,
+        "command": ["bash", "-c", build_script(launch.setup, words)] if launch.setup else words,
     }
     if environment:
         container["env"] = environment
@@ -194,17 +198,17 @@ def _job(request: Request, recipe: bool, environment: list[dict[str, Any]]) -> d
         pod["serviceAccountName"] = launch.options["account"]
     ends = {"containerName": "node", "operator": "In"}
     return {
-        "activeDeadlineSeconds": seconds(launch.time_limit),
-        "backoffLimit": LOST_NODES,
+        "activeDeadlineSeconds": parse_duration(launch.time_limit),
+        "backoffLimit": MAX_LOST_NODES,
         "podFailurePolicy": {
             "rules": [
-                # Evicted, preempted: another one comes, and the run goes on.
+                # Evicted or preempted: Kubernetes starts another pod, and the run resumes.
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                 },
                 {"action": "Ignore", "onExitCodes": ends | {"values": [REQUEUE]}},
-                {"action": "FailJob", "onExitCodes": ends | {"values": [FAILED, MISTAKE]}},
+                {"action": "FailJob", "onExitCodes": ends | {"values": [FAILED, USAGE_ERROR]}},
             ]
         },
         "template": {"spec": pod | {"containers": [container], "volumes": volumes}},
@@ -215,60 +219,62 @@ def _job(request: Request, recipe: bool, environment: list[dict[str, Any]]) -> d
 
 
 def check(text: str) -> list[str]:
-    """What is wrong by the published models, unknown fields included."""
+    """Return the errors of a manifest, including fields that the models do not have."""
     import yaml
 
     try:
         from kubeflow_trainer_api import models
     except ImportError:
-        return unchecked("the published models", "pip install 'weft[kubernetes]'")
+        return warn_unchecked("the published models", "pip install 'weft[kubernetes]'")
     kinds = {
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
         "JobSet": models.JobsetV1alpha2JobSet,
         "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
     }
-    found = []
+    errors = []
     for document in yaml.safe_load_all(text):
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind not in kinds:
-            found.append(f"kind {kind}: is none of {', '.join(kinds)}")
+            errors.append(f"kind {kind}: is not one of {', '.join(kinds)}")
             continue
         try:
-            read = kinds[kind].from_dict(document).to_dict()
-        except ValueError as error:  # pydantic's
-            found.append(f"{kind}: {error}")
+            parsed = kinds[kind].from_dict(document).to_dict()
+        except ValueError as error:  # of pydantic
+            errors.append(f"{kind}: {error}")
             continue
-        found += [f"{kind}: no field {path}" for path in _lost(document, read, "")]
-    return found
+        errors += [
+            f"{kind}: no field {path}" for path in _find_dropped_fields(document, parsed, "")
+        ]
+    return errors
 
 
-def _lost(given: Any, read: Any, path: str) -> Iterator[str]:
-    """Where in ``given`` is what the models did not take over."""
-    if isinstance(given, dict) and isinstance(read, dict):
+def _find_dropped_fields(given: Any, parsed: Any, path: str) -> Iterator[str]:
+    """Yield the paths of the fields in ``given`` that the models do not have."""
+    if isinstance(given, dict) and isinstance(parsed, dict):
         for name, value in given.items():
-            if name not in read:
+            if name not in parsed:
                 yield f"{path}.{name}"
             else:
-                yield from _lost(value, read[name], f"{path}.{name}")
-    elif isinstance(given, list) and isinstance(read, list):
-        for number, (one, other) in enumerate(zip(given, read, strict=False)):
-            yield from _lost(one, other, f"{path}[{number}]")
+                yield from _find_dropped_fields(value, parsed[name], f"{path}.{name}")
+    elif isinstance(given, list) and isinstance(parsed, list):
+        for number, (value, parsed_value) in enumerate(zip(given, parsed, strict=False)):
+            yield from _find_dropped_fields(value, parsed_value, f"{path}[{number}]")
 
 
-# --------------------------------------------------------------------------- a cluster
+# --------------------------------------------------------------------------- cluster
 
 
-def submit(path: Path, request: Request) -> str:
-    """Hand the file in; NAMESPACE/KIND/NAME, the namespace empty if it is kubectl's own."""
+def submit(path: Path, request: JobRequest) -> str:
+    """Submit the manifest; return NAMESPACE/KIND/NAME (no NAMESPACE: kubectl's own)."""
     options = request.job.launch.options
     space, kind = options.get("namespace", ""), options.get("kind", KINDS[0])
     if _kubectl(space, "get", kind, request.name, "--ignore-not-found", "-o", "name").strip():
-        rule = f"there is a {kind} {request.name} already"
-        raise WeftError(f"{rule}: weft launch stop, kubectl delete, or another --run.dir")
+        remedy = "use weft job cancel, kubectl delete, or another --run.dir"
+        raise WeftError(f"{kind} {request.name} already exists; {remedy}")
     try:
         _kubectl(space, "apply", "-f", str(path))
-    except WeftError:  # of several documents some may have been taken
+    except WeftError:  # kubectl may have created some of the objects
         with suppress(WeftError):
             _kubectl(space, "delete", "--ignore-not-found", "--wait=false", "-f", str(path))
         raise
@@ -276,55 +282,65 @@ def submit(path: Path, request: Request) -> str:
 
 
 def status(id: str) -> str:
-    """One line that begins with 'waiting' or 'running' (on which nodes), or how it ended."""
+    """Return one line: 'waiting...', 'running...' with nodes, or how the job ended."""
     space, kind, name = id.split("/")
-    told = _kubectl(space, "get", kind, name, "--ignore-not-found", "-o", "json")
-    if not told.strip():
-        return f"ended: there is no {kind} {name} any more"
-    found = json.loads(told)
-    true = [c for c in found.get("status", {}).get("conditions", []) if c["status"] == "True"]
-    for condition in true:
+    output = _kubectl(space, "get", kind, name, "--ignore-not-found", "-o", "json")
+    if not output.strip():
+        return f"ended: {kind} {name} has been deleted"
+    conditions = json.loads(output).get("status", {}).get("conditions", [])
+    for condition in (c for c in conditions if c["status"] == "True"):
         if condition["type"] in ("Complete", "Completed"):
             return "complete"
-        said = condition.get("message") or condition.get("reason", "")
+        message = condition.get("message") or condition.get("reason", "")
         if condition["type"] == "Failed":
-            return f"failed: {said}"
+            return f"failed: {message}"
         if condition["type"] == "Suspended":
-            return f"waiting: suspended: {said}"
-    pods = json.loads(_kubectl(space, "get", "pods", "-l", _pods(name), "-o", "json"))["items"]
+            return f"waiting: suspended: {message}"
+    pods = json.loads(_kubectl(space, "get", "pods", "-l", _pod_selector(name), "-o", "json"))[
+        "items"
+    ]
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
     if not running:
-        return f"waiting: {len(pods)} pods, none of which runs"
+        return f"waiting: {len(pods)} pods, none of them running"
     nodes = sorted(pod["spec"].get("nodeName", "?") for pod in running)
     return f"running: {len(running)} of {len(pods)} pods, on {', '.join(nodes)}"
 
 
 def logs(id: str, follow: bool) -> Iterator[str]:
-    """Lines that the job has printed, each after its pod's name."""
+    """Yield the lines that the job has printed, each after the name of its pod."""
     space, _, name = id.split("/")
-    words = ["kubectl", *_space(space), "logs", "-l", _pods(name), "--prefix", "--tail=-1"]
-    # As many as there may be nodes: kubectl's own limit is 5.
-    more = ["--follow", "--max-log-requests=1000"] if follow else []
-    return lines_of(*words, *more, remedy=REMEDY)
+    words = [
+        "kubectl",
+        *_namespace_option(space),
+        "logs",
+        "-l",
+        _pod_selector(name),
+        "--prefix",
+        "--tail=-1",
+    ]
+    # kubectl's default limit is 5 pods.
+    options = ["--follow", "--max-log-requests=1000"] if follow else []
+    return stream_cli(*words, *options, remedy=REMEDY)
 
 
-def stop(id: str) -> str:
-    """Have it save and end."""
+def cancel(id: str) -> str:
+    """Delete the job, whose pods save and end; return a message."""
     space, kind, name = id.split("/")
-    for what in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
-        _kubectl(space, "delete", what, name, "--wait=false", "--ignore-not-found")
+    for object_kind in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
+        _kubectl(space, "delete", object_kind, name, "--wait=false", "--ignore-not-found")
     recipe = f"{name}-recipe"
     _kubectl(space, "delete", "configmap", recipe, "--wait=false", "--ignore-not-found")
-    return f"deleted {kind} {name}: its pods have {GRACE_SECONDS} s to save; /runs/{name} stays"
+    grace = f"its pods have {GRACE_SECONDS} s to save a checkpoint"
+    return f"deleted {kind} {name}: {grace}; /runs/{name} remains"
 
 
 def _kubectl(namespace: str, *words: str) -> str:
-    return tool("kubectl", *_space(namespace), *words, remedy=REMEDY)
+    return run_cli("kubectl", *_namespace_option(namespace), *words, remedy=REMEDY)
 
 
-def _space(namespace: str) -> list[str]:
+def _namespace_option(namespace: str) -> list[str]:
     return [f"--namespace={namespace}"] if namespace else []
 
 
-def _pods(name: str) -> str:
+def _pod_selector(name: str) -> str:
     return f"jobset.sigs.k8s.io/jobset-name={name}"

@@ -1,4 +1,4 @@
-"""Start the ranks of one host through torch's elastic agent, and again after a failure."""
+"""Launch and restart the ranks of one node with torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -29,137 +29,155 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from weft.cluster import REQUEUE
-from weft.cluster.rank_exit import log_path, read_reports, status
-from weft.cluster.rendezvous import JOIN, RendezvousHandler, open_rendezvous
+from weft.cluster.rank_exit import log_path, process_status, read_error_reports
+from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
 from weft.config.schema import Job, flatten
 from weft.monitor.process import PYTHON, on_one_host
 from weft.monitor.signals import STOP_SIGNALS
 from weft.plan.resolve import Plan
 from weft.train.environment import is_loopback
 
-# A signal so soon after the first is the same one: a terminal sends it to a whole process group,
-# and a wrapper (docker, uv run) passes its own on as well.
-SAME_SECONDS = 1.0
-STOPPING = (
-    "\nCtrl-C: the ranks finish the step and save. Again: they end at once, and the steps since "
-    "the last checkpoint are lost."
+# A second signal within this time is a duplicate: a terminal signals the whole process group, and
+# a wrapper (docker, uv run) forwards the signal that it received.
+DUPLICATE_SIGNAL_SECONDS = 1.0
+STOP_MESSAGE = (
+    "\nCtrl-C: the ranks finish this step, save a checkpoint and stop. A second Ctrl-C kills them "
+    "at once, and loses the steps since the last checkpoint."
 )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks ended: the first cause, not what followed from it on other ranks."""
+    """Root cause of a failed run, not its consequences on other ranks."""
 
     rank: int
     kind: str  # the exception's class, or the signal's name
     message: str
     traceback: str
     log: Path
-    foreseen: bool = False  # the message says it all
-    transient: bool = True  # another attempt may fare better
-    where: str = ""  # 'in step 7', where that is known
-    hopeless: str = ""  # why there is no other attempt, where that needs saying
+    foreseen: bool = False  # the message explains the failure; no traceback is needed
+    transient: bool = True  # a restart may succeed
+    where: str = ""  # 'in step 7', if known
+    no_retry_reason: str = ""  # why there is no restart, unless `transient` explains it
 
 
 class Requeue(Exception):
-    """The run is to be gone on with by the same command, for the reason that it says."""
+    """The run stopped for the given reason; the shared_config command resumes it."""
 
 
 def launch(
     job: Job,
     plan: Plan,
-    store: Path,
-    say: Callable[[str], object],
-    tell: Callable[[Failure], object],
+    dataset_dir: Path,
+    log: Callable[[str], object],
+    on_restart: Callable[[Failure], object],
 ) -> Failure | None:
-    """Run this host's ranks of ``plan`` until the run ends, however often they must start again.
+    """Run this node's ranks until the run ends, and restart them when necessary.
 
-    Whatever ends the ranks comes back to one place, here: a crash, a kill, a node that came or
-    went (`weft.cluster.rendezvous`), a stop signal.  That goes on to the ranks, which finish the step and
-    save; a second one kills them.  The node of several that got it leaves, the others go on.
+    This function alone decides what follows a crash, a kill, a node that joined or left
+    (`weft.cluster.rendezvous`), or a stop signal.  It forwards a stop signal to the ranks, which
+    finish the step and save; a second signal kills them.  On several nodes, only the node that
+    received the signal leaves; the others continue.
 
     Args:
-        say: told what people may want to know.
-        tell: told of a failure that is followed by another attempt.
+        dataset_dir: the tokenized dataset.
+        log: receives messages for the user.
+        on_restart: receives each failure that is followed by a restart.
 
     Returns:
-        None if all ended well.
+        None if the run succeeded.
 
     Raises:
-        Stopped: see above.
-        KeyboardInterrupt: after the ranks were killed, on a second signal or Ctrl-C.
+        Requeue: if the run stopped and can resume.
+        KeyboardInterrupt: after a second signal killed the ranks.
     """
-    folder, several = Path(plan.run_dir), plan.node_counts[-1] > 1
-    endpoint = plan.rendezvous if several else "localhost:0"
-    prepare_for_torch(plan, endpoint, folder)
+    run_dir, is_multi_node = Path(plan.run_dir), plan.node_counts[-1] > 1
+    endpoint = plan.rendezvous if is_multi_node else "localhost:0"
+    configure_elastic_agent(plan, endpoint, run_dir)
     killed: set[int] = set()
-    others = children()  # of the program that calls weft
+    other_children = child_pids()  # of the program that calls weft
 
-    def kill() -> signal.Signals:
-        """What is left after a failure hangs, or soon will: torch gives it 30 s after a SIGTERM."""
-        for child in children() - others:
+    def kill_ranks() -> signal.Signals:
+        # After a failure the other ranks hang, and torch waits 30 s for each after a SIGTERM.
+        for child in child_pids() - other_children:
             killed.add(child)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         return signal.SIGKILL
 
-    def save() -> None:
-        arguments = (signal.SIGTERM, threading.Event(), others, children() - others)
-        threading.Thread(target=pass_on, args=arguments, daemon=True).start()
+    def stop_ranks() -> None:
+        ranks = child_pids() - other_children
+        arguments = (signal.SIGTERM, threading.Event(), other_children, ranks)
+        threading.Thread(target=forward_signal, args=arguments, daemon=True).start()
 
-    # Private, and the only way to it.
-    multiprocessing._get_default_signal = kill
-    same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
-    same |= {"run.nproc_per_node": plan.local_world_size, "run.nodes": list(plan.node_counts)}
-    meeting = open_rendezvous(
-        endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say
+    # Private in torch, but it has no public hook.
+    multiprocessing._get_default_signal = kill_ranks
+    shared_config = {
+        key: value for key, value in flatten(job).items() if not key.startswith("run.")
+    }
+    shared_config |= {
+        "run.nproc_per_node": plan.local_world_size,
+        "run.nodes": list(plan.node_counts),
+    }
+    rendezvous = open_rendezvous(
+        endpoint,
+        run_dir.name,
+        plan.node_counts,
+        shared_config,
+        kill_ranks=kill_ranks,
+        stop_ranks=stop_ranks,
+        log=log,
     )
-    spec = worker_spec(plan, store, meeting)
+    spec = build_worker_spec(plan, dataset_dir, rendezvous)
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
-        with passing_on_signals(limit, lambda: several and meeting.joining, say, others) as came:
-            while not (came and several):
-                result = run_once(spec, meeting)
+        with forward_signals(
+            limit, lambda: is_multi_node and rendezvous.is_joining, log, other_children
+        ) as received:
+            while not (received and is_multi_node):
+                result = run_once(spec, rendezvous)
                 if result is None:
-                    return ended_elsewhere(meeting)
+                    return get_remote_failure(rendezvous)
                 if not result.is_failed():
-                    meeting.end(None)
+                    rendezvous.end_run(None)
                     return None
                 if any(failure.exitcode == REQUEUE for failure in result.failures.values()):
-                    if several:
+                    if is_multi_node:
                         continue
                     break
-                ranks = range(meeting.nodes * plan.local_world_size)
-                failure = first_cause(folder, ranks, result.failures, killed, meeting.began)
+                ranks = range(rendezvous.num_nodes * plan.local_world_size)
+                failure = find_root_cause(
+                    run_dir, ranks, result.failures, killed, rendezvous.start_time
+                )
                 if failure is None:
-                    continue  # another node has gone
-                failure = judge(failure, failures, job.resilience.max_restarts_per_hour)
-                if failure.hopeless or not failure.transient or came:
-                    if not came:
-                        meeting.end(asdict(failure) | {"log": str(failure.log)})
+                    continue  # another node was lost
+                failure = record_failure(failure, failures, job.resilience.max_restarts_per_hour)
+                if failure.no_retry_reason or not failure.transient or received:
+                    if not received:
+                        rendezvous.end_run(asdict(failure) | {"log": str(failure.log)})
                     return failure
-                tell(failure)
+                on_restart(failure)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except RendezvousConnectionError as error:
-        raise Requeue(f"the meeting place of the nodes, {endpoint}, is gone") from error
+        raise Requeue(f"lost the rendezvous endpoint {endpoint}") from error
     except RendezvousTimeoutError as error:
-        rule = f"fewer than {plan.node_counts[0]} nodes came within {JOIN}"
-        raise Requeue(rule) from error
+        reason = f"fewer than {plan.node_counts[0]} nodes joined within {JOIN_TIMEOUT}"
+        raise Requeue(reason) from error
     finally:
-        meeting.leave()
-    raise Requeue("stopped and saved")
+        rendezvous.leave()
+    raise Requeue("saved a checkpoint and stopped")
 
 
-def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
-    """What torch's agent and the ranks take from the environment, and where the agent logs."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    several = plan.node_counts[-1] > 1
-    host = f"-{socket.gethostname()}" if several else ""
-    _log_to(folder / "logs" / f"launcher{host}.log")
-    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
-    # All nodes have as many ranks: they need not tell each other how many.
+def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:
+    """Set the environment of torch's agent and the ranks, and the agent's log file."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    is_multi_node = plan.node_counts[-1] > 1
+    host = f"-{socket.gethostname()}" if is_multi_node else ""
+    _log_to(run_dir / "logs" / f"launcher{host}.log")
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))
+    # All nodes have the same number of ranks, so they need not exchange it.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     if is_loopback(endpoint):
@@ -167,24 +185,24 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
-def worker_spec(plan: Plan, store: Path, meeting: RendezvousHandler) -> WorkerSpec:
-    """This host's ranks, as torch's agent starts them: once, for what is next is decided here."""
+def build_worker_spec(plan: Plan, dataset_dir: Path, rendezvous: RendezvousHandler) -> WorkerSpec:
+    """Return this node's WorkerSpec, without restarts, on which `launch` decides."""
     python, *rest = PYTHON
     return WorkerSpec(
         role="rank",
         local_world_size=plan.local_world_size,
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         entrypoint=python,
-        args=(*rest, "weft.cluster.worker", plan.run_dir, str(store)),
+        args=(*rest, "weft.cluster.worker", plan.run_dir, str(dataset_dir)),
         max_restarts=0,
         monitor_interval=0.1,
     )
 
 
-def run_once(spec: WorkerSpec, meeting: RendezvousHandler) -> RunResult | None:
-    """Meet the other nodes and run the ranks until they end; None if the run is over."""
+def run_once(spec: WorkerSpec, rendezvous: RendezvousHandler) -> RunResult | None:
+    """Join the rendezvous and run the ranks until they end; None if the run is over."""
     while True:
-        # torch's own folder of logs is not used.
+        # weft does not use torch's log directory.
         agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
         try:
             result: RunResult | None = agent.run()
@@ -192,81 +210,84 @@ def run_once(spec: WorkerSpec, meeting: RendezvousHandler) -> RunResult | None:
         except RendezvousClosedError:
             return None
         except DistError:
-            if not meeting.several:
+            if not rendezvous.is_multi_node:
                 raise
-            # A node went away while they met: once more.
+            # A node left during the rendezvous: try again.
 
 
-def ended_elsewhere(meeting: RendezvousHandler) -> Failure | None:
-    """Why another node has ended the run; None if it ended well."""
-    found = meeting.verdict()
-    return None if found is None else Failure(**(found | {"log": Path(found["log"])}))
+def get_remote_failure(rendezvous: RendezvousHandler) -> Failure | None:
+    """Return the failure with which another node ended the run; None if it succeeded."""
+    failure = rendezvous.get_failure()
+    return None if failure is None else Failure(**(failure | {"log": Path(failure["log"])}))
 
 
-def judge(failure: Failure, before: list[tuple[float, Failure]], most: int) -> Failure:
-    """Note a failure among those ``before``; its ``hopeless`` says what speaks against a restart.
+def record_failure(
+    failure: Failure, history: list[tuple[float, Failure]], max_restarts: int
+) -> Failure:
+    """Append a failure to ``history``; set ``no_retry_reason`` to prevent a restart.
 
     Args:
-        most: restarts within an hour.
+        max_restarts: maximum number of restarts within one hour.
     """
     now = time.monotonic()
-    last = before[-1][1] if before else None
-    before.append((now, failure))
-    recent = sum(when > now - 3600 for when, _ in before)
+    last = history[-1][1] if history else None
+    history.append((now, failure))
+    recent = sum(failed_at > now - 3600 for failed_at, _ in history)
     if last and failure.where and (failure.kind, failure.where) == (last.kind, last.where):
-        return replace(failure, hopeless="the same as last time, at the same place")
-    if most and failure.transient and recent > most:
-        hopeless = f"the {most} restarts an hour of resilience.max_restarts_per_hour are used up"
-        return replace(failure, hopeless=hopeless)
-    return failure if most else replace(failure, transient=False)
+        reason = f"the restarted run failed again with {failure.kind} {failure.where}"
+        return replace(failure, no_retry_reason=reason)
+    if max_restarts and failure.transient and recent > max_restarts:
+        reason = f"resilience.max_restarts_per_hour = {max_restarts} restarts are used up"
+        return replace(failure, no_retry_reason=reason)
+    return failure if max_restarts else replace(failure, transient=False)
 
 
 @contextmanager
-def passing_on_signals(
+def forward_signals(
     limit: float,
-    waiting: Callable[[], bool],
-    say: Callable[[str], object],
-    others: Collection[int] = (),
+    is_waiting: Callable[[], bool],
+    log: Callable[[str], object],
+    other_children: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Inside, the first stop signal goes on to the ranks, and the second one kills them.
+    """Forward the first stop signal to the ranks; the second signal kills them.
 
-    Ranks get SIGTERM, whatever came: a Python process that has not set its handlers yet would end
-    at SIGINT.  They have sessions of their own, so Ctrl-C on a terminal does not reach them.
+    The ranks always receive SIGTERM: SIGINT would end a Python process that has not installed its
+    handlers yet.  Each rank has its own session, so Ctrl-C on a terminal does not reach it.
 
     Args:
-        limit: seconds after which the first comes of itself; 0: never.
-        waiting: whether there are no ranks to wait for.
-        say: called with what Ctrl-C does.
-        others: children that are no ranks.
+        limit: seconds after which a stop signal is raised here; 0: never.
+        is_waiting: returns True while no ranks are running.
+        log: receives an explanation of Ctrl-C.
+        other_children: child processes that are not ranks.
 
     Yields:
-        The stop signals that came.
+        The list of stop signals received.
     """
-    came: list[int] = []
-    first = 0.0  # when the first came
-    asked, over = threading.Event(), threading.Event()
+    received: list[int] = []
+    first_time = 0.0  # of the first signal
+    stop_requested, is_over = threading.Event(), threading.Event()
 
     def stop_ranks() -> None:
-        asked.wait()
-        if not over.is_set():
-            if came[0] == signal.SIGINT:
-                say(STOPPING)
-            pass_on(signal.SIGTERM, over, others)
+        stop_requested.wait()
+        if not is_over.is_set():
+            if received[0] == signal.SIGINT:
+                log(STOP_MESSAGE)
+            forward_signal(signal.SIGTERM, is_over, other_children)
 
     def handle(number: int, frame: object) -> None:
-        nonlocal first
-        if came:
-            if time.monotonic() < first + SAME_SECONDS:
+        nonlocal first_time
+        if received:
+            if time.monotonic() < first_time + DUPLICATE_SIGNAL_SECONDS:
                 return
             raise SignalException("a second signal", signal.SIGKILL)
-        first = time.monotonic()  # before the next line: another signal may come between them
-        came.append(number)
-        if waiting():
+        first_time = time.monotonic()  # first, because another signal may interrupt here
+        received.append(number)
+        if is_waiting():
             raise Requeue("stopped")
-        asked.set()
+        stop_requested.set()
 
     def expire() -> None:
-        if not came:
+        if not received:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
@@ -276,84 +297,86 @@ def passing_on_signals(
         timer.start()
     threading.Thread(target=stop_ranks, daemon=True).start()
     try:
-        yield came
+        yield received
     finally:
-        over.set()
-        asked.set()  # ends the thread
+        is_over.set()
+        stop_requested.set()  # ends the thread
         timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def pass_on(
+def forward_signal(
     number: int,
-    over: threading.Event,
-    others: Collection[int],
-    among: Collection[int] | None = None,
+    is_over: threading.Event,
+    excluded: Collection[int],
+    targets: Collection[int] | None = None,
 ) -> None:
-    """Send a signal once to every child of this process, as soon as it would not kill it.
+    """Send a signal once to each child process, as soon as the child handles it.
 
     Args:
-        over: ends it.
-        others: get none.
-        among: only to these; without it also to children that come later.
+        number: the signal.
+        is_over: set it to end the loop.
+        excluded: children that receive no signal.
+        targets: the children to signal; None: all, including children that start later.
     """
-    told = set(others)
-    while not over.wait(0.05):
-        left = (children() if among is None else children().intersection(among)) - told
-        for child in left:
-            if catches(child, number):
+    done = set(excluded)
+    while not is_over.wait(0.05):
+        pending = (child_pids() if targets is None else child_pids().intersection(targets)) - done
+        for child in pending:
+            if handles_signal(child, number):
                 with suppress(ProcessLookupError):
                     os.kill(child, number)
-                told.add(child)
-        if among is not None and not left:
+                done.add(child)
+        if targets is not None and not pending:
             return
 
 
-def children() -> set[int]:
-    """The process ids of this process's children that have not ended."""
-    mine = str(os.getpid())
+def child_pids() -> set[int]:
+    """Return the process ids of this process's running children."""
+    own_pid = str(os.getpid())
     if sys.platform.startswith("linux"):
-        processes = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-        found = {process for process in processes if status(process).get("PPid") == mine}
+        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        children = {pid for pid in pids if process_status(pid).get("PPid") == own_pid}
     else:
-        listed = subprocess.run(["pgrep", "-P", mine], capture_output=True, text=True, check=False)
-        found = {int(line) for line in listed.stdout.split()}
+        pgrep = ["pgrep", "-P", own_pid]
+        result = subprocess.run(pgrep, capture_output=True, text=True, check=False)
+        children = {int(line) for line in result.stdout.split()}
     alive = set()
-    for child in found:
-        with suppress(ChildProcessError):  # somebody has waited for it meanwhile
+    for child in children:
+        with suppress(ChildProcessError):  # another thread has already waited for it
             if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 alive.add(child)
     return alive
 
 
-def catches(child: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; where that cannot be told, it has."""
+def handles_signal(child: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal, or if that is unknown."""
     if not sys.platform.startswith("linux"):
         return True
-    return bool(int(status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return bool(int(process_status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-def first_cause(
-    folder: Path,
+def find_root_cause(
+    run_dir: Path,
     ranks: range,
     failures: Mapping[int, ProcessFailure],
     killed: Collection[int] = (),
-    began: float = 0.0,
+    start_time: float = 0.0,
 ) -> Failure | None:
-    """The failure that came first; None if ranks only ended because those of another node did.
+    """Return the first failure; None if the ranks of another node caused it.
 
-    A rank that died without a word (a signal, the out-of-memory killer) explains the broken
-    connections that its peers report; otherwise the earliest report does, written by each rank at
-    the moment of its own error.
+    A rank that died without a report (a signal, the out-of-memory killer) explains the broken
+    connections that its peers report.  Otherwise the earliest report is the root cause, because
+    each rank writes its report at the moment of its own error.
 
     Args:
-        ranks: of all nodes.
-        failures: by rank, what torch's agent saw on this node.
-        killed: processes that were ended because another had failed.
-        began: seconds since the epoch; reports from before are of an earlier attempt.
+        ranks: ranks of all nodes.
+        failures: failures that torch's agent saw on this node, by rank.
+        killed: processes that weft killed after another rank failed.
+        start_time: seconds since the epoch; older reports belong to an earlier attempt.
     """
-    reports = [report for report in read_reports(folder, began) if report["rank"] in ranks]
+    reports = [r for r in read_error_reports(run_dir, start_time) if r["rank"] in ranks]
     reported = {report["rank"] for report in reports}
     for rank, failure in sorted(failures.items()):
         if rank not in reported and failure.pid not in killed:
@@ -361,10 +384,10 @@ def first_cause(
                 kind = failure.signal_name()
                 message = "the process was killed by a signal"
                 if kind == "SIGKILL":
-                    message += ", perhaps for want of memory"
+                    message += ", possibly because the node ran out of memory"
             else:
-                kind, message = "exit", f"the process ended with status {failure.exitcode}"
-            return Failure(rank, kind, message, "", log_path(folder, rank))
+                kind, message = "exit", f"the process exited with status {failure.exitcode}"
+            return Failure(rank, kind, message, "", log_path(run_dir, rank))
     if not reports:
         return None
     first = reports[0]
@@ -373,7 +396,7 @@ def first_cause(
         kind=first["kind"],
         message=first["message"],
         traceback=first["traceback"],
-        log=log_path(folder, first["rank"]),
+        log=log_path(run_dir, first["rank"]),
         foreseen=first["foreseen"],
         transient=first["transient"],
         where=first["where"],
@@ -381,7 +404,7 @@ def first_cause(
 
 
 def _log_to(path: Path) -> None:
-    """Send the elastic launcher's own messages to a file: the terminal shows what weft says."""
+    """Send the messages of torch's elastic agent to a file instead of the terminal."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("torch.distributed.elastic")

@@ -1,7 +1,7 @@
-"""What is wrong with a node: facts judged, with remedies; first its environment and its host.
+"""Checks of a node's environment variables, host, storage and peers.
 
-A check is a pure function from `weft.cluster.node_facts.Facts` to findings.  `CHECKS` has all, those of
-devices and links (`weft.cluster.device_checks`) among them.
+A check is a pure function from `weft.cluster.node_facts.Facts` to findings.  `CHECKS` lists all
+checks, including those of devices and links (`weft.cluster.device_checks`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ from typing import NamedTuple
 
 from weft.cluster import device_checks
 from weft.cluster.finding import Check, Finding, bad, note, ok, warning
-from weft.cluster.node_facts import WAIT_SECONDS, Facts, Folder, gpus_in, release, whole
+from weft.cluster.node_facts import (
+    WAIT_SECONDS,
+    Directory,
+    Facts,
+    parse_count,
+    parse_gpus,
+    parse_version,
+)
 from weft.plan.devices import GIB
 from weft.train.environment import is_loopback
 
-SKEW = 1.0  # seconds between clocks: heartbeats are missed after six (`weft.cluster.rendezvous`)
-CHECKPOINT = 96e9  # bytes of an 8B model with AdamW's moments, to make rates mean something
+MAX_CLOCK_SKEW = (
+    1.0  # seconds; the rendezvous gives a node up after six (`weft.cluster.rendezvous`)
+)
+CHECKPOINT_BYTES = 96e9  # an 8B model with AdamW's moments, as an example
 
 
-def examine(facts: Facts) -> list[Finding]:
-    """What all checks find, each finding with the name of its check."""
+def run_checks(facts: Facts) -> list[Finding]:
+    """Run all checks; return their findings, each with the name of its check."""
     return [
         replace(finding, check=finding.check or name)
         for name, check in CHECKS.items()
@@ -34,122 +43,123 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 class Variable(NamedTuple):
-    """A variable of the environment: which values are wrong, where, why, and what is better."""
+    """Harmful values of an environment variable, the harm, and the remedy."""
 
-    name: str  # a regular expression, as the values
-    values: str
-    on: str  # '', or 'efa', 'new efa' (with a plug-in after 1.5.0), 'infiniband'
+    name: str  # regular expression
+    values: str  # regular expression
+    network: str  # '' (any), 'efa', 'new efa' (with a plug-in after 1.5.0), 'infiniband'
     severity: str
     why: str
     remedy: str = "unset it"
 
 
-SET = "(?!0$).+"
-# EFA's: AWS's cheat sheet in awsome-distributed-training, February 2026; NCCL's: its user guide.
+SET_PATTERN = "(?!0$).+"
+# EFA: AWS's cheat sheet in awsome-distributed-training, February 2026.  NCCL: its user guide.
 # fmt: off
 VARIABLES = tuple(Variable(*row) for row in (
-    ("RDMAV_.*", SET, "", "warning", "can break RDMA"),
-    ("NCCL_IB_DISABLE", SET, "infiniband", "bad", "lets NCCL take TCP instead of InfiniBand"),
-    ("NCCL_IB_DISABLE", SET, "efa", "warning", "does nothing for EFA, which has a plug-in"),
-    ("NCCL_PROTO", "(?i)simple", "new efa", "warning", "was for aws-ofi-nccl up to 1.5.0"),
-    ("NCCL_PROTO", "(?!(?i:simple)$).+", "", "warning", "overrules what NCCL chooses"),
-    ("FI_PROVIDER", "efa", "new efa", "note", "was for aws-ofi-nccl up to 1.5.0"),
-    ("FI_PROVIDER", "(?!efa$).+", "efa", "bad", "is not EFA's"),
-    ("FI_EFA_USE_DEVICE_RDMA", "0", "efa", "bad", "keeps GPUDirect RDMA off"),
-    ("FI_EFA_USE_DEVICE_RDMA", "1", "efa", "note", "is not needed from libfabric 1.18 on"),
+    ("RDMAV_.*", SET_PATTERN, "", "warning", "can break RDMA"),
+    ("NCCL_IB_DISABLE", SET_PATTERN, "infiniband", "bad", "makes NCCL use TCP, not InfiniBand"),
+    ("NCCL_IB_DISABLE", SET_PATTERN, "efa", "warning", "has no effect on EFA, which has a plug-in"),
+    ("NCCL_PROTO", "(?i)simple", "new efa", "warning", "was needed only up to aws-ofi-nccl 1.5.0"),
+    ("NCCL_PROTO", "(?!(?i:simple)$).+", "", "warning", "overrides NCCL's own choice"),
+    ("FI_PROVIDER", "efa", "new efa", "note", "was needed only up to aws-ofi-nccl 1.5.0"),
+    ("FI_PROVIDER", "(?!efa$).+", "efa", "bad", "disables the EFA provider"),
+    ("FI_EFA_USE_DEVICE_RDMA", "0", "efa", "bad", "disables GPUDirect RDMA"),
+    ("FI_EFA_USE_DEVICE_RDMA", "1", "efa", "note", "is not needed since libfabric 1.18"),
     ("FI_EFA_USE_HUGE_PAGE", "(?!0$).+", "efa", "warning",
-     "lets fork fail with 'Cannot allocate memory', in workers that read data", "set it to 0"),
-    ("FI_EFA_FORK_SAFE", SET, "efa", "note", "has no effect from kernel 5.15 on"),
-    ("NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)", SET, "", "warning",
-     "overrules what NCCL chooses"),
-    ("NCCL_P2P_DISABLE", SET, "", "warning", "sends between GPUs through the host's memory"),
-    ("NCCL_SHM_DISABLE", SET, "", "warning", "may send between ranks through the network"),
-    ("NCCL_NET_GDR_LEVEL", "0|LOC", "", "warning", "keeps GPUDirect RDMA off"),
-    ("(TORCH_)?NCCL_ASYNC_ERROR_HANDLING", "0", "", "warning", "lets a broken collective hang"),
-    ("(TORCH_)?NCCL_BLOCKING_WAIT", SET, "", "warning", "has the host wait for collectives"),
-    ("CUDA_LAUNCH_BLOCKING", SET, "", "warning", "has the host wait for every kernel"),
+     "makes fork fail with 'Cannot allocate memory' in data workers", "set it to 0"),
+    ("FI_EFA_FORK_SAFE", SET_PATTERN, "efa", "note", "has no effect since kernel 5.15"),
+    ("NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)", SET_PATTERN, "", "warning",
+     "overrides NCCL's own choice"),
+    ("NCCL_P2P_DISABLE", SET_PATTERN, "", "warning", "routes GPU copies through host memory"),
+    ("NCCL_SHM_DISABLE", SET_PATTERN, "", "warning", "may route local data over the network"),
+    ("NCCL_NET_GDR_LEVEL", "0|LOC", "", "warning", "disables GPUDirect RDMA"),
+    ("(TORCH_)?NCCL_ASYNC_ERROR_HANDLING", "0", "", "warning", "makes a failed collective hang"),
+    ("(TORCH_)?NCCL_BLOCKING_WAIT", SET_PATTERN, "", "warning", "blocks the host in collectives"),
+    ("CUDA_LAUNCH_BLOCKING", SET_PATTERN, "", "warning", "blocks the host in kernels"),
     ("NCCL_DEBUG", "INFO|TRACE", "", "note", "fills the logs"),
 ))
 # fmt: on
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
-    """Variables that harm here, by the table above, and those that name what is not there."""
-    old = facts.ofi_plugin not in ("", "?") and release(facts.ofi_plugin) <= (1, 5, 0)
-    places = {"", "efa" if facts.has_efa else "infiniband" if facts.adapters else ""}
-    places |= {"new efa"} if facts.has_efa and not old else set()
-    wrong = list(_check_interfaces(facts))
+    """Check for harmful variables (`VARIABLES`), and for interfaces that do not exist."""
+    is_old = facts.ofi_plugin not in ("", "?") and parse_version(facts.ofi_plugin) <= (1, 5, 0)
+    networks = {"", "efa" if facts.has_efa else "infiniband" if facts.adapters else ""}
+    networks |= {"new efa"} if facts.has_efa and not is_old else set()
+    findings = list(_check_interfaces(facts))
     for name, value in sorted(facts.variables.items()):
         for row in VARIABLES:
-            fits = re.fullmatch(row.name, name) and re.fullmatch(row.values, value)
-            if fits and row.on in places:
-                wrong.append(Finding(row.severity, f"{name}={value} {row.why}", row.remedy))
-    there = ", ".join(sorted(facts.variables)) or "none of NCCL, libfabric or gloo"
-    yield from wrong or [ok(f"{there}: nothing that harms")]
+            is_match = re.fullmatch(row.name, name) and re.fullmatch(row.values, value)
+            if is_match and row.network in networks:
+                findings.append(Finding(row.severity, f"{name}={value} {row.why}", row.remedy))
+    names = ", ".join(sorted(facts.variables)) or "no variables of NCCL, libfabric or gloo"
+    yield from findings or [ok(f"{names}: none is harmful")]
 
 
 def _check_interfaces(facts: Facts) -> Iterator[Finding]:
-    """What has to fit to this node."""
     nccl, gloo, threads = (
         facts.variables.get(name, "")
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
     )
-    there = ", ".join(facts.interfaces)
-    if nccl and not interfaces_for(nccl, facts.interfaces):
-        seen = f"NCCL_SOCKET_IFNAME={nccl} is none of {there}: NCCL will not start"
-        yield bad(seen, "unset it, or leave out only what is no network: ^docker,lo,veth")
+    interfaces = ", ".join(facts.interfaces)
+    if nccl and not match_interfaces(nccl, facts.interfaces):
+        seen = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}: NCCL will not start"
+        yield bad(seen, "unset it, or exclude only virtual interfaces: ^docker,lo,veth")
     if gloo and not set(gloo.split(",")) <= set(facts.interfaces):
-        yield bad(f"GLOO_SOCKET_IFNAME={gloo} is none of {there}", "name one that is there")
+        seen = f"GLOO_SOCKET_IFNAME={gloo} is not one of {interfaces}"
+        yield bad(seen, "name an interface that exists")
     elif gloo == "lo" and facts.nodes > 1 and not is_loopback(facts.endpoint):
-        seen = "GLOO_SOCKET_IFNAME=lo: other nodes are not reached there"
+        seen = "GLOO_SOCKET_IFNAME=lo: other nodes cannot reach this node"
         yield bad(seen, "name the interface of the network")
-    if whole(threads) > facts.usable > 0:
-        seen = f"OMP_NUM_THREADS={threads} is more than the {facts.usable} cores of this process"
-        yield warning(seen, "unset it: weft shares the cores among ranks")
+    if parse_count(threads) > facts.usable > 0:
+        seen = f"OMP_NUM_THREADS={threads} exceeds the {facts.usable} cores of this process"
+        yield warning(seen, "unset it: weft divides the cores among the ranks")
 
 
-def interfaces_for(value: str, there: Sequence[str]) -> list[str]:
-    """Those that NCCL_SOCKET_IFNAME allows: prefixes; with '=' whole names; with '^' the others."""
+def match_interfaces(value: str, interfaces: Sequence[str]) -> list[str]:
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects.
+
+    The value is a list of prefixes; a leading '=' makes them full names, '^' excludes them.
+    """
     names = tuple(value.lstrip("^=").split(","))
-    exact = "=" in value[:2]
-    matching = [one for one in there if (one in names if exact else one.startswith(names))]
-    return [one for one in there if one not in matching] if value[0] == "^" else matching
+    is_exact = "=" in value[:2]
+    matching = [i for i in interfaces if (i in names if is_exact else i.startswith(names))]
+    return [i for i in interfaces if i not in matching] if value[0] == "^" else matching
 
 
 # --------------------------------------------------------------------------- the host
 
 
-def gib(size: float) -> str:
-    """'63.5 GiB' of bytes."""
+def format_gib(size: float) -> str:
+    """Format bytes: '63.5 GiB'."""
     return f"{size / GIB:.3g} GiB"
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
-    """The host's memory, against that of its GPUs."""
+    """Compare the host's memory with that of its GPUs."""
     if not facts.memory:
         return
-    seen = f"{gib(facts.memory)}, {gib(facts.available)} available"
+    seen = f"{format_gib(facts.memory)}, {format_gib(facts.available)} available"
     if facts.limit:
-        seen += f", of which the control group allows {gib(facts.limit)}"
-    gpus = sum(whole(gpu["memory"]) * 2**20 for gpu in gpus_in(facts.gpus))
+        seen += f", limited to {format_gib(facts.limit)} by the cgroup"
+    gpus = sum(parse_count(gpu["memory"]) * 2**20 for gpu in parse_gpus(facts.gpus))
     room = min(facts.limit or facts.memory, facts.available)
     if room < gpus / 2:
-        # A copy of parameters and optimizer state waits there while a checkpoint is written.
-        remedy = "ask the scheduler for more memory (Slurm: --mem=0)"
-        yield warning(
-            f"{seen}; the GPUs have {gib(gpus)}", f"{remedy}, or checkpoint.async_save false"
-        )
+        # An asynchronous checkpoint holds a copy of parameters and optimizer state there.
+        remedy = "request more memory (Slurm: --mem=0), or set checkpoint.async_save=false"
+        yield warning(f"{seen}; the GPUs have {format_gib(gpus)}", remedy)
     elif room < facts.memory / 10:
-        yield warning(seen, "see who takes it; ask the scheduler for more")
+        yield warning(seen, "end the processes that use it, or request more memory")
     else:
         yield ok(seen)
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
-    """Ranks of a node speak through /dev/shm, and so do processes that load data."""
+    """Check the size of /dev/shm, which the ranks of a node and data workers use."""
     if not facts.shm:
         return
-    seen = f"/dev/shm has {gib(facts.shm)}, {gib(facts.shm_free)} free"
+    seen = f"/dev/shm has {format_gib(facts.shm)}, {format_gib(facts.shm_free)} free"
     if facts.shm_free < 2**28:
         remedy = "docker --shm-size or --ipc=host; Kubernetes: an emptyDir of medium Memory there"
         yield bad(f"{seen}: NCCL and gloo need more", remedy)
@@ -161,32 +171,32 @@ def check_shm(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """How much memory a process may lock, and how many files it may open."""
+    """Check the limits of locked memory and of open files."""
     locked = f"{facts.memlock // 1024:,} KiB"
-    too_little = facts.memlock != -1 and bool(facts.adapters)
-    if too_little:
+    is_memlock_low = facts.memlock != -1 and bool(facts.adapters)
+    if is_memlock_low:
         remedy = "ulimit -l unlimited; docker --ulimit memlock=-1; LimitMEMLOCK in slurmd.service"
         yield bad(f"memlock is {locked}: adapters cannot register memory", remedy)
     if 0 <= facts.nofile < 4096:
-        remedy = "ulimit -n 65536: each rank has sockets to its peers, and files of the data"
-        yield warning(f"{facts.nofile:,} open files", remedy)
-    elif not too_little:
-        files = "any number of" if facts.nofile == -1 else f"{facts.nofile:,}"
-        memory = "any" if facts.memlock == -1 else f"{locked} of"
+        remedy = "ulimit -n 65536: each rank opens sockets to its peers, and data files"
+        yield warning(f"at most {facts.nofile:,} open files", remedy)
+    elif not is_memlock_low:
+        files = "unlimited" if facts.nofile == -1 else f"at most {facts.nofile:,}"
+        memory = "unlimited" if facts.memlock == -1 else f"at most {locked} of"
         yield ok(f"{files} open files, {memory} locked memory")
 
 
 def check_cores(facts: Facts) -> Iterator[Finding]:
-    """One that Slurm or a container gives few cores to is the usual cause of a slow GPU."""
+    """Check the number of usable cores: too few are the usual cause of a slow GPU."""
     if not facts.usable:
         return
     room = min(facts.usable, facts.quota or facts.usable)
-    seen = f"{room:g} of {facts.cores} may be used"
+    seen = f"{room:g} of {facts.cores} usable"
     if room < facts.usable:
-        seen += " (by the control group)"
-    gpus = len(gpus_in(facts.gpus))
+        seen += " (limited by the cgroup)"
+    gpus = len(parse_gpus(facts.gpus))
     if room < 4 * gpus:
-        remedy = "ask for more (Slurm: --cpus-per-task or --exclusive); each GPU wants 4 or more"
+        remedy = "request at least 4 cores per GPU (Slurm: --cpus-per-task or --exclusive)"
         seen += f", for {gpus} GPUs"
         yield bad(seen, remedy) if room < gpus else warning(seen, remedy)
     else:
@@ -194,124 +204,128 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
-    """Whether the clock follows another one, as heartbeats between nodes need it."""
+    """Check that the clock is synchronized, as the heartbeats between nodes require."""
     if facts.clock_in_step:
-        yield ok("the clock follows another one")
+        yield ok("the clock is synchronized")
     elif facts.clock_in_step is False:
-        seen = "the kernel's clock follows no other one"
-        remedy = "start chrony or systemd-timesyncd: nodes tell who is gone by their clocks"
+        seen = "the kernel's clock is not synchronized"
+        remedy = "start chrony or systemd-timesyncd: nodes detect lost nodes by their clocks"
         yield warning(seen, remedy) if facts.nodes > 1 else note(seen, remedy)
 
 
 # --------------------------------------------------------------------------- storage
 
-NETWORK = r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|glusterfs|9p|virtiofs|afs|wekafs|fuse\..*"
+NETWORK_FILE_SYSTEMS = (
+    r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|glusterfs|9p|virtiofs|afs|wekafs|fuse\..*"
+)
 
 
-def check_folders(facts: Facts) -> Iterator[Finding]:
-    """Speed, room, locks and links of the job's folders, and who shares them."""
-    for one in facts.folders:
-        apart = facts.nodes > 1 and not is_loopback(facts.endpoint)
-        rates = rates_of(one.write, one.read)
-        wrong = list(_check_folder(one, apart, rates))
-        for finding in wrong or [ok(f"{rates}, {gib(one.free)} free")]:
-            yield replace(finding, check=f"{one.key} ({one.kind})")
+def check_directories(facts: Facts) -> Iterator[Finding]:
+    """Check speed, free space, locks, links and sharing of the job's directories."""
+    for directory in facts.folders:
+        is_distributed = facts.nodes > 1 and not is_loopback(facts.endpoint)
+        rates = format_rates(directory.write, directory.read)
+        findings = list(_check_directory(directory, is_distributed, rates))
+        for finding in findings or [ok(f"{rates}, {format_gib(directory.free)} free")]:
+            yield replace(finding, check=f"{directory.key} ({directory.kind})")
 
 
-def rates_of(write: float, read: float) -> str:
-    """Bytes/s as people read them."""
+def format_rates(write: float, read: float) -> str:
+    """Format two rates in bytes/s."""
     return f"write {write / 1e6:,.0f} MB/s, read {read / 1e6:,.0f} MB/s"
 
 
-def _check_folder(one: Folder, apart: bool, rates: str) -> Iterator[Finding]:
-    """What is wrong with a folder, if the job's nodes are machines ``apart``."""
-    on_network = re.fullmatch(NETWORK, one.kind)
-    if one.error:
-        remedy = "use another folder, or ask who runs the file system"
-        yield bad(f"{one.path}: {one.error}", remedy)
+def _check_directory(d: Directory, is_distributed: bool, rates: str) -> Iterator[Finding]:
+    """Check one directory; ``is_distributed``: the job's nodes are different machines."""
+    is_network = re.fullmatch(NETWORK_FILE_SYSTEMS, d.kind)
+    if d.error:
+        remedy = "use another directory, or ask the administrator of the file system"
+        yield bad(f"{d.path}: {d.error}", remedy)
         return
-    if one.key == "run.dir" and not one.locks:
-        seen = "has no locks: two runs in one folder would spoil each other's work"
+    if d.key == "run.dir" and not d.locks:
+        seen = "no file locks: two runs in one directory would overwrite each other's files"
         yield bad(seen, "mount it with locks (Lustre: -o flock; NFS: without nolock)")
-    elif re.search(r"\b(nolock|local_lock=(all|flock)|localflock)\b", one.options):
-        seen = "locks hold on this node only: another node does not see that a run owns its folder"
+    elif re.search(r"\b(nolock|local_lock=(all|flock)|localflock)\b", d.options):
+        seen = "locks work on this node only: another node may start a run in the same directory"
         yield warning(seen, "mount it without nolock, local_lock and localflock")
-    if one.key in ("run.dir", "checkpoint.dir") and not one.links:
-        yield bad("has no hard links, by which checkpoints are claimed", "use another folder")
-    if one.free < 10 * GIB or 0 <= one.files < 10_000:
-        files = "" if one.files < 0 else f" and {one.files:,} files"
-        yield warning(f"room for {gib(one.free)}{files}", "remove something")
-    if one.key == "checkpoint.local_dir":
-        if on_network:
-            seen = "is on the network, which it is to spare"
-            yield warning(seen, "name memory or a disk of the node")
-    elif apart and not on_network:
-        seen, remedy = "each node has its own", "name a folder that all nodes share"
-        yield warning(seen, remedy) if one.key == "data.cache_dir" else bad(seen, remedy)
-    elif one.kind == "tmpfs":
-        yield note("is memory: gone when the machine is", "name a folder on a disk")
-    if one.write < 100e6:
-        minutes = CHECKPOINT / max(one.write, 1) / 60
+    if d.key in ("run.dir", "checkpoint.dir") and not d.links:
+        yield bad("no hard links, which checkpoints require", "use another directory")
+    if d.free < 10 * GIB or 0 <= d.files < 10_000:
+        files = "" if d.files < 0 else f" and {d.files:,} inodes"
+        yield warning(f"only {format_gib(d.free)}{files} free", "delete files")
+    if d.key == "checkpoint.local_dir":
+        if is_network:
+            seen = "is a network file system, so local checkpoints save no network traffic"
+            yield warning(seen, "use memory or a disk of the node")
+    elif is_distributed and not is_network:
+        seen, remedy = "each node has its own directory", "use a directory that all nodes share"
+        yield warning(seen, remedy) if d.key == "data.cache_dir" else bad(seen, remedy)
+    elif d.kind == "tmpfs":
+        yield note("is in memory: a reboot deletes it", "use a directory on a disk")
+    if d.write < 100e6:
+        minutes = CHECKPOINT_BYTES / max(d.write, 1) / 60
         seen = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
         yield warning(seen, "checkpoint.local_dir keeps newer state on the node; docs/storage.md")
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:
-    """Speed of an object store, and whether it lets one writer of several win."""
-    for one in facts.stores:
-        rates = rates_of(one.write, one.read)
-        seen = f"{one.url}: {rates}, a small put {one.seconds * 1000:.0f} ms"
-        if one.error:
-            remedy = "see AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws, and what the role may do"
-            found = bad(f"{one.url}: {one.error}", remedy)
-        elif not one.once:
-            rule = "but it overwrites what is to be put once: two runs could claim one checkpoint"
-            found = bad(f"{seen}, {rule}", "use a store with conditional writes")
+    """Check the speed of an object store, and that it refuses to overwrite an object."""
+    for store in facts.stores:
+        rates = format_rates(store.write, store.read)
+        seen = f"{store.url}: {rates}, {store.seconds * 1000:.0f} ms per small put"
+        if store.error:
+            remedy = "check AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws, and the permissions of the role"
+            finding = bad(f"{store.url}: {store.error}", remedy)
+        elif not store.once:
+            rule = "but it ignores conditional writes: two runs could claim one checkpoint"
+            finding = bad(f"{seen}, {rule}", "use a store with conditional writes")
         else:
-            found = ok(seen)
-        yield replace(found, check=one.key)
+            finding = ok(seen)
+        yield replace(finding, check=store.key)
 
 
 # --------------------------------------------------------------------------- other nodes
 
 
-def check_meeting(facts: Facts) -> Iterator[Finding]:
-    """Where nodes are to meet, and what this one's own name leads to."""
+def check_rendezvous(facts: Facts) -> Iterator[Finding]:
+    """Check the rendezvous endpoint, and the address of this host's own name."""
     if facts.meeting in ("free", "answers"):
         yield ok(f"{facts.endpoint} {'answers' if facts.meeting == 'answers' else 'is free here'}")
     elif facts.meeting:
-        remedy = "the first node must listen there, and a firewall let it through, 29400 by itself"
+        remedy = "let the first node listen there (default port 29400), and open the firewall"
         yield bad(f"{facts.endpoint}: {facts.meeting}", remedy)
-    alone = facts.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in facts.variables
-    if facts.nodes > 1 and not is_loopback(facts.endpoint) and alone:
-        seen = f"{facts.host} is {facts.address} to itself: gloo would wait there for others"
-        yield bad(seen, "set GLOO_SOCKET_IFNAME to the network's interface, or mend /etc/hosts")
+    is_local = facts.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in facts.variables
+    if facts.nodes > 1 and not is_loopback(facts.endpoint) and is_local:
+        seen = f"{facts.host} resolves to {facts.address}, where other nodes cannot reach gloo"
+        yield bad(seen, "set GLOO_SOCKET_IFNAME to the network's interface, or fix /etc/hosts")
 
 
-def check_others(facts: Facts) -> Iterator[Finding]:
-    """Clocks and versions of all nodes."""
+def check_nodes(facts: Facts) -> Iterator[Finding]:
+    """Check that all nodes joined, with equal versions and synchronized clocks."""
     if not facts.others:
         return
     hosts = ", ".join(node.host for node in facts.others)
-    if (came := len(facts.others)) < facts.nodes:
-        seen = f"{came} of {facts.nodes} came within {WAIT_SECONDS:.0f} s: {hosts}"
-        remedy = "start it on every node at about the same time"
-        yield bad(seen, remedy) if came < facts.least_nodes else note(seen, remedy)
-    for what in sorted({name for node in facts.others for name in node.versions}):
-        if len({node.versions.get(what, "none") for node in facts.others}) > 1:
-            seen = "; ".join(f"{n.host} has {what} {n.versions.get(what)}" for n in facts.others)
-            yield bad(seen, "install the same on every node")
-    ahead = [node.ahead for node in facts.others]
+    if (joined := len(facts.others)) < facts.nodes:
+        seen = f"{joined} of {facts.nodes} joined within {WAIT_SECONDS:.0f} s: {hosts}"
+        remedy = "start weft doctor on every node at about the same time"
+        yield bad(seen, remedy) if joined < facts.least_nodes else note(seen, remedy)
+    for package in sorted({name for node in facts.others for name in node.versions}):
+        if len({node.versions.get(package, "none") for node in facts.others}) > 1:
+            seen = "; ".join(
+                f"{n.host} has {package} {n.versions.get(package)}" for n in facts.others
+            )
+            yield bad(seen, "install the same version on every node")
+    offsets = [node.ahead for node in facts.others]
     doubt = max(node.doubt for node in facts.others)
-    apart = max(ahead) - min(ahead)
-    seen = f"clocks of {hosts} are {apart * 1000:.1f} ms apart, give or take {doubt * 1000:.1f}"
-    if apart - doubt > SKEW:
-        yield bad(seen, "start chrony on every node: the living look dead")
+    skew = max(offsets) - min(offsets)
+    seen = f"clocks of {hosts} differ by {skew * 1000:.1f} ms (uncertainty {doubt * 1000:.1f} ms)"
+    if skew - doubt > MAX_CLOCK_SKEW:
+        yield bad(seen, "start chrony on every node: live nodes look lost")
     else:
         yield ok(seen)
 
 
-# By the name that is shown, in the order of the screen.
+# By displayed name, in the order of the report.
 CHECKS: dict[str, Check] = {
     "versions": device_checks.check_versions,
     "devices": device_checks.check_devices,
@@ -330,8 +344,8 @@ CHECKS: dict[str, Check] = {
     "limits": check_limits,
     "cores": check_cores,
     "time": check_clock,
-    "folders": check_folders,
+    "directories": check_directories,
     "stores": check_stores,
-    "meeting": check_meeting,
-    "nodes": check_others,
+    "rendezvous": check_rendezvous,
+    "nodes": check_nodes,
 }

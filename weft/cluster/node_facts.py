@@ -1,8 +1,8 @@
-"""What is known of a node: facts, and how the texts among them are read.
+"""Facts about a node, and parsers for the tool output among them.
 
-What tools print is kept as they print it, and taken apart by functions of their own, so that tests
-can give them what other machines have printed.  `weft.cluster.probes` gathers them,
-`weft.cluster.node_checks` judges them.
+Facts hold the unparsed output of tools, so that tests can replay the output of other machines.
+`weft.cluster.probes` collects facts, `weft.cluster.node_checks` checks them.  The field names are
+those of ``weft doctor --json``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import weft
 
-# For other nodes, and for devices at work: many on a busy machine take long.
+# Timeout for other nodes and for the device benchmark, which takes long on a busy machine.
 WAIT_SECONDS = 180.0
-TIMED_OUT = "no answer"  # what a tool has said that does not answer
-# What is asked of every GPU; "reasons" has another name in drivers before 535.
-ASKED = {
+TIMED_OUT = "no answer"  # instead of the output of a tool that timed out
+# Fields to query of every GPU; "reasons" has another name in drivers before 535.
+GPU_FIELDS = {
     "index": "index",
     "name": "name",
     "driver": "driver_version",
@@ -38,7 +38,10 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """One of InfiniBand's kind, by /sys; ``rdma_read``: EFA's own, on devices that can."""
+    """An RDMA network adapter, as /sys describes it.
+
+    ``rdma_read``: an EFA device that supports RDMA read.
+    """
 
     name: str
     driver: str = ""
@@ -48,16 +51,19 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A folder of the job's.  Rates in bytes/s; ``locks``: a second holder of its lock is refused;
-    ``links``: it has hard links.  ``error``: why nothing could be tried."""
+class Directory:
+    """A directory of the job; ``write`` and ``read`` in bytes/s.
+
+    ``locks``: file locks exclude a second holder.  ``links``: the file system has hard links.
+    ``error``: why the probe failed.
+    """
 
     key: str
     path: str
     kind: str = ""
     options: str = ""
     free: int = 0
-    files: int = -1  # free inodes; -1: not counted there
+    files: int = -1  # free inodes; -1: the file system does not count them
     write: float = 0.0
     read: float = 0.0
     locks: bool = True
@@ -66,8 +72,8 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Store:
-    """A place in an object store; ``once``: it refuses to put an object that is there already."""
+class ObjectStore:
+    """A prefix in an object store; ``once``: conditional writes never overwrite."""
 
     key: str
     url: str
@@ -80,8 +86,10 @@ class Store:
 
 @dataclass(frozen=True)
 class Node:
-    """What nodes tell each other.  ``ahead``: of the first one's clock, in seconds, give or take
-    ``doubt``."""
+    """Facts that nodes exchange.
+
+    ``ahead``: offset of its clock to the first node's, in seconds; ``doubt``: its uncertainty.
+    """
 
     host: str
     versions: Mapping[str, str]
@@ -90,14 +98,15 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of one node; each tuple has a number of every device.
+class DeviceMeasurements:
+    """Benchmark results of one node; each tuple has one value per device.
 
-    ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
-    ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
-    time.  ``clocks``: what `weft.cluster.probes.nvidia` saw under load.  ``cpu_share``: of a CPU,
-    the processor time that each process got of what its threads could use; other processes, or a
-    control group's limit, had the rest.  ``error``: instead of all.
+    ``bandwidth``: of memory, in bytes/s.  ``same``: repeated products are bitwise equal.
+    ``busbw``: all-reduce bus bandwidth per device in bytes/s, as nccl-tests defines it; 0 with one
+    device.  ``pairs``: source, destination, and bytes/s of a copy.  ``clocks``: output of
+    `weft.cluster.probes.query_gpus` under load.  ``cpu_share``: fraction of the CPU time that the
+    threads of each process could use; other processes or a cgroup limit took the rest.
+    ``error``: why there are no results.
     """
 
     device: str = "cpu"
@@ -115,76 +124,76 @@ class Measured:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one node.  Texts are what tools have printed; None, an empty text or 0 is not known."""
+    """Facts about one node; None, an empty string or 0 means unknown."""
 
     host: str = ""
-    device: str = "cpu"  # that the job is to use
-    nodes: int = 1  # that the job is to have, at most ...
-    least_nodes: int = 1  # ... and at least
+    device: str = "cpu"  # type of device that the job uses
+    nodes: int = 1  # maximum number of nodes of the job
+    least_nodes: int = 1  # minimum number of nodes of the job
     weft: str = weft.__version__
     torch: str = ""
-    cuda: str = ""  # that torch was built for
+    cuda: str = ""  # version for which torch was built
     python: str = platform.python_version()
     kernel: str = platform.release()
     cores: int = 0  # of the machine
-    usable: int = 0  # of them by affinity
-    quota: float = 0.0  # of them by the control group
+    usable: int = 0  # cores in this process's affinity mask
+    quota: float = 0.0  # cores that the cgroup allows
     memory: int = 0
     available: int = 0
-    limit: int = 0  # of the control group, in bytes
+    limit: int = 0  # bytes of memory that the cgroup allows
     shm: int = 0
     shm_free: int = 0
     memlock: int = -1  # -1: no limit
     nofile: int = -1
     clock_in_step: bool | None = None
-    address: str = ""  # that this host's name resolves to
+    address: str = ""  # to which this host's name resolves
     interfaces: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     gpus: str = ""
-    smi: str = ""  # its head, which has the newest CUDA of the driver
+    smi: str = ""  # nvidia-smi, whose head has the newest CUDA of the driver
     topology: str = ""
     nvlinks: str = ""
     remapped: str = ""
-    kernel_log: str | None = ""  # the driver's faults; None: it cannot be read
-    device_files: int = 0  # of NVIDIA's driver, one a GPU
+    kernel_log: str | None = ""  # lines with driver faults; None: not readable
+    device_files: int = 0  # of NVIDIA's driver, one per GPU
     modules: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     libfabric: str = ""
     efa_provider: str = ""
-    ofi_plugin: str = ""  # its version; '?': one of a version unknown
-    folders: tuple[Folder, ...] = ()
-    stores: tuple[Store, ...] = ()
-    endpoint: str = ""  # where nodes are to meet
-    meeting: str = ""  # '' nobody asked, else 'free', 'answers' or why not
+    ofi_plugin: str = ""  # version; '?': installed, of unknown version
+    folders: tuple[Directory, ...] = ()
+    stores: tuple[ObjectStore, ...] = ()
+    endpoint: str = ""  # of the rendezvous
+    meeting: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
     others: tuple[Node, ...] = ()
-    measured: Measured | None = None
+    measured: DeviceMeasurements | None = None
 
     @property
     def has_efa(self) -> bool:
-        """Whether there are adapters of AWS's kind."""
-        return any(one.driver == "efa" for one in self.adapters)
+        """True if the node has EFA adapters."""
+        return any(adapter.driver == "efa" for adapter in self.adapters)
 
 
-def gpus_in(text: str) -> list[dict[str, str]]:
-    """The lines of `nvidia`, each by the names of `ASKED`."""
+def parse_gpus(text: str) -> list[dict[str, str]]:
+    """Parse the output of `weft.cluster.probes.query_gpus` into one dict per GPU."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [dict(zip(ASKED, row, strict=True)) for row in rows if len(row) == len(ASKED)]
+    return [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(GPU_FIELDS)]
 
 
-def whole(text: str) -> int:
-    """A number of `nvidia`'s; 0 where it has none ('[N/A]')."""
+def parse_count(text: str) -> int:
+    """Parse an integer of nvidia-smi; 0 if it has none ('[N/A]')."""
     return int(text) if text.isdigit() else 0
 
 
-def release(text: str) -> tuple[int, ...]:
-    """The first three numbers of a version: (535, 161, 8) of '535.161.08'."""
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version: (535, 161, 8) for '535.161.08'."""
     return tuple(int(n) for n in re.findall(r"\d+", text)[:3])
 
 
-def topology_in(text: str) -> dict[tuple[str, str], str]:
-    """Of ``nvidia-smi topo -m`` how each pair of GPUs and adapters is joined: NV18, PIX, SYS."""
+def parse_topology(text: str) -> dict[tuple[str, str], str]:
+    """Parse ``nvidia-smi topo -m``: the link of each pair of devices (NV18, PIX, SYS)."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
     head = next((words for words in lines if words[:1] == ["GPU0"]), [])
-    known = [word for word in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
-    rows = [words for words in lines if words and words[0] in known and words != head]
-    return {(row[0], name): how for row in rows for name, how in zip(known, row[1:], strict=False)}
+    devices = [word for word in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
+    rows = [words for words in lines if words and words[0] in devices and words != head]
+    return {(row[0], d): link for row in rows for d, link in zip(devices, row[1:], strict=False)}

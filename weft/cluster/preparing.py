@@ -1,4 +1,4 @@
-"""Where prepared text is kept, and how preparation is shown.  Without torch: it starts quickly."""
+"""Cache directory and progress display of data preparation; does not import torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.config.escaping import escape_controls
 from weft.config.schema import DataSection
 from weft.data.prepared_cache import Progress as Preparation
 
-LINE_SECONDS = 30.0  # between lines of a stage that goes on, where there is no terminal
+LOG_SECONDS = 30.0  # between lines of one stage, if the output is not a terminal
 
 
-def cache_folder(section: DataSection) -> Path:
-    """The folder of ``data.cache_dir``."""
+def cache_dir(section: DataSection) -> Path:
+    """Return the directory that ``data.cache_dir`` names."""
     if section.cache_dir != "auto":
         return Path(section.cache_dir).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -27,25 +27,27 @@ def cache_folder(section: DataSection) -> Path:
 
 
 @contextmanager
-def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
-    """How preparation goes: a bar that vanishes on a terminal, elsewhere a line for each stage,
-    and one every half a minute with the time left."""
+def show_progress(console: Console) -> Iterator[Callable[[Preparation], None]]:
+    """Yield a callback that shows progress: a transient bar on a terminal, else lines.
+
+    Without a terminal it prints one line per stage, and the time left every `LOG_SECONDS`.
+    """
     if not console.is_terminal:
-        said, begun, last = "", 0.0, 0.0
+        stage, stage_start, last_log = "", 0.0, 0.0
 
-        def say(progress: Preparation) -> None:
-            nonlocal said, begun, last
+        def log(progress: Preparation) -> None:
+            nonlocal stage, stage_start, last_log
             now = time.monotonic()
-            if progress.message != said:
-                said, begun, last = progress.message, now, now
-                console.print(said, soft_wrap=True)
-            elif progress.total and progress.done and now - last > LINE_SECONDS:
-                last = now
-                share = progress.done / progress.total
-                left = (now - begun) * (1 - share) / share
-                console.print(f"{said}: {share:.0%}, {left / 60:.1f} min left", soft_wrap=True)
+            if progress.message != stage:
+                stage, stage_start, last_log = progress.message, now, now
+                console.print(stage, soft_wrap=True)
+            elif progress.total and progress.done and now - last_log > LOG_SECONDS:
+                last_log = now
+                fraction = progress.done / progress.total
+                left = (now - stage_start) * (1 - fraction) / fraction
+                console.print(f"{stage}: {fraction:.0%}, {left / 60:.1f} min left", soft_wrap=True)
 
-        yield say
+        yield log
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -55,13 +57,13 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        said = ""
+        stage = ""
 
         def show(progress: Preparation) -> None:
-            nonlocal said
-            if said != progress.message:
-                said = progress.message
-                bar.reset(task)  # the time left is of this stage
+            nonlocal stage
+            if stage != progress.message:
+                stage = progress.message
+                bar.reset(task)  # the time left is that of this stage
             total = progress.total or None
             text = escape_controls(progress.message)
             bar.update(task, description=text, completed=progress.done, total=total)

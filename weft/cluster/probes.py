@@ -1,7 +1,7 @@
-"""How the facts of a node are gathered.
+"""Probes that collect the facts of a node.
 
-Everything here is thin, and gets on with whatever is missing: a tool or file that is not there
-gives an empty text.
+A missing tool or file is not an error: it gives an empty string.  `weft.cluster.node_checks` checks
+the facts.
 """
 
 from __future__ import annotations
@@ -26,34 +26,54 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.checkpoint.storage import create, is_remote, open_folder, put_new, read_range, remove
-from weft.cluster.node_facts import ASKED, TIMED_OUT, Adapter, Facts, Folder, Node, Store
+from weft.checkpoint.storage import (
+    create_file,
+    is_remote,
+    open_directory,
+    put_if_absent,
+    read_range,
+    remove,
+)
+from weft.cluster.node_facts import (
+    GPU_FIELDS,
+    TIMED_OUT,
+    Adapter,
+    Directory,
+    Facts,
+    Node,
+    ObjectStore,
+)
 from weft.config.errors import WeftError
 
-ASKS, LINGER_SECONDS = 5, 1.0  # for the time; and for others to read what the store has
-TOOL_SECONDS = 30.0  # for a tool to answer; a broken driver lets nvidia-smi wait for ever
-OLD_REASONS = "clocks_throttle_reasons.active"
-REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
-# Variables that are looked at; of others not even the name is taken, for some are secrets.
-PREFIXES = ("NCCL_", "FI_", "RDMAV_", "OFI_NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
-NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
-PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
-LIBRARIES = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
+CLOCK_SAMPLES, LINGER_SECONDS = 5, 1.0  # the store must outlive the reads of other nodes
+TOOL_TIMEOUT_SECONDS = 30.0  # with a broken driver, nvidia-smi never returns
+OLD_REASONS_FIELD = "clocks_throttle_reasons.active"
+REMAPPED_ROWS_FIELDS = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+# The report has only these variables, because others may hold secrets.
+VARIABLE_PREFIXES = ("NCCL_", "FI_", "RDMAV_", "OFI_NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
+VARIABLE_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "OMP_NUM_THREADS",
+    "MALLOC_ARENA_MAX",
+)
+PLUGIN_DIRS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
+LIBRARY_SUBDIRS = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
 def collect_facts() -> Facts:
-    """All that needs neither a job's folders nor its devices at work."""
-    told = re.findall(r"(\w+):\s+(\d+) kB", content(Path("/proc/meminfo")))
-    sizes = {name: int(number) * 1024 for name, number in told}
+    """Collect all facts that need no measurement and no other node."""
+    lines = re.findall(r"(\w+):\s+(\d+) kB", read_text(Path("/proc/meminfo")))
+    sizes = {name: int(number) * 1024 for name, number in lines}
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    limit, quota = control_group(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    limit, quota = read_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     address = ""
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
     return Facts(
         host=socket.gethostname(),
-        torch=versions().get("torch", ""),
-        cuda=cuda_of_torch(),
+        torch=package_versions().get("torch", ""),
+        cuda=find_torch_cuda(),
         cores=os.cpu_count() or 0,
         usable=len(os.sched_getaffinity(0)),
         quota=quota,
@@ -64,144 +84,156 @@ def collect_facts() -> Facts:
         shm_free=shm.free if shm else 0,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        clock_in_step=clock_in_step(),
+        clock_in_step=is_clock_synchronized(),
         address=address,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        variables={k: v for k, v in os.environ.items() if k.startswith(PREFIXES) or k in NAMES},
-        gpus=nvidia(),
-        smi=run("nvidia-smi"),
-        topology=run("nvidia-smi", "topo", "-m"),
-        nvlinks=run("nvidia-smi", "nvlink", "-s"),
-        remapped=run("nvidia-smi", f"--query-remapped-rows={REMAPPED}", "--format=csv,noheader"),
-        kernel_log=driver_faults(),
+        variables={
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith(VARIABLE_PREFIXES) or k in VARIABLE_NAMES
+        },
+        gpus=query_gpus(),
+        smi=run_tool("nvidia-smi"),
+        topology=run_tool("nvidia-smi", "topo", "-m"),
+        nvlinks=run_tool("nvidia-smi", "nvlink", "-s"),
+        remapped=run_tool(
+            "nvidia-smi", f"--query-remapped-rows={REMAPPED_ROWS_FIELDS}", "--format=csv,noheader"
+        ),
+        kernel_log=read_driver_faults(),
         device_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         modules=tuple(
             name for name in ("nvidia_peermem", "gdrdrv") if Path("/sys/module", name).exists()
         ),
-        adapters=tuple(adapters(Path("/sys/class/infiniband"))),
-        libfabric=run("fi_info", "--version"),
-        efa_provider=run("fi_info", "-p", "efa"),
-        ofi_plugin=plugin([*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *PLUGINS]),
+        adapters=tuple(list_adapters(Path("/sys/class/infiniband"))),
+        libfabric=run_tool("fi_info", "--version"),
+        efa_provider=run_tool("fi_info", "-p", "efa"),
+        ofi_plugin=find_ofi_plugin(
+            [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *PLUGIN_DIRS]
+        ),
     )
 
 
-def cuda_of_torch() -> str:
-    """The CUDA that torch was built for, without importing it, for that may fail."""
-    found = importlib.util.find_spec("torch")
-    path = Path(found.origin).with_name("version.py") if found and found.origin else None
+def find_torch_cuda() -> str:
+    """Return torch's CUDA version without importing torch, which may fail."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = path.read_text("utf-8") if path and path.is_file() else ""
     match = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else ""
 
 
-def content(path: Path) -> str:
-    """What a file of the kernel's has; empty if it is not there, or cannot be read."""
+def read_text(path: Path) -> str:
+    """Return the content of a kernel file; empty if it is missing or not readable."""
     with suppress(OSError):
         return path.read_text("utf-8", "surrogateescape")
     return ""
 
 
-def driver_faults() -> str | None:
-    """The lines of the kernel's log in which NVIDIA's driver notes a fault; None: not readable."""
-    log = run("dmesg")
+def read_driver_faults() -> str | None:
+    """Return the kernel log's lines with driver faults (Xid); None: not readable."""
+    log = run_tool("dmesg")
     return "\n".join(line for line in log.splitlines() if "NVRM: Xid" in line) if log else None
 
 
-def run(*command: str) -> str:
-    """What a tool prints, if it is there and succeeds."""
+def run_tool(*command: str) -> str:
+    """Return the output of a tool; empty if it is missing or fails."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TOOL_SECONDS,
+            timeout=TOOL_TIMEOUT_SECONDS,
             check=False,
         )
     except OSError:
         return ""
     except subprocess.TimeoutExpired:
         return TIMED_OUT
-    return done.stdout if done.returncode == 0 else ""
+    return result.stdout if result.returncode == 0 else ""
 
 
-def nvidia() -> str:
-    """`ASKED` of every GPU, as comma-separated lines."""
-    for reasons in (ASKED["reasons"], OLD_REASONS):
-        names = ",".join((ASKED | {"reasons": reasons}).values())
-        if said := run("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"):
-            return said
+def query_gpus() -> str:
+    """Query `GPU_FIELDS` of every GPU; return comma-separated lines."""
+    for reasons in (GPU_FIELDS["reasons"], OLD_REASONS_FIELD):
+        names = ",".join((GPU_FIELDS | {"reasons": reasons}).values())
+        arguments = (f"--query-gpu={names}", "--format=csv,noheader,nounits")
+        if output := run_tool("nvidia-smi", *arguments):
+            return output
     return ""
 
 
-def control_group(own: Path, root: Path) -> tuple[int, float]:
-    """The memory in bytes and the cores that this process's control groups leave it; the smallest
-    on the way up, 0 where there is no limit.  Both versions of control groups.
+def read_cgroup_limits(own: Path, root: Path) -> tuple[int, float]:
+    """Return the memory limit in bytes and the CPU quota in cores; 0: no limit.
+
+    The result is the smallest limit of the process's cgroups (v1 or v2) and their ancestors.
 
     Args:
         own: /proc/self/cgroup.
-        root: where the groups are mounted.
+        root: mount point of the cgroup file systems.
     """
     memory, cores = [], []
-    for line in content(own).splitlines():
+    for line in read_text(own).splitlines():
         _, kinds, path = line.split(":", 2)
         tops = [root / kind for kind in kinds.split(",")] if kinds else [root, root / "unified"]
         for top in tops:
-            for above in (Path(path), *Path(path).parents):
-                here = top / str(above).lstrip("/")
-                memory += _numbers(here / "memory.max") + _numbers(here / "memory.limit_in_bytes")
-                quota = _numbers(here / "cpu.max") or [
-                    *_numbers(here / "cpu.cfs_quota_us"),
-                    *_numbers(here / "cpu.cfs_period_us"),
+            for ancestor in (Path(path), *Path(path).parents):
+                group = top / str(ancestor).lstrip("/")
+                memory += _read_numbers(group / "memory.max")
+                memory += _read_numbers(group / "memory.limit_in_bytes")
+                quota = _read_numbers(group / "cpu.max") or [
+                    *_read_numbers(group / "cpu.cfs_quota_us"),
+                    *_read_numbers(group / "cpu.cfs_period_us"),
                 ]
                 cores += [quota[0] / quota[1]] if len(quota) == 2 else []
     return min((n for n in memory if n < 2**60), default=0), min(cores, default=0.0)
 
 
-def _numbers(path: Path) -> list[int]:
-    return [int(word) for word in content(path).split() if word.isdigit()]
+def _read_numbers(path: Path) -> list[int]:
+    return [int(word) for word in read_text(path).split() if word.isdigit()]
 
 
-def clock_in_step() -> bool | None:
-    """Whether the kernel's clock follows one outside (NTP, PTP); None: it does not say."""
+def is_clock_synchronized() -> bool | None:
+    """Return True if the kernel clock is synchronized (NTP, PTP); None: unknown."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
-    state = adjtimex(ctypes.create_string_buffer(512))  # all zeros ask, and change nothing
-    time_error = 5  # of <sys/timex.h>
+    state = adjtimex(ctypes.create_string_buffer(512))  # all zeros: query only
+    time_error = 5  # TIME_ERROR of <sys/timex.h>
     return None if state < 0 else state != time_error
 
 
-def adapters(root: Path) -> Iterator[Adapter]:
-    """The first port of each."""
-    for one in sorted(root.iterdir()) if root.is_dir() else []:
-        port = one / "ports" / "1"
-        state, rate = (content(port / name).strip() for name in ("state", "rate"))
-        link = one / "device" / "driver"
+def list_adapters(root: Path) -> Iterator[Adapter]:
+    """List the RDMA adapters, each by its first port."""
+    for device in sorted(root.iterdir()) if root.is_dir() else []:
+        port = device / "ports" / "1"
+        state, rate = (read_text(port / name).strip() for name in ("state", "rate"))
+        link = device / "device" / "driver"
         driver = link.resolve().name if link.is_symlink() else ""
         read = (port / "hw_counters" / "rdma_read_bytes").exists()
-        yield Adapter(one.name, driver, state, rate, read)
+        yield Adapter(device.name, driver, state, rate, read)
 
 
-def plugin(folders: Sequence[str]) -> str:
-    """The version of the plug-in that lets NCCL speak with EFA."""
-    for folder in filter(None, folders):
-        for path in (p for part in LIBRARIES for p in Path(folder, part).glob("*.so*")):
+def find_ofi_plugin(directories: Sequence[str]) -> str:
+    """Return the version of aws-ofi-nccl; '?': version unknown, '': not installed."""
+    for directory in filter(None, directories):
+        subdirs = (Path(directory, subdir) for subdir in LIBRARY_SUBDIRS)
+        for path in (path for subdir in subdirs for path in subdir.glob("*.so*")):
             if path.name.startswith(("libnccl-net", "libnccl-ofi")):
-                found = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
-                return found[1].decode() if found else "?"
+                match = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
+                return match[1].decode() if match else "?"
     return ""
 
 
-# --------------------------------------------------------------------------- folders, stores
+# --------------------------------------------------------------------------- directories, stores
 
 
-def mount_of(path: Path, mounts: str) -> tuple[str, str]:
-    """Kind and options of the file system that has a path, by /proc/self/mountinfo."""
+def find_mount(path: Path, mounts: str) -> tuple[str, str]:
+    """Return type and options of the file system of a path, from /proc/self/mountinfo."""
     best = ("", "", "")
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        # A space is \040.
+        # mountinfo writes a space as \040.
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4])
         if path.is_relative_to(point) and len(point) >= len(best[0]):
             kind, _, *options = right.split()
@@ -209,176 +241,179 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
     return best[1], best[2]
 
 
-def write_and_read(path: Path, size: int) -> tuple[float, float, str]:
-    """Bytes/s of writing a new file of so many bytes, and of reading it from the disk or store;
-    and what is wrong with what was read."""
-    written = os.urandom(1 << 20) * (size >> 20)
-    began = time.perf_counter()
-    with create(path, size) as file:
-        file.write(written)
-    wrote = time.perf_counter() - began
+def measure_rates(path: Path, size: int) -> tuple[float, float, str]:
+    """Write and read a new file; return both rates in bytes/s, and an error."""
+    data = os.urandom(1 << 20) * (size >> 20)
+    start = time.perf_counter()
+    with create_file(path, size) as file:
+        file.write(data)
+    write_seconds = time.perf_counter() - start
     if not is_remote(path):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    began = time.perf_counter()
-    found = read_range(path, 0, size)
-    took = time.perf_counter() - began
-    wrong = "" if bytes(found) == written else "what was read is not what was written"
-    return size / wrote, size / took, wrong
+    start = time.perf_counter()
+    content = read_range(path, 0, size)
+    read_seconds = time.perf_counter() - start
+    error = "" if bytes(content) == data else "reads return other data than was written"
+    return size / write_seconds, size / read_seconds, error
 
 
-def try_folder(key: str, folder: Path, size: int) -> Folder:
-    """Write and read a file in a folder, or in the nearest one that there is; nothing stays."""
-    there = next(path for path in (folder, *folder.parents) if os.path.isdir(path)).resolve()
-    kind, options = mount_of(there, content(Path("/proc/self/mountinfo")))
+def probe_directory(key: str, directory: Path, size: int) -> Directory:
+    """Write and read a temporary file in a directory or its nearest ancestor."""
+    existing = next(p for p in (directory, *directory.parents) if os.path.isdir(p)).resolve()
+    kind, options = find_mount(existing, read_text(Path("/proc/self/mountinfo")))
     try:
-        with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=there) as own:
-            path = Path(own, "file")
-            write, read, error = write_and_read(path, size)
-            usage = os.statvfs(there)
-            return Folder(
+        with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=existing) as temporary:
+            path = Path(temporary, "file")
+            write, read, error = measure_rates(path, size)
+            usage = os.statvfs(existing)
+            return Directory(
                 key,
-                str(folder),
+                str(directory),
                 kind,
                 options,
                 free=usage.f_bavail * usage.f_frsize,
                 files=usage.f_favail if usage.f_files else -1,
                 write=write,
                 read=read,
-                locks=locks(path),
-                links=links(path),
+                locks=supports_locks(path),
+                links=supports_hard_links(path),
                 error=error,
             )
     except OSError as error:
-        return Folder(key, str(folder), kind, options, error=f"cannot be written: {error.strerror}")
+        message = f"cannot be written: {error.strerror}"
+        return Directory(key, str(directory), kind, options, error=message)
 
 
-def locks(path: Path) -> bool:
-    """Whether the lock by which a run owns its folder keeps a second one out."""
-    with path.open("a") as one, path.open("a") as other:
+def supports_locks(path: Path) -> bool:
+    """Return True if a file lock excludes a second holder."""
+    with path.open("a") as first, path.open("a") as second:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return False  # there are none
+            return False  # the file system has no locks
         with suppress(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
     return True
 
 
-def links(path: Path) -> bool:
-    """Whether a file can have two names; a checkpoint is claimed so (`put_new`)."""
+def supports_hard_links(path: Path) -> bool:
+    """Return True if the file system has hard links; `put_if_absent` needs them."""
     with suppress(OSError):
         os.link(path, path.with_name("link"))
         return True
     return False
 
 
-def try_store(key: str, url: str, size: int) -> Store:
-    """Write and read an object, as checkpoints are; nothing stays."""
+def probe_store(key: str, url: str, size: int) -> ObjectStore:
+    """Write and read temporary objects with the functions that checkpoints use."""
     try:
-        place = open_folder(url) / f".weft-doctor-{socket.gethostname()}-{os.getpid()}"
+        prefix = open_directory(url) / f".weft-doctor-{socket.gethostname()}-{os.getpid()}"
         try:
-            write, read, wrong = write_and_read(place / "large", size)
-            began = time.perf_counter()
-            put_new(place / "small", b"first")
-            small = time.perf_counter() - began
+            write, read, error_text = measure_rates(prefix / "large", size)
+            start = time.perf_counter()
+            put_if_absent(prefix / "small", b"first")
+            put_seconds = time.perf_counter() - start
             once = False
             try:
-                put_new(place / "small", b"second")
+                put_if_absent(prefix / "small", b"second")
             except FileExistsError:
                 once = True
         finally:
-            remove(place)
+            remove(prefix)
     except WeftError as error:
-        return Store(key, url, error=str(error))
-    except Exception as error:  # whatever the client of the store raises
-        return Store(key, url, error=f"{type(error).__name__}: {error.__cause__ or error}")
-    return Store(key, url, write, read, small, once, wrong)
+        return ObjectStore(key, url, error=str(error))
+    except Exception as error:  # any exception of the store's client
+        return ObjectStore(key, url, error=f"{type(error).__name__}: {error.__cause__ or error}")
+    return ObjectStore(key, url, write, read, put_seconds, once, error_text)
 
 
 # --------------------------------------------------------------------------- other nodes
 
 
-def try_endpoint(endpoint: str) -> str:
-    """Whether the nodes' meeting place could be here ('free'), is there ('answers'), or why not."""
+def probe_endpoint(endpoint: str) -> str:
+    """Return 'free' (this host can listen there), 'answers', or an error message."""
     host, _, port = endpoint.rpartition(":")
     try:
         address = socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as error:
         return f"{error}"
-    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as one:
-        one.settimeout(3)
+    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as client:
+        client.settimeout(3)
         with suppress(OSError):
-            one.connect(address[4])
+            client.connect(address[4])
             return "answers"
-    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as one:
+    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as server:
         try:
-            one.bind(address[4])
+            server.bind(address[4])
         except OSError:
-            return "no answer, and it is no free port of this host"
+            return "no answer, and this host cannot listen there"
     return "free"
 
 
-def versions() -> dict[str, str]:
-    """What should be the same on every node."""
-    found = {"weft": weft.__version__, "python": platform.python_version()}
+def package_versions() -> dict[str, str]:
+    """Return the versions that must be equal on every node."""
+    versions = {"weft": weft.__version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
-def meet(endpoint: str, nodes: int, mine: Mapping[str, str], limit: float) -> list[Node]:
-    """Find the other nodes that ask the same, and compare clocks with the first that came.
+def exchange_with_nodes(
+    endpoint: str, nodes: int, own_versions: Mapping[str, str], timeout: float
+) -> list[Node]:
+    """Exchange versions with the other nodes, and measure clock offsets.
 
     Args:
-        mine: the versions of this one.
-        limit: seconds to wait for the others.
+        own_versions: the versions of this node.
+        timeout: seconds to wait for the other nodes.
 
     Returns:
-        All of them; fewer than ``nodes`` if the others did not come in time.
+        The nodes that joined in time, at most ``nodes``.
 
     Raises:
-        WeftError: if nobody answers at the endpoint.
+        WeftError: if no host answers at the endpoint.
     """
     from datetime import timedelta
 
     from torch.distributed import DistStoreError
 
-    from weft.cluster.rendezvous import find_store
+    from weft.cluster.rendezvous import connect_store
 
-    store = find_store(endpoint, "doctor", (1, nodes), limit)
-    store.set_timeout(timedelta(seconds=limit))
+    store = connect_store(endpoint, "doctor", (1, nodes), timeout)
+    store.set_timeout(timedelta(seconds=timeout))
     number = store.add("count", 1) - 1
-    store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(mine)]))
+    store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(own_versions)]))
     try:
         if number == 0:
             store.set("ahead/0", "[0.0, 0.0]")
             for other in range(1, nodes):
                 store.wait([f"node/{other}"])
                 store.set(f"turn/{other}", "")
-                for ask in range(ASKS):
+                for ask in range(CLOCK_SAMPLES):
                     store.wait([f"ask/{other}/{ask}"])
                     store.set(f"answer/{other}/{ask}", repr(time.time()))
         else:
             store.wait([f"turn/{number}"])
-            asked = [_ask(store, f"{number}/{ask}") for ask in range(ASKS)]
-            store.set(f"ahead/{number}", json.dumps(min(asked, key=lambda one: one[1])))
+            names = [f"{number}/{ask}" for ask in range(CLOCK_SAMPLES)]
+            offsets = [_measure_clock_offset(store, name) for name in names]
+            store.set(f"ahead/{number}", json.dumps(min(offsets, key=lambda offset: offset[1])))
         store.wait([f"ahead/{other}" for other in range(nodes)])
     except DistStoreError:
-        pass  # not all came: those that did are told
-    came = [n for n in range(nodes) if store.check([f"node/{n}"])]
-    clocks = {n: json.loads(store.get(f"ahead/{n}")) for n in came if store.check([f"ahead/{n}"])}
-    found = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in came]
-    time.sleep(LINGER_SECONDS)  # the store may be in this process, and others still read
-    return found
+        pass  # some nodes did not join in time
+    joined = [n for n in range(nodes) if store.check([f"node/{n}"])]
+    clocks = {n: json.loads(store.get(f"ahead/{n}")) for n in joined if store.check([f"ahead/{n}"])}
+    result = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
+    time.sleep(LINGER_SECONDS)  # this process may host the store, and others still read it
+    return result
 
 
-def _ask(store: Any, name: str) -> tuple[float, float]:
-    """How far this clock is ahead of the first node's, give or take what."""
-    began = time.time()
+def _measure_clock_offset(store: Any, name: str) -> tuple[float, float]:
+    """Return this clock's offset to the first node's, and its uncertainty, in seconds."""
+    start = time.time()
     store.set(f"ask/{name}", "")
-    theirs = float(store.get(f"answer/{name}"))
-    ended = time.time()
-    return (began + ended) / 2 - theirs, (ended - began) / 2
+    remote = float(store.get(f"answer/{name}"))
+    end = time.time()
+    return (start + end) / 2 - remote, (end - start) / 2

@@ -1,6 +1,6 @@
-"""What a rank leaves for its launcher, and how it ends.
+"""Log files, error reports and exit of a rank.
 
-Nothing heavy is imported: ranks do this before anything else.
+This module imports nothing heavy, because ranks use it before any other import.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from weft.config.escaping import escaping_stream
 from weft.config.files import describe_cause, read_json, write_json
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    """Where rank ``rank`` of the run in ``folder`` writes what it prints."""
-    return folder / "logs" / f"rank-{rank}.log"
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return run_dir / "logs" / f"rank-{rank}.log"
 
 
-def error_path(folder: Path, rank: int) -> Path:
-    """Where a rank that fails says why, as JSON."""
-    return folder / "logs" / f"rank-{rank}.error.json"
+def error_path(run_dir: Path, rank: int) -> Path:
+    """Return the path of a failed rank's error report (JSON)."""
+    return run_dir / "logs" / f"rank-{rank}.error.json"
 
 
-def redirect(folder: Path, rank: int) -> TextIO:
-    """Send file descriptors 1 and 2 to the rank's log; the old stdout, to show progress on."""
-    path = log_path(folder, rank)
+def redirect_output(run_dir: Path, rank: int) -> TextIO:
+    """Redirect stdout and stderr to the rank's log; return the original stdout."""
+    path = log_path(run_dir, rank)
     terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
 
     def report(error: OSError) -> None:
@@ -44,7 +44,7 @@ def redirect(folder: Path, rank: int) -> TextIO:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        error_path(folder, rank).unlink(missing_ok=True)
+        error_path(run_dir, rank).unlink(missing_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         report(error)
@@ -71,7 +71,7 @@ def redirect(folder: Path, rank: int) -> TextIO:
 
 
 class _RankLog(io.FileIO):
-    """A descriptor of a rank's log: text that it cannot take is lost, and reported once."""
+    """Stream of a rank's log; drops text that it cannot write, and warns once."""
 
     def __init__(self, number: int, report: Callable[[OSError], None]) -> None:
         super().__init__(number, "w", closefd=False)
@@ -81,15 +81,15 @@ class _RankLog(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            # A full disk is no reason to lose a run.
+            # A full disk must not end the run.
             if self._report is not None:
                 self._report(error)
                 self._report = None
             return len(memoryview(data).cast("B"))
 
 
-def write_error(folder: Path, rank: int, error: BaseException, terminal: TextIO) -> None:
-    """Leave the error for the launcher, and its traceback in the log."""
+def write_error(run_dir: Path, rank: int, error: BaseException, terminal: TextIO) -> None:
+    """Write the error report for the launcher, and the traceback to the log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     where = ", ".join(getattr(error, "__notes__", []))
@@ -97,7 +97,7 @@ def write_error(folder: Path, rank: int, error: BaseException, terminal: TextIO)
     report = {
         "kind": type(error).__name__,
         "foreseen": foreseen,
-        # What torch, drivers and disks raise; anything else is a mistake in code, and will recur.
+        # torch, drivers and disks raise these; any other error is a bug in code, and will recur.
         "transient": getattr(
             error, "transient", isinstance(error, RuntimeError | OSError) and not foreseen
         ),
@@ -106,62 +106,65 @@ def write_error(folder: Path, rank: int, error: BaseException, terminal: TextIO)
         "traceback": text,
     }
     try:
-        write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    except OSError:  # the launcher cannot know it then, but the user can
+        write_error_report(run_dir, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    except OSError:  # the launcher cannot read it, so tell the user here
         print(f"weft: rank {rank} failed: {report['kind']}: {report['message']}", file=terminal)
 
 
-def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str | None) -> None:
-    """Leave a rank's error where the launcher looks, and torchrun, if that is ``torchrun``'s file.
+def write_error_report(
+    run_dir: Path, rank: int, report: dict[str, Any], torchrun: str | None
+) -> None:
+    """Write a rank's error report for the launcher and for torchrun.
 
     Args:
         report: kind, foreseen, message, traceback; see `weft.cluster.launcher.Failure`.
+        torchrun: torchrun's error file for this rank, if torchrun started it.
     """
-    write_json(error_path(folder, rank), {"rank": rank, "time": time.time(), **report})
-    tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+    write_json(error_path(run_dir, rank), {"rank": rank, "time": time.time(), **report})
+    write_torchrun_error(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
 
 
-def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """What the ranks of a run have left of their errors, the earliest first.
+def read_error_reports(run_dir: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """Return the error reports of all ranks, earliest first.
 
     Args:
-        since: seconds since the epoch; reports from before are of an earlier attempt.
+        since: seconds since the epoch; older reports belong to an earlier attempt.
     """
-    found = []
-    for path in (folder / "logs").glob("rank-*.error.json"):
-        with suppress(WeftError):  # it is damaged, or being written
-            found.append(read_json(path))
-    later = [report for report in found if _is_report(report) and report["time"] >= since]
-    return sorted(later, key=lambda report: float(report["time"]))
+    reports = []
+    for path in (run_dir / "logs").glob("rank-*.error.json"):
+        with suppress(WeftError):  # damaged, or still being written
+            reports.append(read_json(path))
+    recent = [report for report in reports if _is_error_report(report) and report["time"] >= since]
+    return sorted(recent, key=lambda report: float(report["time"]))
 
 
-def _is_report(report: dict[str, Any]) -> bool:
+def _is_error_report(report: dict[str, Any]) -> bool:
     types = {"rank": int, "time": float, "foreseen": bool, "transient": bool}
     types |= dict.fromkeys(("kind", "message", "traceback", "where"), str)
     return all(type(report.get(name)) is kind for name, kind in types.items())
 
 
-def tell_torchrun(path: str | None, why: str, traceback: str) -> None:
-    """Why a rank ends, as torchrun shows it of its own accord, in the form that it reads."""
+def write_torchrun_error(path: str | None, message: str, traceback: str) -> None:
+    """Write the error file that torchrun reads and prints for a failed rank."""
     if path:
         extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
-        message = {"message": why, "extraInfo": extra}
-        Path(path).write_text(json.dumps({"message": message}), "utf-8")
+        report = {"message": message, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": report}), "utf-8")
 
 
-def leave(status: int) -> NoReturn:
-    """End the process at once.
+def exit_process(status: int) -> NoReturn:
+    """Flush the output and end the process without interpreter shutdown.
 
-    An orderly exit after a failure would wait for peers that wait for this rank; after a success
-    it tears down the threads of gloo, which now and then aborts the process (seen in torch 2.11).
+    After a failure a normal exit would wait for peers that wait for this rank.  After a success it
+    would tear down gloo's threads, which sometimes aborts the process (seen in torch 2.11).
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def status(process: int) -> dict[str, str]:
-    """Linux's ``/proc/ID/status``; empty if the process has ended."""
+def process_status(process: int) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status``; empty if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -1,21 +1,21 @@
-"""Which nodes train: the launchers of a run meet, and notice who comes and who goes.
+"""Elastic rendezvous: decide which nodes train, and detect lost and new nodes.
 
-The meeting place is torch's c10d rendezvous: a small state in a store at HOST:PORT, in which every
-launcher leaves a heartbeat and which it reads once a second.  torch's agent alone would notice a
-lost node by its own ranks' broken collectives, which on some networks hang instead; and it would
-give ranks 30 s to end when a node joins.  So `RendezvousHandler` watches for itself:
+The rendezvous is torch's c10d rendezvous: a small state in a store at HOST:PORT.  Every launcher
+writes a heartbeat there and reads the state once a second.  torch's agent alone would detect a lost
+node only by broken collectives, which hang on some networks; and it would give the ranks only 30 s
+to end when a node joins.  `RendezvousHandler` therefore handles these events:
 
-*A node of this round is gone*, or has ended its ranks: ours are killed, for they wait for its.
-*A node has come* that can be used: ours get the stop signal, and all the time they need to finish
-the step and save.
-*The meeting place is gone*: ours get it, too, but are killed after a minute, for its host may have
-had ranks that they wait for.
+*A node of this round is lost*, or its ranks ended: kill our ranks, because they wait for its ranks.
+*A usable node joined*: send our ranks the stop signal, with unlimited time to finish the step and
+save.
+*The endpoint is lost*: send the stop signal, and kill our ranks after a minute, because the host of
+the endpoint may have had ranks that they wait for.
 
-In each case the ranks end, the agent returns, and the one place that decides what is next
-(`weft.cluster.launcher.launch`) has all nodes meet again.  A layout or a global batch does not work on
-every number of nodes: the largest number that does trains, the other nodes stand by.
+In each case the ranks end, the agent returns, and `weft.cluster.launcher.launch` starts the next
+rendezvous.  A layout or a global batch size does not fit every number of nodes: the largest number
+that fits trains, and the other nodes stand by.
 
-What is private in torch (the rendezvous' state and stores, and how to leave it) is used here only.
+Only this module uses private parts of torch's rendezvous (its state, its stores, how to leave it).
 """
 
 from __future__ import annotations
@@ -49,54 +49,63 @@ from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.parallel.private import create_tcp_store
 from weft.train.environment import is_loopback
 
-# A node without a heartbeat for so long is gone; clocks must agree better than that.
+# A node without a heartbeat for this long is lost; clocks must agree more closely.
 HEARTBEAT_SECONDS, MISSED_HEARTBEATS = 1, 6
-# How long to wait for more once there are enough (all look once a second), and for enough.
-LAST_CALL, JOIN = timedelta(seconds=3), timedelta(minutes=10)
-# So long a launcher that has ended the run stays, that all others see it.
+# Wait for additional nodes once there are enough, and wait for enough nodes.
+LAST_CALL_TIMEOUT, JOIN_TIMEOUT = timedelta(seconds=3), timedelta(minutes=10)
+# A launcher that ended the run stays this long, so that all other launchers see the end.
 LINGER_SECONDS = 3.0
-# What ranks have to save once the meeting place is gone.
+# Time for the ranks to save after the endpoint is lost.
 GRACE_SECONDS = 60.0
 
 
 class RendezvousHandler(DynamicRendezvousHandler):
-    """A launcher among the others.  Made by `open_rendezvous`, which says what the attributes are."""
+    """Rendezvous of one launcher with the others; `open_rendezvous` creates it.
 
-    counts: Sequence[int] = (1,)
-    kill: Callable[[], object]
-    save: Callable[[], object]
-    say: Callable[[str], object]
-    joining = False  # no ranks run, a stop has nothing to wait for
-    nodes = 0  # that train in this round
-    began = 0.0  # the round, in seconds since the epoch
-    _told = False  # the ranks, to save and end
-    _lost = 0.0  # since when the meeting place has been gone
+    Attributes:
+        node_counts, kill_ranks, stop_ranks, log: see `open_rendezvous`.
+        is_joining: no ranks are running, so a stop need not wait for them.
+        num_nodes: nodes that train in this round.
+        start_time: start of the round, in seconds since the epoch.
+    """
+
+    node_counts: Sequence[int] = (1,)
+    kill_ranks: Callable[[], object]
+    stop_ranks: Callable[[], object]
+    log: Callable[[str], object]
+    is_joining = False
+    num_nodes = 0
+    start_time = 0.0
+    _stop_requested = False
+    _lost_since = 0.0  # monotonic time at which the endpoint was lost; 0: it is not
 
     @property
-    def several(self) -> bool:
-        """Whether the run may have more than one node."""
-        return self.counts[-1] > 1
+    def is_multi_node(self) -> bool:
+        """True if the run may have more than one node."""
+        return self.node_counts[-1] > 1
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until this node is one of those that train."""
-        self.joining = True
+        self.is_joining = True
         while True:
             info = self._join()
-            self.nodes = self._usable(info.world_size)
-            if info.rank < self.nodes:
+            self.num_nodes = self._max_usable(info.world_size)
+            if info.rank < self.num_nodes:
                 break
-            self.say(f"standing by: of {info.world_size} nodes {self.nodes} can be used")
-            while not (self._gone() or self._come()):
+            self.log(
+                f"this node stands by: the run can use {self.num_nodes} of {info.world_size} nodes"
+            )
+            while not (self._has_lost_node() or self._has_usable_node()):
                 time.sleep(0.5)
                 super().num_nodes_waiting()
-        if self.several:
-            self.say(f"{self.nodes} node{'s' * (self.nodes > 1)} train")
-        self.joining, self.began, self._told = False, time.time(), False
+        if self.is_multi_node:
+            self.log(f"training on {self.num_nodes} node{'s' * (self.num_nodes > 1)}")
+        self.is_joining, self.start_time, self._stop_requested = False, time.time(), False
         assert info.bootstrap_store_info is not None
-        return RendezvousInfo(info.store, info.rank, self.nodes, info.bootstrap_store_info)
+        return RendezvousInfo(info.store, info.rank, self.num_nodes, info.bootstrap_store_info)
 
     def _join(self) -> RendezvousInfo:
-        while not self._lost:
+        while not self._lost_since:
             # Each round has a new store, or its ranks would find the addresses of dead ones.
             self._bootstrap_store_info = self._shared_tcp_store_server = None
             try:
@@ -104,62 +113,65 @@ class RendezvousHandler(DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if not self._state_holder.state.complete:
                     raise
-                # The others train without us: wait on.
+                # The other nodes train without this one: keep waiting.
         raise RendezvousConnectionError
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
-        """Serve the store of the ranks in this process, so that nobody else can take its port."""
+        """Serve the ranks' store in this process, so that no other process takes its port."""
         return create_tcp_store(master_addr, master_port, True)
 
     def num_nodes_waiting(self) -> int:
-        """Called some times a second while ranks run; what is to be done is done here."""
-        if not self.several:
-            return 0  # nor does a laptop that sleeps lose its ranks
-        if not self._lost:
+        """Handle lost and new nodes; torch's agent calls this several times a second.
+
+        Returns 0, so that the agent itself does not react.
+        """
+        if not self.is_multi_node:
+            return 0  # so a laptop that sleeps does not lose its ranks
+        if not self._lost_since:
             try:
                 super().num_nodes_waiting()
             except RendezvousConnectionError:
                 self._stop_heartbeats()
-                self._lost = time.monotonic()
-        overdue = self._lost and time.monotonic() > self._lost + GRACE_SECONDS
-        if overdue or (self._gone() and not self._lost):
-            self.kill()
-        elif (self._lost or self._come()) and not self._told:
-            self._told = True
-            self.save()
+                self._lost_since = time.monotonic()
+        is_overdue = self._lost_since and time.monotonic() > self._lost_since + GRACE_SECONDS
+        if is_overdue or (self._has_lost_node() and not self._lost_since):
+            self.kill_ranks()
+        elif (self._lost_since or self._has_usable_node()) and not self._stop_requested:
+            self._stop_requested = True
+            self.stop_ranks()
         return 0
 
-    def _usable(self, nodes: int) -> int:
-        return max(count for count in self.counts if count <= nodes)
+    def _max_usable(self, nodes: int) -> int:
+        return max(count for count in self.node_counts if count <= nodes)
 
-    def _gone(self) -> bool:
-        """Whether a node of this round has left, or the whole run has ended."""
+    def _has_lost_node(self) -> bool:
+        """Return True if a node of this round has left, or the run has ended."""
         state = self._state_holder.state
-        there = sum(rank < self.nodes for rank in state.participants.values())
-        return state.closed or there < self.nodes
+        present = sum(rank < self.num_nodes for rank in state.participants.values())
+        return state.closed or present < self.num_nodes
 
-    def _come(self) -> bool:
-        """Whether more nodes could train than do."""
+    def _has_usable_node(self) -> bool:
+        """Return True if the run could train on more nodes than it does."""
         state = self._state_holder.state
-        return self._usable(len(state.participants) + len(state.wait_list)) > self.nodes
+        return self._max_usable(len(state.participants) + len(state.wait_list)) > self.num_nodes
 
-    def end(self, verdict: Mapping[str, Any] | None) -> None:
-        """End the run on all nodes; ``verdict``: why it failed, None if it did not."""
-        with suppress(Exception):  # nobody may be left to be told
-            self._store.set(f"{self.get_run_id()}/verdict", json.dumps(verdict))
+    def end_run(self, failure: Mapping[str, Any] | None) -> None:
+        """End the run on all nodes; ``failure``: why it failed, None if it succeeded."""
+        with suppress(Exception):  # the other nodes may have ended already
+            self._store.set(f"{self.get_run_id()}/verdict", json.dumps(failure))
             self.shutdown()
-        if self.several:
+        if self.is_multi_node:
             time.sleep(LINGER_SECONDS)
 
-    def verdict(self) -> dict[str, Any] | None:
-        """What another node gave `end`."""
-        found: dict[str, Any] | None = json.loads(self._store.get(f"{self.get_run_id()}/verdict"))
-        return found
+    def get_failure(self) -> dict[str, Any] | None:
+        """Return the failure that another node gave to `end_run`."""
+        failure: dict[str, Any] | None = json.loads(self._store.get(f"{self.get_run_id()}/verdict"))
+        return failure
 
     def leave(self) -> None:
-        """This node goes: the others need not wait until they miss its heartbeat."""
+        """Leave the rendezvous, so that other nodes notice before a missed heartbeat."""
 
-        def step_out(context: Any, deadline: float) -> _Action:
+        def remove_node(context: Any, deadline: float) -> _Action:
             for group, action in (
                 (context.state.participants, _Action.REMOVE_FROM_PARTICIPANTS),
                 (context.state.wait_list, _Action.REMOVE_FROM_WAIT_LIST),
@@ -170,101 +182,109 @@ class RendezvousHandler(DynamicRendezvousHandler):
             return _Action.FINISH
 
         self._stop_heartbeats()
-        if self._lost:
+        if self._lost_since:
             return
         with suppress(RendezvousError):
-            self._op_executor.run(step_out, time.monotonic() + 5)
+            self._op_executor.run(remove_node, time.monotonic() + 5)
 
 
 def open_rendezvous(
     endpoint: str,
-    run: str,
-    counts: Sequence[int],
-    same: Mapping[str, Any],
+    run_id: str,
+    node_counts: Sequence[int],
+    shared_config: Mapping[str, Any],
     *,
-    kill: Callable[[], object],
-    save: Callable[[], object],
-    say: Callable[[str], object],
+    kill_ranks: Callable[[], object],
+    stop_ranks: Callable[[], object],
+    log: Callable[[str], object],
 ) -> RendezvousHandler:
-    """Find the meeting place of a run, or be it, if ``endpoint`` is a name of this host.
+    """Connect to the rendezvous of a run, or host it if ``endpoint`` names this host.
 
     Args:
-        endpoint: HOST or HOST:PORT; port 0 is a free one.
-        run: a name that tells runs at the same endpoint apart.
-        counts: the numbers of nodes that can train, ascending.
-        same: what must be the same on all nodes, as JSON values.
-        kill: called when the ranks of this node cannot go on.
-        save: called when they should save and end.
-        say: told what people may want to know.
+        endpoint: HOST or HOST:PORT; port 0: any free port.
+        run_id: distinguishes runs at the same endpoint.
+        node_counts: the numbers of nodes that can train, ascending.
+        shared_config: JSON values that must be equal on all nodes.
+        kill_ranks: called when the ranks of this node cannot continue.
+        stop_ranks: called when the ranks should save and end.
+        log: receives messages for the user.
 
     Raises:
-        WeftError: if nobody answers.
-        InvalidConfig: if the nodes that are there have something else in ``same``.
+        WeftError: if no host answers.
+        InvalidConfig: if ``shared_config`` differs from that of the first node.
     """
     local = "localhost" if is_loopback(endpoint) else None
-    if counts[-1] == 1:
+    if node_counts[-1] == 1:
         store = create_tcp_store("127.0.0.1", 0, True)
     else:
-        store = find_store(endpoint, run, counts, JOIN.total_seconds())
+        store = connect_store(endpoint, run_id, node_counts, JOIN_TIMEOUT.total_seconds())
     store.set_timeout(timedelta(seconds=60))
-    number = 0
+    attempt = 0
     while True:
-        name = f"{run}/{number}"
-        meeting: RendezvousHandler = RendezvousHandler.from_backend(
+        name = f"{run_id}/{attempt}"
+        rendezvous: RendezvousHandler = RendezvousHandler.from_backend(
             name,
             store,
             C10dRendezvousBackend(store, name),
-            counts[0],
-            counts[-1],
+            node_counts[0],
+            node_counts[-1],
             local,
-            RendezvousTimeout(join=JOIN, last_call=LAST_CALL),
+            RendezvousTimeout(join=JOIN_TIMEOUT, last_call=LAST_CALL_TIMEOUT),
             keep_alive_interval=HEARTBEAT_SECONDS,
             keep_alive_max_attempt=MISSED_HEARTBEATS,
         )
-        if not meeting.is_closed():
+        if not rendezvous.is_closed():
             break
-        number += 1  # an earlier life of this run, at a place that has survived it
-    meeting.counts, meeting.kill, meeting.save, meeting.say = counts, kill, save, say
-    ours = json.loads(json.dumps(same, default=str))
-    theirs = json.loads(store.compare_set(f"{name}/same", "", json.dumps(ours)))
-    if ours != theirs:
-        remedy = "give the same command on every node, or let this run meet elsewhere"
+        attempt += 1  # the store has survived an earlier start of this run
+    rendezvous.node_counts, rendezvous.log = node_counts, log
+    rendezvous.kill_ranks, rendezvous.stop_ranks = kill_ranks, stop_ranks
+    own = json.loads(json.dumps(shared_config, default=str))
+    first = json.loads(store.compare_set(f"{name}/same", "", json.dumps(own)))
+    if own != first:
+        remedy = "run the same command on every node, or use another run.rendezvous for this run"
         raise InvalidConfig(
-            ConfigError(key, value, f"on the nodes that are there it is {theirs.get(key)}", remedy)
-            for key, value in ours.items()
-            if value != theirs.get(key)
+            ConfigError(key, value, f"differs from the first node's {first.get(key)}", remedy)
+            for key, value in own.items()
+            if value != first.get(key)
         )
-    return meeting
+    return rendezvous
 
 
-def find_store(endpoint: str, run: str, counts: Sequence[int], seconds: float) -> Any:
-    """The store of torch's c10d rendezvous at a meeting place, which is made if that is here.
+def connect_store(endpoint: str, run_id: str, node_counts: Sequence[int], seconds: float) -> Any:
+    """Return the store of the rendezvous; create it if the endpoint is on this host.
 
     Args:
-        endpoint, run, counts: see `open_rendezvous`.
+        endpoint, run_id, node_counts: see `open_rendezvous`.
         seconds: how long to try.
 
     Raises:
-        WeftError: if nobody answers.
+        WeftError: if no host answers.
     """
     deadline = time.monotonic() + seconds
-    serve: bool | None = None  # torch is to find out
+    is_host: bool | None = None  # torch decides
     while True:
         parameters = RendezvousParameters(
-            "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10, is_host=serve
+            "c10d",
+            endpoint,
+            run_id,
+            node_counts[0],
+            node_counts[-1],
+            read_timeout=10,
+            is_host=is_host,
         )
         try:
             return create_backend(parameters)[1]
         except RendezvousConnectionError as error:
-            # torch compares with this host's own name, which says nothing of a second interface.
-            serve = True if serve is None and is_here(endpoint) else None
+            # torch only compares host names, and so misses a second network interface.
+            is_host = True if is_host is None and is_local_endpoint(endpoint) else None
             if time.monotonic() > deadline:
-                rule = f"nobody has answered there for {timedelta(seconds=seconds)}"
-                raise WeftError(f"run.rendezvous = {endpoint}: {rule}") from error
+                rule = f"no answer for {timedelta(seconds=seconds)}"
+                remedy = "start the first node, and open its port in the firewall"
+                raise WeftError(f"run.rendezvous = {endpoint}: {rule}; {remedy}") from error
 
 
-def is_here(endpoint: str) -> bool:
-    """Whether the host of HOST or HOST:PORT is this one: nobody can listen at another's address."""
+def is_local_endpoint(endpoint: str) -> bool:
+    """Return True if this host can bind to HOST of HOST or HOST:PORT."""
     host, colon, port = endpoint.rpartition(":")
     name = host if colon and port.isdecimal() else endpoint
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A command that asks a model, on as many ranks of this machine as its layout has."""
+"""Run inference and evaluation commands on all ranks of a layout on this machine."""
 
 from __future__ import annotations
 
@@ -12,70 +12,71 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from weft.cluster.preparing import cache_folder, showing
+from weft.cluster.preparing import cache_dir, show_progress
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job
-from weft.data.dataset import Dataset, open_text
-from weft.data.prepare import prepare_text
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.prepare import prepare_data
 from weft.monitor.process import PYTHON, die_with_parent, on_one_host
 from weft.plan.resolve import Plan
 from weft.tools.inference_model import CheckpointRef
 from weft.train.setup import Rank, connect, joined
 
 
-def prepare_to_evaluate(found: CheckpointRef, job: Job, own: bool, console: Console) -> Path:
-    """The store of a job's text, in the tokens that the model knows, prepared now if need be.
+def prepare_eval_data(
+    checkpoint: CheckpointRef, job: Job, is_run_data: bool, console: Console
+) -> Path:
+    """Tokenize evaluation data with the run's tokenizer; return its directory.
 
     Args:
-        own: whether it is the one that the run names, as the run tokenised it.
+        is_run_data: the data and its tokenizer settings are those of the run itself.
 
     Raises:
-        InvalidConfig: if it cannot be read, or is not in the run's tokens any more.
+        InvalidConfig: if the data cannot be read, or its tokenizer differs from the run's.
     """
-    section, tokenizer = job.data, found.run / "tokenizer.json"
-    if not own:
+    section, tokenizer = job.data, checkpoint.run_dir / "tokenizer.json"
+    if not is_run_data:
         section = section.model_copy(update={"tokenizer": str(tokenizer)})
-    with showing(console) as show:
-        text = prepare_text(section, cache_folder(section), show)
-    if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
-        rule, remedy = "is in other tokens than the run's: it has changed", "give it by --data.path"
+    with show_progress(console) as show:
+        dataset = prepare_data(section, cache_dir(section), show)
+    if (dataset.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
+        rule = "has changed since the run: its tokenizer differs from the run's"
+        remedy = "name the data with --data.path, to use the run's tokenizer"
         raise InvalidConfig([ConfigError("data.path", section.path, rule, remedy)])
-    return text.path
+    return dataset.path
 
 
-def text_to_evaluate(
-    found: CheckpointRef, job: Job, own: bool, console: Console, rank: Rank
+def load_eval_data(
+    checkpoint: CheckpointRef, job: Job, is_run_data: bool, console: Console, rank: Rank
 ) -> Dataset:
-    """`prepare_to_evaluate` by the first rank, while the others wait, however long it takes."""
-    told: list[Any] = [None]
+    """Run `prepare_eval_data` on rank 0 and open the dataset on every rank."""
+    result: list[Any] = [None]  # the path, or rank 0's configuration errors
     if rank.rank == 0:
         try:
-            told = [str(prepare_to_evaluate(found, job, own, console))]
+            result = [str(prepare_eval_data(checkpoint, job, is_run_data, console))]
         except InvalidConfig as error:
-            told = [error.problems]
+            result = [error.problems]
     if rank.world_size > 1:
-        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        dist.broadcast_object_list(told, 0, group=patient)
-    if isinstance(told[0], list):
-        raise InvalidConfig(told[0])
-    return open_text(told[0])
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        dist.broadcast_object_list(result, 0, group=group)
+    if isinstance(result[0], list):
+        raise InvalidConfig(result[0])
+    return open_dataset(result[0])
 
 
-def on_every_rank(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], None]) -> int:
-    """Call ``run`` as one rank: this process if it is the only one or a launcher has started it.
+def run_on_all_ranks(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], None]) -> int:
+    """Call ``run`` on every rank of the plan; return the exit status.
 
-    Else torchrun starts ``weft ARGUMENTS``, the command that is running, as the plan's ranks.
-
-    Returns:
-        The exit status.
+    This process is a rank if the plan has one rank, or if a launcher started it.  Otherwise
+    torchrun starts ``weft ARGUMENTS`` (the current command) once per rank.
     """
     if plan.world_size == 1 or joined():
         if joined():
-            die_with_parent()  # ranks that torchrun starts have sessions of their own
+            die_with_parent()  # torchrun starts each rank in a new session
         with connect(plan) as rank:
             run(rank)
         return 0
-    environment = {"OMP_NUM_THREADS": str(plan.threads)} | on_one_host(plan.device) | os.environ
+    environment = {"OMP_NUM_THREADS": str(plan.num_threads)} | on_one_host(plan.device) | os.environ
     agent = [*PYTHON, "torch.distributed.run", "--standalone", "--no-python"]
     command = [
         *agent,
@@ -85,6 +86,6 @@ def on_every_rank(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], No
         "weft.cli",
         *arguments,
     ]
-    # Killed, this process takes torchrun with it, and that its ranks.
-    done = subprocess.run(command, env=environment, check=False, preexec_fn=die_with_parent)
-    return done.returncode
+    # If this process is killed, torchrun dies with it, and then its ranks.
+    result = subprocess.run(command, env=environment, check=False, preexec_fn=die_with_parent)
+    return result.returncode

@@ -1,12 +1,11 @@
-"""A SageMaker training job: the request of CreateTrainingJob, as JSON.
+"""SageMaker: a training job, as the JSON request of CreateTrainingJob.
 
-What it asks for is a container of an image with weft in it, whose first process on each instance is
-`weft.cluster.sagemaker_entry`, with the words of the command as hyperparameters.  The run's folder
-is /opt/ml/checkpoints, which SageMaker keeps in S3.  Of several instances each has one of its own,
-so their checkpoints, which all write together, go to S3 directly.
+The job runs an image with weft.  The first process on each instance is
+`weft.cluster.sagemaker_entry`, with the command as hyperparameters.  The run directory is
+/opt/ml/checkpoints, which SageMaker copies to S3.  With several instances this directory is not
+shared, so the ranks write their checkpoints to S3 directly.
 
-Validated by the model of the interface that botocore ships, which is the published one; botocore is
-what boto3 consists of.
+botocore (the core of boto3) ships the published model of the API, which validates the request.
 """
 
 from __future__ import annotations
@@ -20,86 +19,89 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.scheduler import (
+    BOOLEAN_RULE,
+    INTEGER_PATTERN,
     RUN_DIR,
-    SWITCH,
-    WHOLE,
     Option,
+    check_duration,
+    check_fixed_nodes,
     check_name,
-    common_problems,
-    fixed_nodes,
-    own_recipe,
-    pairs_of,
-    seconds,
-    time_problems,
-    unchecked,
+    check_options,
+    parse_duration,
+    parse_overrides,
+    standalone_recipe,
+    warn_unchecked,
 )
-from weft.cluster.submit import Request
+from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError, WeftError
 
-ENDING = ".json"
+FILE_SUFFIX = ".json"
 OPTIONS = {
-    "role": Option("ARN of the role that the job takes: arn:aws:iam::...:role/..."),
-    "instance_type": Option("such as ml.p5.48xlarge"),
-    "bucket": Option("where the run's folder, checkpoints, recipe and model go, below weft/NAME"),
-    "region": Option("where to; the AWS configuration's own, if not given"),
-    "volume": Option("GB of disk of each instance (100)", WHOLE, "must be a whole number of GB"),
-    "spot": Option(
-        "true: managed spot training; the job goes on where it was interrupted", *SWITCH
+    "role": Option("ARN of the role of the job: arn:aws:iam::...:role/..."),
+    "instance_type": Option("instance type, such as ml.p5.48xlarge"),
+    "bucket": Option("S3 bucket for run directory, checkpoints, recipe and model, at weft/NAME"),
+    "region": Option("region; default: that of the AWS configuration"),
+    "volume": Option(
+        "GB of disk of each instance (100)", INTEGER_PATTERN, "must be an integer number of GB"
     ),
-    "wait": Option("spot: longest time until it ends, D-HH:MM:SS (twice launch.time_limit)"),
-    "subnets": Option("of a VPC, with '+' between them; for FSx, and EFA across instances"),
-    "security_groups": Option("of the VPC, with '+' between them"),
+    "spot": Option(
+        "true: managed spot training; the job resumes after an interruption", *BOOLEAN_RULE
+    ),
+    "wait": Option("spot: maximum time with waiting, D-HH:MM:SS (twice launch.time_limit)"),
+    "subnets": Option("subnets of a VPC, joined by '+'; for FSx, and EFA across instances"),
+    "security_groups": Option("security groups of the VPC, joined by '+'"),
 }
 CHANNEL = "/opt/ml/input/data"
-GROUP = "/aws/sagemaker/TrainingJobs"
-ENDED = ("Completed", "Failed", "Stopped")
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+FINAL_STATES = ("Completed", "Failed", "Stopped")
 INSTALL = "pip install 'weft[sagemaker]'"
-# Between looks at a job whose log is followed.
+# Between requests while following a log.
 POLL_SECONDS = 5.0
 
 
-def problems(request: Request) -> list[ConfigError]:
-    """What cannot be asked for here."""
+def find_problems(request: JobRequest) -> list[ConfigError]:
+    """Return the configuration errors of a request."""
     launch = request.job.launch
-    needed = ["role", "instance_type", "bucket"]
-    found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
+    required = ["role", "instance_type", "bucket"]
+    errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
     key = "launch.options"
     if ("subnets" in launch.options) != ("security_groups" in launch.options):
-        found.append(
-            ConfigError(f"{key}.subnets", "", "goes with security_groups, and they with it")
+        errors.append(
+            ConfigError(f"{key}.subnets", "", "must be given together with security_groups")
         )
     if wait := launch.options.get("wait"):
-        unread = time_problems(wait, f"{key}.wait")
-        found += unread
-        if not (unread or time_problems(launch.time_limit)) and seconds(wait) < seconds(
-            launch.time_limit
-        ):
-            found.append(
+        invalid = check_duration(wait, f"{key}.wait")
+        errors += invalid
+        if not (invalid or check_duration(launch.time_limit)) and parse_duration(
+            wait
+        ) < parse_duration(launch.time_limit):
+            errors.append(
                 ConfigError(f"{key}.wait", wait, "must not be shorter than launch.time_limit")
             )
         if launch.options.get("spot") != "true":
-            found.append(ConfigError(f"{key}.wait", wait, "is for spot=true"))
+            errors.append(ConfigError(f"{key}.wait", wait, "requires spot=true"))
     bucket = launch.options.get("bucket", "BUCKET")
-    found += check_name(request, f"s3://{bucket}/weft/{request.name}")
-    found += fixed_nodes(request, "SageMaker starts a fixed number of instances")
+    errors += check_name(request, f"s3://{bucket}/weft/{request.name}")
+    errors += check_fixed_nodes(request, "SageMaker starts a fixed number of instances")
     if launch.image == "auto":
-        rule = "SageMaker has no default image with weft in it"
-        found.append(ConfigError("launch.image", "auto", rule, "name one; docs/sagemaker.md"))
-    return found
+        rule = "is not possible: SageMaker has no default image with weft"
+        remedy = "name an image; see docs/sagemaker.md"
+        errors.append(ConfigError("launch.image", "auto", rule, remedy))
+    return errors
 
 
-def render(request: Request) -> str:
-    """The request; the job's name, which no other may ever have had, ends in the time."""
+def render(request: JobRequest) -> str:
+    """Return the request; the job's name has the time, because it must be unique."""
     job, options = request.job, request.job.launch.options
-    home = _home(request)
+    home = _s3_prefix(request)
     stamp = time.strftime("%y%m%d-%H%M%S", time.gmtime())
     entry = ["python", "-m", "weft.cluster.sagemaker_entry"]
     if job.launch.setup:
         entry = ["bash", "-c", "\n".join(["set -e", *job.launch.setup, f"exec {' '.join(entry)}"])]
-    parameters = {"recipe": request.words[2]} | pairs_of(request)
-    parameters.pop(RUN_DIR, None)  # it is of this machine
+    parameters = {"recipe": request.words[2]} | parse_overrides(request)
+    parameters.pop(RUN_DIR, None)  # a path of this machine
     channels = []
-    if own_recipe(request) is not None:
+    if standalone_recipe(request) is not None:
         parameters["recipe"] = f"{CHANNEL}/recipe/recipe.toml"
         channels.append(_channel("recipe", f"{home}/recipe/", "File"))
     if job.data.path.startswith("s3://") and not re.search(r"[*?\[]", job.data.path):
@@ -107,9 +109,9 @@ def render(request: Request) -> str:
         channels.append(_channel("training", job.data.path, "FastFile"))
     if request.nodes[1] > 1 and job.checkpoint.dir == "auto":
         parameters["checkpoint.dir"] = f"{home}/checkpoints"
-    limit = seconds(job.launch.time_limit)
+    limit = parse_duration(job.launch.time_limit)
     stopping = {"MaxRuntimeInSeconds": limit}
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "TrainingJobName": f"{request.name}-{stamp}",
         "RoleArn": options["role"],
         "AlgorithmSpecification": {
@@ -128,27 +130,27 @@ def render(request: Request) -> str:
         "StoppingCondition": stopping,
     }
     if channels:
-        asked["InputDataConfig"] = channels
+        body["InputDataConfig"] = channels
     if "subnets" in options:
-        asked["VpcConfig"] = {
+        body["VpcConfig"] = {
             "Subnets": options["subnets"].split("+"),
             "SecurityGroupIds": options["security_groups"].split("+"),
         }
     if options.get("spot") == "true":
-        asked["EnableManagedSpotTraining"] = True
+        body["EnableManagedSpotTraining"] = True
         wait = options.get("wait")
-        stopping["MaxWaitTimeInSeconds"] = seconds(wait) if wait else 2 * limit
-    return json.dumps(asked, indent=2) + "\n"
+        stopping["MaxWaitTimeInSeconds"] = parse_duration(wait) if wait else 2 * limit
+    return json.dumps(body, indent=2) + "\n"
 
 
-def _home(request: Request) -> str:
+def _s3_prefix(request: JobRequest) -> str:
     return f"s3://{request.job.launch.options['bucket']}/weft/{request.name}"
 
 
-def _channel(name: str, place: str, mode: str) -> dict[str, Any]:
+def _channel(name: str, uri: str, mode: str) -> dict[str, Any]:
     source = {
         "S3DataType": "S3Prefix",
-        "S3Uri": place,
+        "S3Uri": uri,
         "S3DataDistributionType": "FullyReplicated",
     }
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
@@ -158,117 +160,117 @@ def _channel(name: str, place: str, mode: str) -> dict[str, Any]:
 
 
 def check(text: str) -> list[str]:
-    """What is wrong by the interface's published model."""
+    """Return the errors of a request against the published model of the API."""
     try:
-        asked = json.loads(text)
+        body = json.loads(text)
     except ValueError as error:
-        return [f"no JSON: {error}"]
+        return [f"is not valid JSON: {error}"]
     try:
         from botocore.session import get_session
         from botocore.validate import ParamValidator
     except ImportError:
-        return unchecked("the interface's model", INSTALL)
+        return warn_unchecked("the model of the API", INSTALL)
     model = get_session().get_service_model("sagemaker")
     shape = model.operation_model("CreateTrainingJob").input_shape
-    report = ParamValidator().validate(asked, shape).generate_report()
-    return [*filter(None, report.splitlines()), *_beyond(asked, shape, "")]
+    report = ParamValidator().validate(body, shape).generate_report()
+    return [*filter(None, report.splitlines()), *_check_constraints(body, shape, "")]
 
 
-def _beyond(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """What the service would refuse of what botocore lets pass: too much, patterns, other words."""
-    most = shape.metadata.get("max")
+def _check_constraints(value: Any, shape: Any, path: str) -> Iterator[str]:
+    """Yield violations of constraints that botocore does not check."""
+    maximum = shape.metadata.get("max")
     if shape.type_name in ("list", "map", "string") and isinstance(value, list | dict | str):
-        if most is not None and len(value) > most:
-            yield f"{path}: {len(value)} long, at most {most}"
-    elif isinstance(value, int) and most is not None and value > most:
-        yield f"{path}: {value}, at most {most}"
+        if maximum is not None and len(value) > maximum:
+            yield f"{path}: length {len(value)} exceeds {maximum}"
+    elif isinstance(value, int) and maximum is not None and value > maximum:
+        yield f"{path}: {value} exceeds {maximum}"
     if shape.type_name == "string" and isinstance(value, str):
         pattern = shape.metadata.get("pattern")
         if pattern and not re.fullmatch(pattern, value, re.DOTALL):
             yield f"{path}: {value!r} does not match {pattern}"
         if shape.enum and value not in shape.enum:
-            yield f"{path}: {value!r} is none of {', '.join(shape.enum)}"
+            yield f"{path}: {value!r} is not one of {', '.join(shape.enum)}"
     elif shape.type_name == "structure" and isinstance(value, dict):
         for name, member in shape.members.items():
             if name in value:
-                yield from _beyond(value[name], member, f"{path}.{name}")
+                yield from _check_constraints(value[name], member, f"{path}.{name}")
     elif shape.type_name == "list" and isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _beyond(each, shape.member, f"{path}[{number}]")
+        for number, item in enumerate(value):
+            yield from _check_constraints(item, shape.member, f"{path}[{number}]")
     elif shape.type_name == "map" and isinstance(value, dict):
-        for name, each in value.items():
-            yield from _beyond(name, shape.key, f"{path}.{name}")
-            yield from _beyond(each, shape.value, f"{path}.{name}")
+        for name, item in value.items():
+            yield from _check_constraints(name, shape.key, f"{path}.{name}")
+            yield from _check_constraints(item, shape.value, f"{path}.{name}")
 
 
 # --------------------------------------------------------------------------- the service
 
 
-def submit(path: Path, request: Request) -> str:
-    """Put the recipe into S3, unless it is a shipped one, and create the job; its ARN."""
-    asked = json.loads(path.read_text("utf-8"))
+def submit(path: Path, request: JobRequest) -> str:
+    """Upload the recipe unless it is a shipped one, create the job, return its ARN."""
+    body = json.loads(path.read_text("utf-8"))
     region = request.job.launch.options.get("region")
-    recipe = own_recipe(request)
-    with talking():
+    recipe = standalone_recipe(request)
+    with aws_errors():
         if recipe is not None:
-            bucket, _, prefix = _home(request).removeprefix("s3://").partition("/")
-            place = {"Bucket": bucket, "Key": f"{prefix}/recipe/recipe.toml"}
-            _client("s3", region).put_object(**place, Body=recipe.encode())
-        return str(_client("sagemaker", region).create_training_job(**asked)["TrainingJobArn"])
+            bucket, _, prefix = _s3_prefix(request).removeprefix("s3://").partition("/")
+            key = f"{prefix}/recipe/recipe.toml"
+            _client("s3", region).put_object(Bucket=bucket, Key=key, Body=recipe.encode())
+        return str(_client("sagemaker", region).create_training_job(**body)["TrainingJobArn"])
 
 
 def status(id: str) -> str:
-    """One line that begins with 'waiting' or 'running' (on what), or how it ended."""
-    with talking():
-        name, region = _parts(id)
-        found = _client("sagemaker", region).describe_training_job(TrainingJobName=name)
-    state, detail = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
+    """Return one line: 'waiting...', 'running...' with instances, or how it ended."""
+    with aws_errors():
+        name, region = _parse_id(id)
+        job = _client("sagemaker", region).describe_training_job(TrainingJobName=name)
+    state, detail = job["TrainingJobStatus"], job.get("SecondaryStatus", "")
     if state == "Failed":
-        return f"failed: {found.get('FailureReason', detail)}"
-    if state in ENDED:
+        return f"failed: {job.get('FailureReason', detail)}"
+    if state in FINAL_STATES:
         return str(state).lower()
-    resources = found["ResourceConfig"]
-    where = f"{resources['InstanceCount']} {resources['InstanceType']}"
-    said = (found.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", detail)
-    begun = detail in ("Downloading", "Training", "Uploading", "Stopping")
-    return f"{'running on' if begun else 'waiting for'} {where}: {said}"
+    resources = job["ResourceConfig"]
+    instances = f"{resources['InstanceCount']} {resources['InstanceType']}"
+    message = (job.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", detail)
+    is_running = detail in ("Downloading", "Training", "Uploading", "Stopping")
+    return f"{'running on' if is_running else 'waiting for'} {instances}: {message}"
 
 
 def logs(id: str, follow: bool) -> Iterator[str]:
-    """Lines that the job has printed, each after its instance's name."""
+    """Yield the lines that the job has printed, each after the name of its instance."""
     from botocore.exceptions import ClientError
 
-    name, region = _parts(id)
-    with talking():
+    name, region = _parse_id(id)
+    with aws_errors():
         job, log = _client("sagemaker", region), _client("logs", region)
     tokens: dict[str, str] = {}
     while True:
-        with talking():
+        with aws_errors():
             state = job.describe_training_job(TrainingJobName=name)["TrainingJobStatus"]
             try:
                 pages = log.get_paginator("describe_log_streams").paginate(
-                    logGroupName=GROUP, logStreamNamePrefix=f"{name}/"
+                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{name}/"
                 )
-                streams = [each["logStreamName"] for page in pages for each in page["logStreams"]]
+                streams = [log["logStreamName"] for page in pages for log in page["logStreams"]]
             except ClientError as error:
                 if error.response["Error"]["Code"] != "ResourceNotFoundException":
                     raise
-                streams = []  # no job of this account has printed anything yet
+                streams = []  # the log group does not exist before the account's first job
         for stream in streams:
-            yield from _lines(log, stream, tokens)
-        if not follow or state in ENDED:
+            yield from _read_stream(log, stream, tokens)
+        if not follow or state in FINAL_STATES:
             return
         time.sleep(POLL_SECONDS)
 
 
-def _lines(log: Any, stream: str, tokens: dict[str, str]) -> Iterator[str]:
-    """What a stream has after its token, which moves on."""
+def _read_stream(log: Any, stream: str, tokens: dict[str, str]) -> Iterator[str]:
+    """Yield the lines of a stream after its token, and advance the token."""
     host = stream.partition("/")[2].rpartition("-")[0] or stream
     while True:
         after = {"nextToken": tokens[stream]} if stream in tokens else {}
-        with talking():
+        with aws_errors():
             page = log.get_log_events(
-                logGroupName=GROUP, logStreamName=stream, startFromHead=True, **after
+                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **after
             )
         for event in page["events"]:
             yield f"{host}: {event['message']}"
@@ -278,16 +280,16 @@ def _lines(log: Any, stream: str, tokens: dict[str, str]) -> Iterator[str]:
             return
 
 
-def stop(id: str) -> str:
-    """Have it save and end."""
-    name, region = _parts(id)
-    with talking():
+def cancel(id: str) -> str:
+    """Stop the job, which saves a checkpoint; return a message."""
+    name, region = _parse_id(id)
+    with aws_errors():
         _client("sagemaker", region).stop_training_job(TrainingJobName=name)
-    return f"stopping {name}: it has two minutes to save"
+    return f"stopping {name}: it has two minutes to save a checkpoint"
 
 
-def _parts(id: str) -> tuple[str, str | None]:
-    """Name and region of a job, by its ARN or its name."""
+def _parse_id(id: str) -> tuple[str, str | None]:
+    """Return name and region of a job, given its ARN or its name."""
     if id.startswith("arn:"):
         parts = id.split(":", 5)
         return parts[5].removeprefix("training-job/"), parts[3]
@@ -295,21 +297,21 @@ def _parts(id: str) -> tuple[str, str | None]:
 
 
 def _client(service: str, region: str | None) -> Any:
-    """A client with the credentials that the AWS command line would have."""
+    """Return a client with the credentials of the AWS command line."""
     try:
         from botocore.session import get_session
     except ImportError as error:
-        raise WeftError(f"needs botocore: {INSTALL}") from error
+        raise WeftError(f"SageMaker requires botocore: {INSTALL}") from error
     return get_session().create_client(service, region_name=region)
 
 
 @contextmanager
-def talking() -> Iterator[None]:
-    """What botocore raises inside is said in a line."""
+def aws_errors() -> Iterator[None]:
+    """Turn the exceptions of botocore into a WeftError."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError as error:
-        raise WeftError(f"needs botocore: {INSTALL}") from error
+        raise WeftError(f"SageMaker requires botocore: {INSTALL}") from error
     try:
         yield
     except (BotoCoreError, ClientError) as error:

@@ -1,6 +1,6 @@
-"""What a SageMaker training job starts on its hosts: ``weft train``, told what SageMaker says.
+"""Entry point of a SageMaker job: run ``weft train`` with SageMaker's settings.
 
-It is used in either of two ways.  Amazon's training toolkit starts ``torchrun ... train.py --key
+There are two ways to use it.  Amazon's training toolkit starts ``torchrun ... train.py --key
 value ...``, where train.py is
 
     from weft.cluster.sagemaker_entry import main
@@ -9,20 +9,20 @@ value ...``, where train.py is
         main()
 
 and every process is a rank.  Or a container has ``python -m weft.cluster.sagemaker_entry`` as its
-entrypoint, as ``weft launch`` asks for: then it is the first process of each host, reads the files
-from which the toolkit makes its variables, and starts ranks as ``weft train`` does everywhere.
+entrypoint, as ``weft launch`` configures it.  It is then the first process of each host, reads
+SageMaker's configuration files, and ``weft train`` starts the ranks.
 
-Either way it only supervises a child process, so that it can tell what even a killed one died of:
+In both cases this process only supervises a child process, so that it can report a killed child:
 
-*hyperparameters*: ``recipe`` is the recipe, all others are ``--section.key value``.
-*data*: ``data.path`` is the channel ``training`` or ``train``, if there is one.
-*the run's folder* is ``/opt/ml/checkpoints``, which SageMaker copies to S3 while a job runs and
-back when it starts again: job.toml and checkpoints are there together, and the run goes on.
-*the end*: the first rank exports the model into ``/opt/ml/model``.
-*a failure*: its first cause is the text of ``/opt/ml/output/failure``.
-*stop signals* go on to the child, which saves.
+*hyperparameters*: ``recipe`` names the recipe; all others are ``--section.key value``.
+*data*: ``data.path`` is the channel ``training`` or ``train``, if one exists.
+*run directory*: ``/opt/ml/checkpoints``, which SageMaker copies to S3 while a job runs, and back
+when it restarts the job, so that the run resumes.
+*success*: the first rank exports the model into ``/opt/ml/model``.
+*failure*: the root cause goes to ``/opt/ml/output/failure``.
+*stop signals*: forwarded to the child, which saves a checkpoint.
 
-What a recipe or a hyperparameter says goes before these defaults, but a channel before a recipe's
+Recipe and hyperparameters override these defaults, but a channel overrides a recipe's
 ``data.path``.
 """
 
@@ -44,8 +44,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, MISTAKE, REQUEUE
-from weft.cluster.rank_exit import read_reports
+from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
+from weft.cluster.rank_exit import read_error_reports
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.monitor.process import PYTHON, die_with_parent
@@ -53,29 +53,31 @@ from weft.monitor.signals import STOP_SIGNALS
 from weft.train.environment import detect_environment
 
 CHANNELS = ("training", "train")
-# What the toolkit exports whatever the job says, and what does harm: NCCL_IB_DISABLE keeps NCCL
-# from InfiniBand, NCCL_PROTO from its fastest protocols, and with RDMAV_FORK_SAFE libfabric's
-# memory registration can break, by Amazon's own advice for EFA.
-HARMFUL = {"NCCL_IB_DISABLE": "1", "NCCL_PROTO": "simple", "RDMAV_FORK_SAFE": "1"}
-# Lines of the child's that may be the only word on why it ended, and characters of the failure's
-# text; SageMaker shows the first 1,024.
+# The toolkit always exports these harmful variables: NCCL_IB_DISABLE disables InfiniBand,
+# NCCL_PROTO disables NCCL's fastest protocols, and RDMAV_FORK_SAFE can break libfabric's memory
+# registration, by Amazon's own advice for EFA.
+HARMFUL_VARIABLES = {"NCCL_IB_DISABLE": "1", "NCCL_PROTO": "simple", "RDMAV_FORK_SAFE": "1"}
+# Lines of the child's stderr to keep, and characters of the failure text; SageMaker shows the first
+# 1,024.
 TAIL_LINES, FAILURE_CHARS = 40, 4000
-# That long whoever has seen a failure lets others speak first: a killed process leaves no word
-# except that its supervisor speaks at once, and its peers' errors are only what follows.
+# A supervisor whose child failed waits this long, so that the supervisor of a killed child, which
+# is the root cause, writes the failure text first.
 PATIENCE_SECONDS = 1.0
 
-Pairs = list[tuple[str, str]]
+Overrides = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Container:
-    """What SageMaker says to a host.
+    """SageMaker's settings for a host.
 
     Args:
-        hosts: of the job, sorted.
-        host: this one.
-        channels: folder by name in lower case.
+        hosts: names of the job's hosts, sorted.
+        host: name of this host.
+        channels: input directories, by name in lower case.
         base: ``/opt/ml``.
+        model: output directory of the model.
+        failure: file for the failure text.
     """
 
     hosts: tuple[str, ...]
@@ -86,24 +88,28 @@ class Container:
     failure: Path
 
 
-def container_of(environment: Mapping[str, str]) -> Container:
-    """From the toolkit's variables, or from the files that it takes them from."""
+def detect_container(environment: Mapping[str, str]) -> Container:
+    """Read the settings from the toolkit's variables, or from SageMaker's files.
+
+    Raises:
+        WeftError: if this is not a SageMaker training job.
+    """
     base = Path(environment.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
     if "SM_HOSTS" in environment:
         hosts, host = json.loads(environment["SM_HOSTS"]), environment["SM_CURRENT_HOST"]
         prefix = "SM_CHANNEL_"
         channels = {
-            name.removeprefix(prefix).lower(): Path(folder)
-            for name, folder in environment.items()
+            name.removeprefix(prefix).lower(): Path(directory)
+            for name, directory in environment.items()
             if name.startswith(prefix)
         }
     else:
-        resources = configuration(base, "resourceconfig")
+        resources = read_config(base, "resourceconfig")
         if not resources:
-            rule = f"neither SM_HOSTS nor {base}/input/config/resourceconfig.json is there"
-            raise WeftError(f"this is no SageMaker training job: {rule}")
+            rule = f"neither SM_HOSTS nor {base}/input/config/resourceconfig.json exists"
+            raise WeftError(f"this is not a SageMaker training job: {rule}")
         hosts, host = resources["hosts"], resources["current_host"]
-        names = configuration(base, "inputdataconfig")
+        names = read_config(base, "inputdataconfig")
         channels = {name.lower(): base / "input" / "data" / name for name in names}
     output = Path(environment.get("SM_OUTPUT_DIR", base / "output"))
     return Container(
@@ -116,81 +122,81 @@ def container_of(environment: Mapping[str, str]) -> Container:
     )
 
 
-def configuration(base: Path, name: str) -> dict[str, Any]:
-    """A file that SageMaker writes before it starts a container; empty: it is not there."""
+def read_config(base: Path, name: str) -> dict[str, Any]:
+    """Read one of SageMaker's configuration files; empty if it does not exist."""
     try:
         text = (base / "input" / "config" / f"{name}.json").read_text("utf-8")
     except FileNotFoundError:
         return {}
-    found: dict[str, Any] = json.loads(text)
-    return found
+    config: dict[str, Any] = json.loads(text)
+    return config
 
 
-# --------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------- arguments
 
 
-def hyperparameters(base: Path) -> Pairs:
-    """Those in SageMaker's file, whose values are strings: JSON, if an SDK has written them."""
+def read_hyperparameters(base: Path) -> Overrides:
+    """Read the hyperparameters, which are strings, or JSON strings from an SDK."""
     pairs = []
-    for name, value in configuration(base, "hyperparameters").items():
+    for name, value in read_config(base, "hyperparameters").items():
         if name.startswith("sagemaker_"):
-            continue  # of the toolkit
+            continue  # for the toolkit
         with suppress(ValueError, TypeError):
             value = json.loads(value)
-        pairs.append((name, "" if value is None else as_text(value)))
+        pairs.append((name, "" if value is None else to_text(value)))
     return pairs
 
 
-def pairs_of(arguments: Sequence[str]) -> Pairs:
-    """``--key value --key value``, as the toolkit writes hyperparameters.
+def parse_arguments(arguments: Sequence[str]) -> Overrides:
+    """Parse the hyperparameters from the toolkit's ``--key value --key value``.
 
     Raises:
-        InvalidConfig: if it is something else.
+        InvalidConfig: if the arguments do not have this form.
     """
     keys, values = arguments[::2], arguments[1::2]
-    wrong = [key for key in keys if not key.startswith("--")]
-    if wrong or len(keys) != len(values):
+    invalid = [key for key in keys if not key.startswith("--")]
+    if invalid or len(keys) != len(values):
         rule, remedy = "is not --key value", "give every hyperparameter a value"
-        raise InvalidConfig([ConfigError((wrong or [keys[-1]])[0], MISSING, rule, remedy)])
-    named = zip(keys, values, strict=True)
-    return [(key.removeprefix("--"), as_weft_has_it(value)) for key, value in named]
+        raise InvalidConfig([ConfigError((invalid or [keys[-1]])[0], MISSING, rule, remedy)])
+    pairs = zip(keys, values, strict=True)
+    return [(key.removeprefix("--"), parse_toolkit_value(value)) for key, value in pairs]
 
 
-def as_weft_has_it(text: str) -> str:
-    """A value that the toolkit has made text of by Python's str(): True, ['a', 'b']."""
+def parse_toolkit_value(text: str) -> str:
+    """Convert a value that the toolkit formatted with str(): True, ['a', 'b']."""
     if text in ("True", "False") or text.startswith(("[", "{", "(")):
         with suppress(ValueError, SyntaxError):
-            return as_text(ast.literal_eval(text))
+            return to_text(ast.literal_eval(text))
     return text
 
 
-def as_text(value: object) -> str:
-    """A value as weft reads it on its command line: text as it is, all else as TOML in a line."""
-    return value if isinstance(value, str) else as_toml(value)
+def to_text(value: object) -> str:
+    """Format a value for weft's command line: a string, or TOML in one line."""
+    return value if isinstance(value, str) else to_toml(value)
 
 
-def as_toml(value: object) -> str:
-    """A JSON value as TOML in a line."""
+def to_toml(value: object) -> str:
+    """Format a JSON value as TOML in one line."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(k)} = {as_toml(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{json.dumps(k)} = {to_toml(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_toml, value))}]"
+        return f"[{', '.join(map(to_toml, value))}]"
     return json.dumps(value)
 
 
-def train_words(pairs: Pairs, container: Container) -> list[str]:
-    """What follows ``weft train``, with what SageMaker decides where nobody else has.
+def train_arguments(pairs: Overrides, container: Container) -> list[str]:
+    """Return the arguments of ``weft train``, with SageMaker's settings as defaults.
 
     Raises:
-        InvalidConfig: if there is no recipe, or no place for the checkpoints of several hosts.
+        InvalidConfig: if there is no recipe, or no shared directory for the checkpoints.
     """
     given = [(key.replace("-", "_"), value) for key, value in pairs if value != ""]
     recipe = next((value for key, value in given if key == "recipe"), None)
     given = [(key, value) for key, value in given if key != "recipe"]
     if recipe is None:
-        remedy = "give the hyperparameter recipe: a shipped one's name, or a path"
+        remedy = "set the hyperparameter recipe to the name of a shipped recipe, or to a path"
         raise InvalidConfig([ConfigError("recipe", MISSING, "is missing", remedy)])
-    job, _, _ = read_job(recipe, given)  # mistakes in it weft train will show
+    job, _, _ = read_job(recipe, given)  # weft train reports the errors
     defaults = []
     channel = next((name for name in CHANNELS if name in container.channels), None)
     chosen = {key for key, _ in given}
@@ -199,32 +205,34 @@ def train_words(pairs: Pairs, container: Container) -> list[str]:
     if job.run.dir == "auto":
         defaults.append(("run.dir", str(container.base / "checkpoints")))
     if job.checkpoint.dir == "auto" and job.run.dir == "auto" and len(container.hosts) > 1:
-        rule = f"each of the {len(container.hosts)} hosts has a {container.base}/checkpoints of its"
-        rule += " own, and a checkpoint is written by all of them"
-        remedy = "give the hyperparameter checkpoint.dir: s3://bucket/prefix, or a folder on FSx"
+        rule = f"is not possible: {container.base}/checkpoints is not shared by the "
+        rule += f"{len(container.hosts)} hosts, which all write parts of a checkpoint"
+        remedy = "set the hyperparameter checkpoint.dir to s3://bucket/prefix, or to a path on FSx"
         raise InvalidConfig([ConfigError("checkpoint.dir", "auto", rule, remedy)])
     return [recipe, *(word for key, value in given + defaults for word in (f"--{key}", value))]
 
 
-def cleaned(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The environment for weft, and the names of what the toolkit has put there to its harm."""
+def clean_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment without the toolkit's harmful variables, and their names."""
     harmful: list[str] = []
     if "SM_TRAINING_ENV" in environment:
-        harmful = [name for name, value in HARMFUL.items() if environment.get(name) == value]
+        harmful = [
+            name for name, value in HARMFUL_VARIABLES.items() if environment.get(name) == value
+        ]
     return {k: v for k, v in environment.items() if k not in harmful}, harmful
 
 
 # --------------------------------------------------------------------------- the child
 
 
-def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run weft with these words; stop signals that come meanwhile are its own.
+def run_weft(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run weft with these arguments, and forward stop signals to it.
 
     Returns:
-        Its exit status, negative if a signal ended it, and the last lines of its stderr.
+        The exit status (negative if a signal ended weft), and the last lines of stderr.
     """
     process = subprocess.Popen(
-        [*PYTHON, "weft.cli", *words],
+        [*PYTHON, "weft.cli", *arguments],
         env=dict(environment),
         stderr=subprocess.PIPE,
         text=True,
@@ -237,84 +245,88 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
     }
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     assert process.stderr is not None
-    reader = threading.Thread(target=pass_through, args=(process.stderr, tail))
+    reader = threading.Thread(target=tee_lines, args=(process.stderr, tail))
     reader.start()
     try:
         status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    reader.join(timeout=5)  # somebody whom it has started may hold on to it
+    reader.join(timeout=5)  # a grandchild may keep the pipe open
     return status, list(tail)
 
 
-def pass_through(lines: Iterable[str], tail: deque[str]) -> None:
-    """Print what comes on stderr, and keep the last of it."""
+def tee_lines(lines: Iterable[str], tail: deque[str]) -> None:
+    """Print lines on stderr, and append them to ``tail``."""
     for line in lines:
         tail.append(line)
         sys.stderr.write(line)
         sys.stderr.flush()
 
 
-def first_cause(run_dir: Path, status: int, tail: Sequence[str], began: float) -> str:
-    """Why the run ended, for people, the cause before its details.
+def describe_root_cause(run_dir: Path, status: int, tail: Sequence[str], start_time: float) -> str:
+    """Return a message on why the run ended: the root cause first, then the details.
 
     Args:
-        run_dir: where ranks leave their errors.
+        run_dir: run directory with the error reports of the ranks.
+        status: exit status of the child.
         tail: last lines of the child's stderr.
-        began: seconds since the epoch; errors from before are of an earlier attempt.
+        start_time: seconds since the epoch; older reports belong to an earlier attempt.
     """
     if status == REQUEUE:
-        return "stopped and saved; the same job goes on from its newest checkpoint"
+        return "saved a checkpoint and stopped; run the same job to resume"
     if status < 0:
-        killed = signal.Signals(-status).name
-        said = ", perhaps for want of memory" if killed == "SIGKILL" else ""
-        who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "weft train"
-        return f"{who}: killed by {killed}{said}"
-    own = [number for number, line in enumerate(tail) if line.startswith("weft: ")]
-    if own:
-        return "".join(tail[own[-1] :]).strip()
-    # Of ranks that torchrun has started: on stderr they say nothing.
-    if reports := read_reports(run_dir, began):
+        name = signal.Signals(-status).name
+        cause = ", possibly because the node ran out of memory" if name == "SIGKILL" else ""
+        process = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "weft train"
+        return f"{process}: killed by {name}{cause}"
+    messages = [number for number, line in enumerate(tail) if line.startswith("weft: ")]
+    if messages:
+        return "".join(tail[messages[-1] :]).strip()
+    # Ranks that torchrun started print nothing on stderr.
+    if reports := read_error_reports(run_dir, start_time):
         first = reports[0]
         head = f"rank {first['rank']}: {first['kind']}: {first['message']}"
         return f"{head}\n\n{first['traceback']}"
-    return "".join(tail).strip() or f"weft train ended with status {status}"
+    return "".join(tail).strip() or f"weft train exited with status {status}"
 
 
 def write_failure(path: Path, text: str) -> None:
-    """Leave the text for SageMaker, unless another process of this host has spoken already."""
+    """Write the failure text, unless another process of this host has written it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
         file.write(text[:FAILURE_CHARS])
 
 
-def export(run_dir: str, model: Path, environment: Mapping[str, str]) -> tuple[int, list[str]]:
-    """The run's newest checkpoint as Hugging Face has it, right in the model's folder."""
-    hidden = model / ".export"
-    shutil.rmtree(hidden, ignore_errors=True)  # of a job that was interrupted here
+def export_model(
+    run_dir: str, model: Path, environment: Mapping[str, str]
+) -> tuple[int, list[str]]:
+    """Export the newest checkpoint in Hugging Face format into the model directory."""
+    temporary = model / ".export"
+    shutil.rmtree(temporary, ignore_errors=True)  # of an earlier job that was interrupted here
     model.mkdir(parents=True, exist_ok=True)
-    alone = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    status, tail = run(["export", run_dir, str(hidden)], alone)
+    rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    single = {k: v for k, v in environment.items() if k not in rank_variables}
+    status, tail = run_weft(["export", run_dir, str(temporary)], single)
     if status == 0:
-        for path in hidden.iterdir():
+        for path in temporary.iterdir():
             path.replace(model / path.name)
-        hidden.rmdir()
+        temporary.rmdir()
     return status, tail
 
 
 def main() -> None:
-    """Run the job on this host, or as one rank of it, and end the process."""
-    began = time.time()
-    environment, harmful = cleaned(os.environ)
+    """Run the job on this host, or as one of its ranks, and end the process."""
+    start_time = time.time()
+    environment, harmful = clean_environment(os.environ)
     try:
-        container = container_of(environment)
+        container = detect_container(environment)
     except WeftError as error:
         sys.exit(f"weft: {error}")
     try:
         arguments = sys.argv[1:]
-        pairs = pairs_of(arguments) if arguments else hyperparameters(container.base)
-        words = train_words(pairs, container)
+        pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
+        arguments = train_arguments(pairs, container)
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),
             "SM_CURRENT_HOST": container.host,
@@ -323,25 +335,28 @@ def main() -> None:
     except InvalidConfig as error:
         print(f"weft: {error}", file=sys.stderr)
         write_failure(container.failure, str(error))
-        sys.exit(MISTAKE)
-    first = container.host == container.hosts[0] if rank is None else rank["RANK"] == "0"
-    if harmful and first:
-        print(f"weft: without the toolkit's {', '.join(harmful)}", file=sys.stderr)
-    run_dir = run_dir_of(words)
-    status, tail = run(["train", *words], environment)
-    if status == 0 and first:
-        status, tail = export(run_dir, container.model, environment)
+        sys.exit(USAGE_ERROR)
+    is_first = container.host == container.hosts[0] if rank is None else rank["RANK"] == "0"
+    if harmful and is_first:
+        print(f"weft: removed the toolkit's {', '.join(harmful)}", file=sys.stderr)
+    run_dir = resolve_run_dir(arguments)
+    status, tail = run_weft(["train", *arguments], environment)
+    if status == 0 and is_first:
+        status, tail = export_model(run_dir, container.model, environment)
     if status:
         if status > 0:
             time.sleep(PATIENCE_SECONDS)
-        write_failure(container.failure, first_cause(Path(run_dir), status, tail, began))
+        cause = describe_root_cause(Path(run_dir), status, tail, start_time)
+        write_failure(container.failure, cause)
     sys.exit(status if status >= 0 else FAILED)
 
 
-def run_dir_of(words: Sequence[str]) -> str:
-    """Where the run that `train_words` names lies."""
-    pairs = [(k.removeprefix("--"), v) for k, v in zip(words[1::2], words[2::2], strict=True)]
-    job, _, _ = read_job(words[0], pairs)
+def resolve_run_dir(arguments: Sequence[str]) -> str:
+    """Return the run directory of a run, given its arguments (`train_arguments`)."""
+    pairs = [
+        (k.removeprefix("--"), v) for k, v in zip(arguments[1::2], arguments[2::2], strict=True)
+    ]
+    job, _, _ = read_job(arguments[0], pairs)
     return job.run.dir
 
 

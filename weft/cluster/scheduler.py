@@ -1,4 +1,4 @@
-"""What clusters have in common: times, words, recipes, options, YAML, command-line tools."""
+"""Shared code of the cluster modules: options, commands, recipes, YAML, tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weft.cluster.submit import Request
+from weft.cluster.submit import JobRequest
 from weft.config.errors import MISSING, ConfigError, WeftError, suggest
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, flatten
@@ -18,31 +18,30 @@ from weft.config.schema import Job, flatten
 RUN_DIR = "run.dir"
 
 
-def seconds(text: str) -> int:
-    """Of ``D-HH:MM:SS`` or ``HH:MM:SS``.
+def parse_duration(text: str) -> int:
+    """Return the seconds of ``D-HH:MM:SS`` or ``HH:MM:SS``.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the text has neither form.
     """
-    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if match is None:
         raise ValueError("must be D-HH:MM:SS or HH:MM:SS")
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def time_problems(text: str, key: str = "launch.time_limit") -> list[ConfigError]:
-    """What is wrong with a key that is a time."""
+def check_duration(text: str, key: str = "launch.time_limit") -> list[ConfigError]:
+    """Return the errors of a key that is a duration."""
     try:
-        rule = "" if seconds(text) else "must be longer"
+        rule = "" if parse_duration(text) else "must be longer than 0 seconds"
     except ValueError as error:
         rule = str(error)
     return [ConfigError(key, text, rule)] if rule else []
 
 
 class Option(NamedTuple):
-    """One of ``launch.options``: what it is, and the pattern and the rule of its values, if they
-    have one beside that of the cluster's."""
+    """One of ``launch.options``: its meaning, and the rule of its values."""
 
     meaning: str
     pattern: str = ""
@@ -50,166 +49,173 @@ class Option(NamedTuple):
     remedy: str = ""
 
 
-# Of options that are numbers, or switches.
-WHOLE, SWITCH = "[0-9]+", ("true|false", "must be true or false")
+# For options that are integers, or booleans.
+INTEGER_PATTERN, BOOLEAN_RULE = "[0-9]+", ("true|false", "must be true or false")
 
 
-def common_problems(
-    request: Request, known: Mapping[str, Option], needed: Sequence[str], clean: str
+def check_options(
+    request: JobRequest, known: Mapping[str, Option], required: Sequence[str], pattern: str
 ) -> list[ConfigError]:
-    """What is wrong with [launch] wherever a manifest is made of it.
+    """Return the errors of the launch section, for clusters with a manifest.
 
     Args:
-        needed: those of the options that have to be given.
-        clean: a pattern for the values of all.
+        known: the options of the cluster.
+        required: names of the required options.
+        pattern: regular expression that all values must match.
     """
-    launch, found = request.job.launch, []
+    launch, errors = request.job.launch, []
     for name, value in launch.options.items():
         key = f"launch.options.{name}"
         if name not in known:
-            found.append(ConfigError(key, value, "is no option here", suggest(name, known)))
-        elif not re.fullmatch(clean, value):
-            found.append(ConfigError(key, value, "has letters it cannot have"))
+            rule = "is not an option of this cluster"
+            errors.append(ConfigError(key, value, rule, suggest(name, known)))
+        elif not re.fullmatch(pattern, value):
+            errors.append(ConfigError(key, value, f"has invalid characters: must match {pattern}"))
         elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
-            found.append(ConfigError(key, value, known[name].rule, known[name].remedy))
-    for name in needed:
+            errors.append(ConfigError(key, value, known[name].rule, known[name].remedy))
+    for name in required:
         if name not in launch.options:
             remedy = f"--launch.options {name}=...: {known[name].meaning}"
-            found.append(ConfigError(f"launch.options.{name}", MISSING, "is missing", remedy))
-    return found + time_problems(launch.time_limit)
+            errors.append(ConfigError(f"launch.options.{name}", MISSING, "is missing", remedy))
+    return errors + check_duration(launch.time_limit)
 
 
-def fixed_nodes(request: Request, rule: str) -> list[ConfigError]:
-    """What is wrong with a range of nodes, for the reason ``rule``."""
-    least, most = request.nodes
-    if least == most:
+def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
+    """Return an error with this rule if the request has a range of nodes."""
+    minimum, maximum = request.nodes
+    if minimum == maximum:
         return []
-    return [ConfigError("run.nodes", f"{least}:{most}", rule, f"use {most}")]
+    return [ConfigError("run.nodes", f"{minimum}:{maximum}", rule, f"use {maximum}")]
 
 
-def pairs_of(request: Request) -> dict[str, str]:
-    """The overrides among the words of the command."""
+def parse_overrides(request: JobRequest) -> dict[str, str]:
+    """Return the overrides in the command of a request, by key."""
     words = request.words[3:]
     return {k.removeprefix("--"): v for k, v in zip(words[::2], words[1::2], strict=True)}
 
 
-def command(request: Request, recipe: str, changes: Mapping[str, str]) -> list[str]:
-    """``weft train RECIPE ...`` with some keys changed, as words."""
-    pairs = pairs_of(request) | dict(changes)
+def build_command(request: JobRequest, recipe: str, changes: Mapping[str, str]) -> list[str]:
+    """Return the words of the request's command with another recipe and changed keys."""
+    pairs = parse_overrides(request) | dict(changes)
     return ["weft", "train", recipe, *(word for k, v in pairs.items() for word in (f"--{k}", v))]
 
 
-def on_lines(words: Sequence[str], indent: str) -> str:
-    """The command as shell has it, each option on a line of its own."""
+def format_command(words: Sequence[str], indent: str) -> str:
+    """Return the command in shell syntax, with one option per line."""
     pairs = zip(words[3::2], words[4::2], strict=True)
     return f" \\\n{indent}".join(shlex.join(part) for part in (words[:3], *pairs))
 
 
-def script(lines: Sequence[str], words: Sequence[str]) -> str:
-    """Shell that runs ``lines`` and then becomes the command."""
-    return "\n".join(["set -e", *lines, f"exec {on_lines(words, '  ')}"]) + "\n"
+def build_script(lines: Sequence[str], words: Sequence[str]) -> str:
+    """Return a shell script that runs ``lines`` and then executes the command."""
+    return "\n".join(["set -e", *lines, f"exec {format_command(words, '  ')}"]) + "\n"
 
 
-def own_recipe(request: Request) -> str | None:
-    """The recipe, with what the command line overrides, as a file that stands alone; None of a
-    shipped one, which every node has.
+def standalone_recipe(request: JobRequest) -> str | None:
+    """Return the recipe with all overrides as TOML; None for a shipped recipe.
 
-    It has neither the run's directory nor the number of nodes: the command names them.
+    The file has neither run.dir nor run.nodes, which are on the command line of each node.
     """
     if request.words[2] in recipe_names():
         return None
     import tomli_w
 
-    usual, tree = flatten(Job()), dict[str, dict[str, Any]]()
+    defaults, tree = flatten(Job()), dict[str, dict[str, Any]]()
     for key, value in flatten(request.job).items():
         section, _, name = key.partition(".")
-        elsewhere = section == "launch" or key in (RUN_DIR, "run.nodes")
-        if key not in usual or (value != usual[key] and not elsewhere):
+        is_excluded = section == "launch" or key in (RUN_DIR, "run.nodes")
+        if key not in defaults or (value != defaults[key] and not is_excluded):
             tree.setdefault(section, {})[name] = value
     return tomli_w.dumps(tree)
 
 
-def check_name(request: Request, where: str) -> Iterator[ConfigError]:
-    """Why the cluster cannot name the run as its directory is named.
+def check_name(request: JobRequest, location: str) -> Iterator[ConfigError]:
+    """Check that the cluster accepts the name of the run directory.
 
-    The nodes have the run in a directory, or below a prefix, of that name: two runs that another
-    spelling made one would write into the same place.
+    The nodes store the run under this name, so two runs whose names the cluster maps to one name
+    would overwrite each other.
 
     Args:
-        where: the place of the run on the nodes, for people.
+        location: where the nodes store the run, for the message.
     """
     if request.name and request.run_dir.name != request.name:
-        rule = f"ends in a name that the cluster does not take: the run would be {where}"
-        remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)}: a to "
-        remedy += "z, digits and single '-', at most 40 of them"
+        rule = f"ends in a name that the cluster does not accept: the run would be {location}"
+        remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)} "
+        remedy += "(a to z, digits and single '-', at most 40 characters)"
         yield ConfigError(RUN_DIR, str(request.run_dir), rule, remedy)
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:
-    """Documents in their own order, text of several lines as it is, under comment lines."""
+    """Return YAML documents under a comment, with the given order of keys."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """A text of several lines is shown as such."""
+        """Dumper that writes multi-line strings as blocks."""
 
-    def text(dumper: Any, value: str) -> Any:
+    def represent_string(dumper: Any, value: str) -> Any:
         style = "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, represent_string)
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     body = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=10_000)
     return head + str(body)
 
 
-def unchecked(what: str, remedy: str) -> list[str]:
-    """Nothing is wrong as far as can be told; says that nothing was checked."""
-    print(f"weft: not checked against {what}; to have it checked: {remedy}", file=sys.stderr)
+def warn_unchecked(schema: str, remedy: str) -> list[str]:
+    """Warn that a file was not checked against a schema; return no errors."""
+    print(f"weft: not checked against {schema}; to enable the check: {remedy}", file=sys.stderr)
     return []
 
 
-# --------------------------------------------------------------------------- a cluster's own tool
+# --------------------------------------------------------------------------- command-line tools
 
 
-class Refused(WeftError):
-    """By a cluster's command-line tool, in its own words."""
+class ToolError(WeftError):
+    """A cluster's command-line tool failed; has the tool's own message."""
 
 
-def tool(*words: str, remedy: str) -> str:
-    """What a cluster's command-line tool prints.
+def run_cli(*words: str, remedy: str) -> str:
+    """Run a cluster's command-line tool and return its output.
 
     Raises:
-        Refused: if it fails.
-        WeftError: if it is not installed.
+        ToolError: if the tool fails.
+        WeftError: if the tool is not installed.
     """
-    done = subprocess.run(
-        _found(words, remedy), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    result = subprocess.run(
+        _resolve_executable(words, remedy),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
-    if done.returncode:
-        raise Refused(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    if result.returncode:
+        raise ToolError(f"{shlex.join(words)}: {(result.stderr or result.stdout).strip()}")
+    return result.stdout
 
 
-def lines_of(*words: str, remedy: str) -> Iterator[str]:
-    """The lines that a tool prints, as they come; it ends with the iterator.
+def stream_cli(*words: str, remedy: str) -> Iterator[str]:
+    """Run a command-line tool and yield its lines; closing the iterator ends it.
 
     Raises:
-        WeftError: if it is not installed, or fails, which it has said on stderr.
+        WeftError: if the tool is not installed, or fails; its message is on stderr.
     """
-    process = subprocess.Popen(_found(words, remedy), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        _resolve_executable(words, remedy), stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:
             yield line.rstrip("\n")
         if status := process.wait():
-            raise WeftError(f"{shlex.join(words)}: ended with status {status}")
+            raise WeftError(f"{shlex.join(words)}: exited with status {status}")
     finally:
         process.kill()
         process.wait()
 
 
-def _found(words: Sequence[str], remedy: str) -> list[str]:
+def _resolve_executable(words: Sequence[str], remedy: str) -> list[str]:
     path = shutil.which(words[0])
     if path is None:
-        raise WeftError(f"{words[0]} is not installed, or not in $PATH: {remedy}")
+        raise WeftError(f"{words[0]} is not installed, or not in $PATH; {remedy}")
     return [path, *words[1:]]

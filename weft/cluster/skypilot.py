@@ -1,11 +1,11 @@
-"""Nodes of any cloud by SkyPilot: a managed job, as its task in YAML.
+"""SkyPilot: a managed job on any cloud, as a task in YAML.
 
-On every node ``weft train`` runs, and knows the others by SkyPilot's SKYPILOT_NODE_* variables
-(`weft.train.environment`).  A managed job is moved to other nodes when its own are taken away; then the
-run goes on, because what it needs is in a bucket: its folder through SkyPilot's cached mount, which
-has files that grow and are renamed, and its checkpoints directly.
+Every node runs ``weft train``, which detects its rank from SkyPilot's SKYPILOT_NODE_* variables
+(`weft.train.environment`).  SkyPilot moves a managed job to other nodes when the cloud reclaims its
+own.  The run then resumes, because a bucket holds its state: the run directory through SkyPilot's
+cached mount, which supports appends and renames, and the checkpoints directly.
 
-Validated by SkyPilot's own schemas, in the environment that its command ``sky`` is installed in.
+SkyPilot's own schemas validate the task, in the environment of its command ``sky``.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from typing import Any
 
 from weft.cluster import REQUEUE
 from weft.cluster.scheduler import (
+    BOOLEAN_RULE,
+    INTEGER_PATTERN,
     RUN_DIR,
-    SWITCH,
-    WHOLE,
     Option,
+    build_command,
+    build_script,
+    check_fixed_nodes,
     check_name,
-    command,
-    common_problems,
-    fixed_nodes,
-    lines_of,
-    own_recipe,
-    script,
+    check_options,
+    run_cli,
+    standalone_recipe,
+    stream_cli,
     to_yaml,
-    tool,
-    unchecked,
+    warn_unchecked,
 )
-from weft.cluster.submit import Request
+from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError
 
-ENDING = ".yaml"
+FILE_SUFFIX = ".yaml"
 OPTIONS = {
     "bucket": Option(
-        "s3://NAME, where the run's folder and checkpoints are, below NAME of the run",
+        "s3://NAME, which stores the run directory and the checkpoints under the name of the run",
         r"s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]",
-        "is no bucket that weft can use",
-        "use s3://NAME, without a folder",
+        "is not a valid bucket",
+        "use s3://NAME, without a path",
     ),
-    "accelerator": Option("name of the GPU: H100, A100-80GB; 'sky gpus list' has all"),
+    "accelerator": Option("name of the GPU: H100, A100-80GB; 'sky gpus list' lists all"),
     "infra": Option("cloud, region and zone: aws/us-east-1"),
-    "spot": Option("true: nodes that can be taken away", *SWITCH),
-    "cpus": Option("of a node: 16, or 16+"),
-    "memory": Option("of a node in GB: 64, or 64+"),
-    "disk": Option("of a node in GB", WHOLE, "must be a whole number of GB"),
+    "spot": Option("true: use spot nodes, which the cloud can reclaim", *BOOLEAN_RULE),
+    "cpus": Option("cores per node: 16, or 16+"),
+    "memory": Option("GB of memory per node: 64, or 64+"),
+    "disk": Option("GB of disk per node", INTEGER_PATTERN, "must be an integer number of GB"),
 }
-REMEDY = "pip install 'skypilot[aws]', in an environment of its own"
-# SkyPilot's words for what has not ended, beside 'running'.
-UNDER_WAY = ("pending", "submitted", "starting", "recovering", "winding_down", "cancelling")
+REMEDY = "pip install 'skypilot[aws]', in a separate environment"
+# SkyPilot's states of jobs that have not ended, other than 'running'.
+ACTIVE_STATES = ("pending", "submitted", "starting", "recovering", "winding_down", "cancelling")
 RECIPE = "~/weft-recipe.toml"
-# Runs where SkyPilot is; prints what is wrong as a JSON list.
+# Runs in SkyPilot's environment; prints the errors as a JSON list.
 CHECKER = """\
 import json, sys, yaml
 from sky.utils import schemas, validator
@@ -72,29 +72,29 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 """
 
 
-def problems(request: Request) -> list[ConfigError]:
-    """What cannot be asked for here."""
+def find_problems(request: JobRequest) -> list[ConfigError]:
+    """Return the configuration errors of a request."""
     launch = request.job.launch
-    needed = ["bucket", *(["accelerator"] if request.devices else [])]
-    found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
+    required = ["bucket", *(["accelerator"] if request.devices else [])]
+    errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
     bucket = launch.options.get("bucket", "s3://BUCKET")
-    found += check_name(request, f"{bucket}/{request.name}")
-    found += fixed_nodes(request, "SkyPilot starts a fixed number of nodes")
+    errors += check_name(request, f"{bucket}/{request.name}")
+    errors += check_fixed_nodes(request, "SkyPilot starts a fixed number of nodes")
     if launch.image == "auto" and not launch.setup:
-        rule = "nothing puts weft onto the nodes"
-        remedy = "name an image that has it, or lines in launch.setup that install it"
-        found.append(ConfigError("launch.setup", "", rule, remedy))
-    return found
+        rule = "is empty, so nothing installs weft on the nodes"
+        remedy = "set launch.image to an image with weft, or install weft in launch.setup"
+        errors.append(ConfigError("launch.setup", "", rule, remedy))
+    return errors
 
 
-def render(request: Request) -> str:
-    """The task."""
+def render(request: JobRequest) -> str:
+    """Return the task."""
     job, options = request.job, request.job.launch.options
-    recipe, bucket = own_recipe(request), options["bucket"]
+    recipe, bucket = standalone_recipe(request), options["bucket"]
     changes = {RUN_DIR: f"/runs/{request.name}"}
     if job.checkpoint.dir == "auto":
         changes["checkpoint.dir"] = f"{bucket}/{request.name}/checkpoints"
-    words = command(request, request.words[2] if recipe is None else RECIPE, changes)
+    words = build_command(request, request.words[2] if recipe is None else RECIPE, changes)
     resources: dict[str, Any] = {}
     if request.devices:
         resources["accelerators"] = f"{options['accelerator']}:{request.devices}"
@@ -105,7 +105,7 @@ def render(request: Request) -> str:
         resources["use_spot"] = True
     if job.launch.image != "auto":
         resources["image_id"] = f"docker:{job.launch.image}"
-    # Saved, and to be gone on with: it comes back, however often.
+    # The run saved a checkpoint and stopped: SkyPilot restarts it, any number of times.
     resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
     task: dict[str, Any] = {
         "name": request.name,
@@ -115,67 +115,67 @@ def render(request: Request) -> str:
     }
     if recipe is not None:
         task["setup"] = f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n"
-    # Of the node's shell, which has the recipe's ~ replaced, unlike a quoted word.
+    # Unquoted, so that the shell of the node expands the ~ of the recipe's path.
     start = "exec weft train "
-    run = script(job.launch.setup, words)
+    run = build_script(job.launch.setup, words)
     task["run"] = run.replace(start + shlex.quote(RECIPE), start + RECIPE)
-    head = f"The nodes of the run {request.name}; its folder is {bucket}/{request.name}.\n"
-    head += f"It is not in {request.run_dir} of this machine, which has the record of this launch."
+    head = f"Nodes of the run {request.name}; its directory is {bucket}/{request.name}.\n"
+    head += f"{request.run_dir} on the submitting machine only has the record of this launch."
     return to_yaml([task], f"{head}\nsky jobs launch -y -d FILE")
 
 
 def check(text: str) -> list[str]:
-    """What is wrong by SkyPilot's schemas."""
+    """Return the errors of a task against SkyPilot's schemas."""
     sky = shutil.which("sky")
     if sky is None:
-        return unchecked("SkyPilot's schemas", REMEDY)
+        return warn_unchecked("SkyPilot's schemas", REMEDY)
     with open(sky, encoding="utf-8", errors="replace") as file:
         python = file.readline().removeprefix("#!").strip()
-    done = subprocess.run(
+    result = subprocess.run(
         [*shlex.split(python), "-c", CHECKER],
         input=text,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        # As of a wrapper, whose first line names a shell.
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return unchecked(f"SkyPilot's schemas, by {python}: {last}", REMEDY)
-    found: list[str] = json.loads(done.stdout)
-    return found
+    if result.returncode:
+        # For example, sky is a wrapper whose first line names a shell.
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return warn_unchecked(f"SkyPilot's schemas ({python}: {last})", REMEDY)
+    errors: list[str] = json.loads(result.stdout)
+    return errors
 
 
-# --------------------------------------------------------------------------- a cluster
+# --------------------------------------------------------------------------- cluster
 
 
-def submit(path: Path, request: Request) -> str:
-    """Hand the file in; the job's name, of which the newest is meant."""
-    tool("sky", "jobs", "launch", "-y", "-d", "-n", request.name, str(path), remedy=REMEDY)
+def submit(path: Path, request: JobRequest) -> str:
+    """Submit the task; return its name, which means the newest job of that name."""
+    run_cli("sky", "jobs", "launch", "-y", "-d", "-n", request.name, str(path), remedy=REMEDY)
     return request.name
 
 
 def status(id: str) -> str:
-    """One line that begins with 'waiting' or 'running' (on what), or how it ended."""
-    queue = json.loads(tool("sky", "jobs", "queue", "--all", "-o", "json", remedy=REMEDY))
-    found = [job for job in queue if job.get("job_name") == id]
-    if not found:
-        return "no such job"
-    job = max(found, key=lambda job: int(job["job_id"]))
-    state = str(job["status"]).lower()
-    said = job.get("failure_reason") or job.get("resources") or ""
-    if state in UNDER_WAY:
+    """Return one line: 'waiting...', 'running...' with resources, or how it ended."""
+    queue = json.loads(run_cli("sky", "jobs", "queue", "--all", "-o", "json", remedy=REMEDY))
+    jobs = [job for job in queue if job.get("job_name") == id]
+    if not jobs:
+        return f"ended: SkyPilot has no job {id}"
+    newest = max(jobs, key=lambda job: int(job["job_id"]))
+    state = str(newest["status"]).lower()
+    detail = newest.get("failure_reason") or newest.get("resources") or ""
+    if state in ACTIVE_STATES:
         state = f"waiting: {state}"
-    return f"{state}: {said}" if said else state
+    return f"{state}: {detail}" if detail else state
 
 
 def logs(id: str, follow: bool) -> Iterator[str]:
-    """Lines that the job has printed."""
-    how = "--follow" if follow else "--no-follow"
-    return lines_of("sky", "jobs", "logs", how, "--name", id, remedy=REMEDY)
+    """Yield the lines that the job has printed."""
+    option = "--follow" if follow else "--no-follow"
+    return stream_cli("sky", "jobs", "logs", option, "--name", id, remedy=REMEDY)
 
 
-def stop(id: str) -> str:
-    """End it; SkyPilot gives no time to save."""
-    tool("sky", "jobs", "cancel", "-y", "--name", id, remedy=REMEDY)
-    return f"cancelled {id}: the run is where its last checkpoint is"
+def cancel(id: str) -> str:
+    """End the job, without time to save; return a message."""
+    run_cli("sky", "jobs", "cancel", "-y", "--name", id, remedy=REMEDY)
+    return f"cancelled {id}: the run keeps its last checkpoint"

@@ -1,9 +1,8 @@
-"""Ask a cluster for nodes that run a recipe: write what it takes, check it, show it, hand it in.
+"""Submit a recipe to a cluster: render, check and submit a script or manifest.
 
-A cluster is a module beside this one (`CLUSTERS`) with the functions of `Cluster`.  What they write
-is short and starts nothing but ``weft train`` with the same words on every node: who a process is
-among the others, `weft.train.environment` finds out there.  So what is written can be read, kept, changed
-by hand and handed in without weft.
+Each cluster is a module (`CLUSTERS`) with the functions of `Cluster`.  Its script or manifest is
+short and only runs the same ``weft train`` command on every node; `weft.train.environment` detects
+the rank of each process there.  Users can therefore read, edit, and submit the file without weft.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ CLUSTERS = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to run, and on what.
+class JobRequest:
+    """A run to submit, and the resources that it needs.
 
     Args:
-        name: of the run, as every scheduler takes it: a to z, digits and '-', at most 40; empty
-            where a mistake leaves the run without a directory.
-        words: of the command: ``("weft", "train", recipe, "--section.key", "value", ...)``.
-        nodes: the fewest and the most.
-        devices: GPUs of a node; 0: none are asked for.
-        run_dir: on a file system that all nodes share.
+        name: name of the run for the scheduler: a to z, digits and '-', at most 40 characters;
+            empty if a configuration error leaves the run without a directory.
+        words: the command, ``("weft", "train", recipe, "--section.key", "value", ...)``.
+        nodes: minimum and maximum number of nodes.
+        devices: GPUs per node; 0: request none.
+        run_dir: directory on a file system that all nodes share.
     """
 
     name: str
@@ -59,234 +58,248 @@ class Request:
 
 
 class Cluster(Protocol):
-    """A module of `CLUSTERS`."""
+    """The functions of a module in `CLUSTERS`."""
 
-    ENDING: str  # of the file that is written: '.sh', '.yaml', '.json'
+    FILE_SUFFIX: str  # of the script or manifest: '.sh', '.yaml', '.json'
 
-    def problems(self, request: Request) -> list[ConfigError]:
-        """What cannot be asked for here."""
+    def find_problems(self, request: JobRequest) -> list[ConfigError]:
+        """Return the configuration errors of a request."""
 
-    def render(self, request: Request) -> str:
-        """The script or manifest."""
+    def render(self, request: JobRequest) -> str:
+        """Return the script or manifest."""
 
     def check(self, text: str) -> list[str]:
-        """What is wrong with it, by the cluster's own tools or its published schema."""
+        """Return the errors that the cluster's tools or its published schema find."""
 
-    def submit(self, path: Path, request: Request) -> str:
-        """Hand the file in; the job's id."""
+    def submit(self, path: Path, request: JobRequest) -> str:
+        """Submit the file; return the job id."""
 
     def status(self, id: str) -> str:
-        """One line that begins with 'waiting' or 'running' (on which nodes), or how it ended."""
+        """Return one line: 'waiting...', 'running...' with nodes, or how the job ended."""
 
     def logs(self, id: str, follow: bool) -> Iterator[str]:
-        """Lines that the job has printed."""
+        """Yield the lines that the job has printed."""
 
-    def stop(self, id: str) -> str:
-        """Have it save, where the cluster gives time for it, and end; what was done, for people."""
+    def cancel(self, id: str) -> str:
+        """End the job, with time to save if the cluster has any; return a message."""
 
 
-def cluster(name: str) -> Cluster:
-    """The module of a cluster."""
+def get_cluster(name: str) -> Cluster:
+    """Return the module of a cluster."""
     return cast(Cluster, importlib.import_module(CLUSTERS[name]))
 
 
-# --------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------- submission
 
 
-def request(
+def build_request(
     on: str | None,
     recipe: str,
     overrides: Sequence[tuple[str, str]],
     problems: Sequence[ConfigError],
-    here: Callable[[str], Machine],
-) -> Request:
-    """What is to be asked of a cluster; all that can be known of it here has been checked.
+    detect_machine: Callable[[str], Machine],
+) -> JobRequest:
+    """Build and check a request, as far as that is possible on this machine.
 
     Args:
         on: the name of the cluster.
         recipe, overrides: see `read_job`.
-        problems: what was wrong with the command line already.
-        here: this machine, from the value of ``run.device``.
+        problems: errors that the command line already has.
+        detect_machine: returns this machine, given the value of ``run.device``.
 
     Raises:
-        InvalidConfig: with every mistake.
+        InvalidConfig: with every error.
     """
-    found = list(problems)
+    errors = list(problems)
     if on not in CLUSTERS:
-        rule = "is no kind of cluster" if on else "is missing"
+        rule = "is not a known cluster" if on else "is missing"
         remedy = suggest(on or "", CLUSTERS)
-        found.append(ConfigError("--on", on or MISSING, rule, remedy))
-    job, base, wrong = read_job(recipe, overrides)
-    found += wrong
-    if any(problem.key in ("recipe", "extends") for problem in found):
-        raise InvalidConfig(found)  # the rest would judge defaults that nobody chose
-    bad = {problem.key for problem in found}
+        errors.append(ConfigError("--on", on or MISSING, rule, remedy))
+    job, base, recipe_errors = read_job(recipe, overrides)
+    errors += recipe_errors
+    if any(error.key in ("recipe", "extends") for error in errors):
+        raise InvalidConfig(errors)  # further checks would only see defaults
+    bad_keys = {error.key for error in errors}
     nodes, machine, devices = str(job.run.nodes), None, 0
     if job.run.cluster != "local":
         parsed = parse_cluster(job.run.cluster)
         if isinstance(parsed, ConfigError):
-            found.append(parsed)
+            errors.append(parsed)
         else:
-            nodes = str(parsed.nodes) if nodes == "auto" else nodes
-            devices = 0 if parsed.device_name == CPU_DEVICE else parsed.devices
+            nodes = str(parsed.num_nodes) if nodes == "auto" else nodes
+            devices = 0 if parsed.device_name == CPU_DEVICE else parsed.devices_per_node
             machine = replace(cluster_machine(parsed), world_size=None, local_world_size=None)
     elif job.run.device == "cpu":
-        machine = here("cpu")
+        machine = detect_machine("cpu")
     else:
-        rule = "does not tell what a node has"
-        remedy = "use --run.cluster 2x8xH100 (nodes, GPUs of each), or --run.device cpu"
-        found.append(ConfigError("run.cluster", "local", rule, remedy))
-    name, folder = "", Path()
+        rule = "does not describe the nodes"
+        remedy = "use --run.cluster 2x8xH100 (nodes x GPUs per node), or --run.device cpu"
+        errors.append(ConfigError("run.cluster", "local", rule, remedy))
+    name, run_dir = "", Path()
     if machine is not None:
-        place = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
-        planned = changed(job, run={"nodes": nodes, "rendezvous": place})
+        endpoint = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
+        planned = changed(job, run={"nodes": nodes, "rendezvous": endpoint})
         try:
-            folder = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
-            folder = folder.expanduser().absolute()
-            name = re.sub("[^a-z0-9]+", "-", folder.name.lower())[:40].strip("-") or "run"
+            run_dir = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
+            run_dir = run_dir.expanduser().absolute()
+            name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
         except InvalidConfig as error:
-            found += (
-                p for p in error.problems if p.key not in bad and not bad.intersection(p.depends)
+            errors += (
+                p
+                for p in error.problems
+                if p.key not in bad_keys and not bad_keys.intersection(p.depends)
             )
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
-    asked = Request(
+    request = JobRequest(
         name,
-        words_of(recipe, overrides, folder, nodes, str(base.run.nodes)),
+        node_command(recipe, overrides, run_dir, nodes, str(base.run.nodes)),
         job,
         (counts[0], counts[-1]),
         devices,
-        folder,
+        run_dir,
     )
     if on in CLUSTERS:
-        found += check_outside(asked)
-        found += cluster(on).problems(asked)
-    if found:
-        raise InvalidConfig(found)
-    return asked
+        errors += check_paths(request)
+        errors += get_cluster(on).find_problems(request)
+    if errors:
+        raise InvalidConfig(errors)
+    return request
 
 
-def check_outside(asked: Request) -> Iterator[ConfigError]:
-    """What cannot be written into a script or manifest of what the job itself does not choose: the
-    keys of a job have no control characters."""
-    outside = {
+def check_paths(request: JobRequest) -> Iterator[ConfigError]:
+    """Check that paths outside the job fit into a script or manifest.
+
+    The keys of a job never have control characters, but these paths may.
+    """
+    paths = {
         "working directory": str(Path.cwd()),
-        "recipe": asked.words[2],
-        "run.dir": str(asked.run_dir),
+        "recipe": request.words[2],
+        "run.dir": str(request.run_dir),
     }
-    for key, value in outside.items():
+    for key, value in paths.items():
         if not is_one_line(value):
-            rule = "has control characters, or bytes that are not UTF-8: the rest of a line would"
-            yield ConfigError(key, value, f"{rule} be taken for a command", "use another path")
+            rule = "has control characters or bytes that are not UTF-8, which a shell could run"
+            yield ConfigError(key, value, rule, "use another path")
 
 
-def words_of(
-    recipe: str, overrides: Sequence[tuple[str, str]], folder: Path, nodes: str, usual: str
+def node_command(
+    recipe: str,
+    overrides: Sequence[tuple[str, str]],
+    run_dir: Path,
+    nodes: str,
+    recipe_nodes: str,
 ) -> tuple[str, ...]:
-    """The command of every node.
+    """Return the command that every node runs.
 
-    How many nodes there are it finds out there, so that the number can be changed in one place;
-    but not how few may do.
+    It names the number of nodes only if it must (an elastic range, or a number in the recipe).
+    Otherwise each node detects the number, so that users can change it in one place.
     """
     pairs = {
         key: value
         for key, value in overrides
         if not key.startswith("launch.") and key != "run.nodes"
     }
-    pairs["run.dir"] = str(folder)
-    if ":" in nodes or usual != "auto":
+    pairs["run.dir"] = str(run_dir)
+    if ":" in nodes or recipe_nodes != "auto":
         pairs["run.nodes"] = nodes
     words = (word for key, value in pairs.items() for word in (f"--{key}", value))
     return ("weft", "train", recipe, *words)
 
 
-def submit(on: str, asked: Request, text: str) -> str:
-    """Keep the script or manifest in the run's folder and hand it in; the job's id.
+def submit(on: str, request: JobRequest, text: str) -> str:
+    """Save the script or manifest in the run directory, submit it, return the job id.
 
     Raises:
-        InvalidConfig: if an earlier job of the run has not ended.
-        WeftError: if it was not taken, and nothing is left behind then but a recipe in SageMaker's
-            bucket; or if it was, and that cannot be noted.
+        InvalidConfig: if an earlier job of the run is still active.
+        WeftError: if the cluster refuses the job, in which case nothing remains but a recipe in
+            SageMaker's bucket; or if the record of a submitted job cannot be written.
     """
-    module, folder = cluster(on), asked.run_dir
-    if (folder / RECORD).is_file():
-        earlier = Launched.of(folder)
-        said = earlier.status()
-        if alive(said):
-            rule = f"job {earlier.id} ({earlier.on}) is already there for this run: {said}"
-            remedy = f"weft launch stop {shlex.quote(str(folder))}, or use another --run.dir"
-            raise InvalidConfig([ConfigError("run.dir", str(folder), rule, remedy)])
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    path = folder / f"launch{module.ENDING}"
+    module, run_dir = get_cluster(on), request.run_dir
+    if (run_dir / RECORD).is_file():
+        earlier = SubmittedJob.load(run_dir)
+        status = earlier.status()
+        if is_active(status):
+            rule = f"already has an active job {earlier.id} ({earlier.on}): {status}"
+            remedy = f"run 'weft job cancel {shlex.quote(str(run_dir))}', or use another --run.dir"
+            raise InvalidConfig([ConfigError("run.dir", str(run_dir), rule, remedy)])
+    new = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    path = run_dir / f"launch{module.FILE_SUFFIX}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise WeftError(f"{folder}: cannot be written: {error.strerror}") from error
+        raise WeftError(f"{run_dir} cannot be written: {error.strerror}") from error
     try:
-        id = module.submit(path, asked)
+        id = module.submit(path, request)
     except BaseException:
         path.unlink()
-        for made in new:
-            with suppress(OSError):  # somebody has put something there
-                made.rmdir()
+        for directory in new:
+            with suppress(OSError):  # another process has written there
+                directory.rmdir()
         raise
     record = {"on": on, "id": id, "file": path.name, "time": time.time()}
     try:
-        write_json(folder / RECORD, record)
+        write_json(run_dir / RECORD, record)
     except OSError as error:
-        rule = f"{folder / RECORD} cannot be written: {error.strerror}"
-        raise WeftError(f"{on} has taken it, as job {id}, but {rule}") from error
+        cause = f"{run_dir / RECORD} cannot be written: {error.strerror}"
+        raise WeftError(f"{on} accepted job {id}, but {cause}") from error
     return id
 
 
-# --------------------------------------------------------------------------- afterwards
+# --------------------------------------------------------------------------- submitted jobs
 
 RECORD = "launch.json"
 
 
-def alive(status: str) -> bool:
-    """Whether what `Cluster.status` says is of a job that has not ended."""
+def is_active(status: str) -> bool:
+    """Return True if a status of `Cluster.status` is that of a job that has not ended."""
     return status.startswith(("waiting", "running"))
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A run that was handed to a cluster, by the record in its folder."""
+class SubmittedJob:
+    """A submitted run, as recorded in its directory."""
 
-    folder: Path
+    run_dir: Path
     on: str
     id: str
 
     @classmethod
-    def of(cls, folder: Path) -> Launched:
-        """Raises InvalidConfig if ``folder`` has no such record."""
+    def load(cls, run_dir: Path) -> SubmittedJob:
+        """Read the record of a submitted run.
+
+        Raises:
+            InvalidConfig: if the record is missing or damaged.
+        """
         try:
-            record: dict[str, Any] = json.loads((folder / RECORD).read_text("utf-8"))
+            record: dict[str, Any] = json.loads((run_dir / RECORD).read_text("utf-8"))
             if record["on"] not in CLUSTERS:
                 raise ValueError(record["on"])
-            return cls(folder.absolute(), record["on"], record["id"])
+            return cls(run_dir.absolute(), record["on"], record["id"])
         except OSError as error:
             rule = f"has no {RECORD}: {error.strerror}"
-            remedy = "name the folder of a run that weft launch has handed in"
-            raise InvalidConfig([ConfigError("RUN", str(folder), rule, remedy)]) from error
+            remedy = "name the directory of a run that weft launch has submitted"
+            raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)]) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidConfig(
-                [ConfigError("RUN", str(folder), f"{RECORD} is damaged")]
-            ) from error
+            rule = f"has a damaged {RECORD}"
+            raise InvalidConfig([ConfigError("RUN", str(run_dir), rule)]) from error
 
     def status(self) -> str:
         """See `Cluster.status`."""
-        return cluster(self.on).status(self.id)
+        return get_cluster(self.on).status(self.id)
 
-    def stop(self) -> str:
-        """See `Cluster.stop`."""
-        return cluster(self.on).stop(self.id)
+    def cancel(self) -> str:
+        """See `Cluster.cancel`."""
+        return get_cluster(self.on).cancel(self.id)
 
     def logs(self, follow: bool) -> Iterator[str]:
-        """What a job writes into the run's folder outlives what the cluster knows of it."""
-        kept = self.folder / f"{self.on}-{self.id}.out"
-        if kept.is_file() and not (follow and alive(self.status())):
-            with kept.open(encoding="utf-8", errors="replace") as lines:
+        """Yield the lines of the job's log, from the run directory or from the cluster.
+
+        The file in the run directory remains when the cluster has forgotten the job.
+        """
+        path = self.run_dir / f"{self.on}-{self.id}.out"
+        if path.is_file() and not (follow and is_active(self.status())):
+            with path.open(encoding="utf-8", errors="replace") as lines:
                 yield from (line.rstrip("\n") for line in lines)
         else:
-            yield from cluster(self.on).logs(self.id, follow)
+            yield from get_cluster(self.on).logs(self.id, follow)

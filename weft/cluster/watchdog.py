@@ -1,25 +1,23 @@
-"""The watchdog: a process on each host that sees when a rank hangs, says where, and ends the run.
+"""Watchdog: a process on each host that detects and diagnoses a hang.
 
-Every rank tells where it is, and how long that may last (`weft.monitor.heartbeat`).  One small
-process, a child of the host's first rank, looks several times a second; it shares no lock with
-them, so it sees the truth about a rank that is stopped, holds the interpreter lock or stands still.
-It ends with its parent, however that happens.  Only the time in which it looked counts: when the
-whole machine, or it itself, is suspended, nobody is late.
+Every rank writes a heartbeat with its position and a time limit (`weft.monitor.heartbeat`).  The
+watchdog is a child of the host's first rank and reads the heartbeats several times a second.  It
+shares no lock with the ranks, so it also detects a rank that is stopped or holds the interpreter
+lock.  It ends with its parent.  While the machine or the watchdog is suspended, no time counts.
 
-When a rank is late, all are asked for evidence: the kernel's word on the process, the collectives
-that are open in the Flight Recorder, the Python stacks.  Out of this comes one sentence,
+When a rank exceeds its limit, the watchdog collects evidence on all ranks: the process state, the
+open collectives of the Flight Recorder, and the Python stacks.  It derives one sentence:
 
     rank 1 is missing: it is stopped (SIGSTOP) in step 7, waiting for data; the others wait in
     all_reduce no. 42 of dp_shard (ranks 0-3)
 
-which goes where the launcher looks for the error of a rank; what each rank was at goes into its
-log, and all of it into ``logs/hang-HOST.json``, from which ``weft debug hang`` puts the hosts
-together (`weft.cluster.hang`).  Then all ranks of the host are killed, which ends the run
-everywhere.  Who is missing on another host is for the watchdog there to say; one whose own ranks
-all wait gives it the time.
+The watchdog writes this sentence to the ranks' error reports, the state of each rank to its log,
+and all evidence to ``logs/hang-HOST.json``, from which ``weft hang`` combines the hosts
+(`weft.cluster.hang`).  Then it kills all ranks of its host, which ends the run everywhere.  If all
+ranks of its host wait, the missing rank is on another host, and it lets that watchdog report first.
 
-How to ask the ranks of a host is in ``logs/ranks-HOST.json``, watchdog or not: so ``weft debug
-hang`` can do the same while they stand still, and end nobody.
+``logs/ranks-HOST.json`` describes how to query the ranks of a host, even without a watchdog, so
+that ``weft hang`` can query a hung run without ending it.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.cluster.rank_exit import error_path, log_path, status, write_report
+from weft.cluster.rank_exit import error_path, log_path, process_status, write_error_report
 from weft.config.files import write_json
 from weft.config.schema import Job
-from weft.monitor.faults import DOING, doing
+from weft.monitor.faults import ACTIVITIES, activity
 from weft.monitor.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.process import PYTHON, die_with_parent
@@ -50,18 +48,16 @@ from weft.monitor.process import PYTHON, die_with_parent
 if TYPE_CHECKING:
     from weft.train.setup import Rank
 
-# Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
-LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
+# Seconds between two polls, for an answer, and for the watchdogs of other hosts to report first.
+POLL_SECONDS, ANSWER_SECONDS, PEER_REPORT_SECONDS = 0.25, 0.75, 3.0
 
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
 
 
-def watch(job: Job, folder: Path, rank: Rank) -> None:
-    """Let this host's ranks be watched from now on, or at least asked; every rank calls it.
+def start_watchdog(job: Job, run_dir: Path, rank: Rank) -> None:
+    """Start the heartbeat, and this host's watchdog; every rank calls it.
 
-    Args:
-        folder: of the run.
-        rank: this process.
+    With ``resilience.step_timeout = 0`` there is no watchdog, but `weft hang` can query the ranks.
     """
     if sys.platform != "linux":
         return
@@ -73,362 +69,378 @@ def watch(job: Job, folder: Path, rank: Rank) -> None:
     dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.monitor.log_interval))
     if rank.local_rank == 0:
         # A launcher numbers the ranks of one host consecutively.
-        here = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
-        told = {"host": socket.gethostname(), "world_size": rank.world_size, "ranks": here}
-        path = host_path(folder, "ranks", rank.rank)
+        local_contacts = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+        host = {
+            "host": socket.gethostname(),
+            "world_size": rank.world_size,
+            "ranks": local_contacts,
+        }
+        path = host_path(run_dir, "ranks", rank.rank)
         with tolerate(path, partial(print, flush=True)):
-            write_json(path, {"time": time.time(), **told})
+            write_json(path, {"time": time.time(), **host})
         if timeout == 0:
             return
-        what = json.dumps([str(folder), rank.world_size, here])
-        # What is sent to all processes of a job is not for this one; blocked is inherited.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        subprocess.Popen([*PYTHON, "weft.cluster.watchdog", what])
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        argument = json.dumps([str(run_dir), rank.world_size, local_contacts])
+        # The watchdog inherits the mask, so that it ignores signals sent to all processes of a job.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        subprocess.Popen([*PYTHON, "weft.cluster.watchdog", argument])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def host_path(folder: Path, what: str, first: int) -> Path:
-    """The file of this host, whose first rank is ``first``, for 'ranks' or 'hang'."""
-    # There may be several launchers on one machine, each of which is a host to the run.
-    rank = f"-{first}" if first else ""
-    return folder / "logs" / f"{what}-{socket.gethostname()}{rank}.json"
+def host_path(run_dir: Path, kind: str, first_rank: int) -> Path:
+    """Return the path of this host's 'ranks' or 'hang' file."""
+    # Several launchers on one machine each count as a host, so the first rank is in the name.
+    rank = f"-{first_rank}" if first_rank else ""
+    return run_dir / "logs" / f"{kind}-{socket.gethostname()}{rank}.json"
 
 
-class Call(NamedTuple):
-    """A collective that a rank waits in."""
+class OpenCollective(NamedTuple):
+    """A collective in which a rank waits."""
 
     group: str  # 'dp_shard (ranks 0, 1)'
     number: int
     name: str
     sizes: list[list[int]]
-    ranks: Sequence[int] = ()  # of the group, where they are known
+    ranks: Sequence[int] = ()  # of the group, if known
 
 
-class Seen(NamedTuple):
-    """What is known of a rank that may hang."""
+class RankState(NamedTuple):
+    """State of a rank that may hang, with the fields of ``logs/hang-HOST.json``."""
 
     rank: int
     step: int
     site: str
-    seconds: float  # since it came there
-    state: str  # of the process, as /proc/ID/status has it; empty if there is none
-    channel: str  # of the kernel, in which it sleeps, where one may know
-    calls: list[Call] | None  # open collectives; None: no answer
+    seconds: float  # since the last heartbeat
+    state: str  # of the process, from /proc/PID/status; empty if the process has ended
+    channel: str  # kernel function in which the process sleeps, if readable
+    calls: list[OpenCollective] | None  # open collectives; None: no answer
     stack: list[str]  # of the main thread, innermost first
-    # Of each group the number of the last collective that is done.
-    done: Mapping[str, int] = MappingProxyType({})
-    recent: Sequence[Any] = ()  # collectives: group, number, name, sizes, whether it is open
+    done: Mapping[str, int] = MappingProxyType({})  # last completed collective of each group
+    recent: Sequence[Any] = ()  # collectives: group, number, name, sizes, is open
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         calls = None if self.calls is None else [one._asdict() for one in self.calls]
         return self._asdict() | {"calls": calls, "done": dict(self.done)}
 
 
-# --------------------------------------------------------------------------- the verdict
+# --------------------------------------------------------------------------- diagnosis
 
 
-def verdict(seen: Sequence[Seen], world_size: int) -> tuple[list[int], str]:
-    """The ranks that are missing, if they are on this host, and the sentence."""
-    absent = {one.rank: why for one in seen if (why := why_absent(one))}
-    waiting = [one for one in seen if one.rank not in absent]
-    if absent:
-        named = "; ".join(
-            f"rank {one.rank} is missing: it {absent[one.rank]} in {where(one)}"
-            for one in seen
-            if one.rank in absent
+def diagnose_hang(states: Sequence[RankState], world_size: int) -> tuple[list[int], str]:
+    """Return the missing ranks of this host, and a sentence that describes the hang."""
+    reasons = {state.rank: reason for state in states if (reason := absence_reason(state))}
+    waiting = [state for state in states if state.rank not in reasons]
+    if reasons:
+        missing = "; ".join(
+            f"rank {state.rank} is missing: it {reasons[state.rank]} in {describe_position(state)}"
+            for state in states
+            if state.rank in reasons
         )
-        calls = {call(one) for one in waiting}
+        waits = {describe_wait(state) for state in waiting}
         if not waiting:
-            return list(absent), named
-        if len(calls) == 1:
+            return list(reasons), missing
+        if len(waits) == 1:
             others = "the other waits" if len(waiting) == 1 else "the others wait"
-            return list(absent), f"{named}; {others} in {calls.pop()}"
-        return list(absent), f"{named}; {all_calls(waiting)}"
-    gone, past = gone_past(seen)
-    odd = gone or find_mismatched_collectives(seen)
-    if odd:
-        return odd, f"the ranks are at odds: {all_calls(seen)}{past}"
-    said = f"every rank of this host waits: {all_calls(seen)}"
-    if len(seen) < world_size:
-        return [], f"{said}; who is missing is on another host"
-    return [], f"{said}; no rank is missing: the network, or a device, stands still"
+            return list(reasons), f"{missing}; {others} in {waits.pop()}"
+        return list(reasons), f"{missing}; {describe_waits(waiting)}"
+    skipping, clause = find_skipped_collective(states)
+    mismatched = skipping or find_mismatched_collectives(states)
+    if mismatched:
+        return mismatched, f"the ranks call different collectives: {describe_waits(states)}{clause}"
+    sentence = f"every rank of this host waits: {describe_waits(states)}"
+    if len(states) < world_size:
+        return [], f"{sentence}; the missing rank is on another host"
+    return [], f"{sentence}; no rank is missing: the network or a device hangs"
 
 
-def why_absent(one: Seen) -> str | None:
-    """Why others wait for this rank; None if it waits for others itself."""
-    if not one.state or one.state[0] in "ZX":
+def absence_reason(state: RankState) -> str | None:
+    """Return why other ranks wait for this rank; None if it waits for others itself."""
+    if not state.state or state.state[0] in "ZX":
         return "has ended,"
-    if one.state[0] == "T":
+    if state.state[0] == "T":
         return "is stopped (SIGSTOP)"
-    if one.state[0] == "t":
-        return "is held by a debugger"
-    at = f", at {place(one.stack)}," if one.stack else ""
-    if one.state[0] == "D":
-        return f"waits in the kernel for a disk or device ({one.channel or 'unknown'}){at}"
-    if one.calls is None:
-        return f"does not answer: something keeps the interpreter lock{at}"
-    # Sending and receiving are not recorded with gloo, but then it waits in torch's own code.
-    if one.calls or any("/torch/distributed/" in frame for frame in one.stack[:1]):
+    if state.state[0] == "t":
+        return "is stopped by a debugger"
+    frame = f", at {describe_frame(state.stack)}," if state.stack else ""
+    if state.state[0] == "D":
+        return f"waits in the kernel for a disk or device ({state.channel or 'unknown'}){frame}"
+    if state.calls is None:
+        return f"does not answer: a thread holds the interpreter lock{frame}"
+    # gloo does not record send and receive, but then the rank waits in torch's own code.
+    if state.calls or any("/torch/distributed/" in line for line in state.stack[:1]):
         return None
-    return f"is in no collective{at or ','}"
+    return f"is in no collective{frame or ','}"
 
 
-def find_mismatched_collectives(seen: Sequence[Seen]) -> list[int]:
-    """The ranks whose first open collective is another one than that of most in its group."""
-    firsts = {one.rank: one.calls[0] for one in seen if one.calls}
-    for group in {first[0] for first in firsts.values()}:
-        kinds: dict[str, list[int]] = {}
-        for rank, first in firsts.items():
-            if first[0] == group:
-                kinds.setdefault(json.dumps(first[1:3]), []).append(rank)
-        if len(kinds) > 1:
-            return min(kinds.values(), key=len)
+def find_mismatched_collectives(states: Sequence[RankState]) -> list[int]:
+    """Return the ranks whose first open collective differs from that of their group."""
+    first_calls = {state.rank: state.calls[0] for state in states if state.calls}
+    for group in {call.group for call in first_calls.values()}:
+        ranks_by_call: dict[str, list[int]] = {}
+        for rank, call in first_calls.items():
+            if call.group == group:
+                ranks_by_call.setdefault(json.dumps([call.number, call.name]), []).append(rank)
+        if len(ranks_by_call) > 1:
+            return min(ranks_by_call.values(), key=len)
     return []
 
 
-def gone_past(seen: Sequence[Seen]) -> tuple[list[int], str]:
-    """The ranks that never came to a collective in which others wait, though they are further in
-    the program; and the words for it.
+def find_skipped_collective(states: Sequence[RankState]) -> tuple[list[int], str]:
+    """Return the ranks that skipped a collective in which others wait, and a clause.
 
-    Ranks wait for each other in a ring then, and of all that are waited for the least advanced is
-    where they parted.
+    Such a rank is further in the program and has not completed the collective.  The ranks then
+    wait for each other in a cycle, and they diverged at the least advanced collective of all.
     """
-    waits: dict[tuple[str, int, str], list[Seen]] = {}
-    for one in seen:
-        if one.calls:
-            waits.setdefault(one.calls[0][:3], []).append(one)
-    for there in sorted(waits.values(), key=lambda there: min(map(progress, there))):
-        first = (there[0].calls or [])[0]
-        gone = [
-            one
-            for one in seen
-            if one.rank in first.ranks
-            and one.done.get(first.group, -1) < first.number
-            and not any(call[:3] == first[:3] for call in one.calls or [])
-            and progress(one) > max(map(progress, there))
+    waiters: dict[tuple[str, int, str], list[RankState]] = {}
+    for state in states:
+        if state.calls:
+            waiters.setdefault(state.calls[0][:3], []).append(state)
+    for waiting in sorted(waiters.values(), key=lambda ranks: min(map(program_position, ranks))):
+        call = (waiting[0].calls or [])[0]
+        skipping = [
+            state
+            for state in states
+            if state.rank in call.ranks
+            and state.done.get(call.group, -1) < call.number
+            and not any(other[:3] == call[:3] for other in state.calls or [])
+            and program_position(state) > max(map(program_position, waiting))
         ]
-        if gone:
-            who = ranks_text([one.rank for one in gone])
-            others = ranks_text([one.rank for one in there])
-            last = gone[0].done.get(first.group)
-            before = f" (the last one there was no. {last})" if last is not None else ""
-            past = f"{who} went past {call(there[0])}{before}, in which {others} wait"
-            return [one.rank for one in gone], f"; {past}{'s' * (len(there) == 1)}"
+        if skipping:
+            skipping_ranks = ranks_text([state.rank for state in skipping])
+            waiting_ranks = ranks_text([state.rank for state in waiting])
+            last = skipping[0].done.get(call.group)
+            completed = f" (its last one there was no. {last})" if last is not None else ""
+            clause = f"{skipping_ranks} skipped {describe_wait(waiting[0])}{completed}, in which "
+            clause += f"{waiting_ranks} wait{'s' * (len(waiting) == 1)}"
+            return [state.rank for state in skipping], f"; {clause}"
     return [], ""
 
 
-def progress(one: Seen) -> tuple[int, int]:
-    """How far a rank is in the program: its step, and the place in it."""
-    site = one.site.partition(".")[0]
-    return one.step, list(DOING).index(site) if site in DOING else 0
+def program_position(state: RankState) -> tuple[int, int]:
+    """Return the progress of a rank as a pair: its step, and the site within the step."""
+    site = state.site.partition(".")[0]
+    return state.step, list(ACTIVITIES).index(site) if site in ACTIVITIES else 0
 
 
-def where(one: Seen) -> str:
-    """'step 7, waiting for data'."""
-    return f"step {one.step}, {doing(one.site)}"
+def describe_position(state: RankState) -> str:
+    """Return the step and the activity: 'step 7, waiting for data'."""
+    return f"step {state.step}, {activity(state.site)}"
 
 
-def place(stack: Sequence[str]) -> str:
-    """'weft/train/loop.py:95 in train', of the innermost frame."""
+def describe_frame(stack: Sequence[str]) -> str:
+    """Return the innermost frame: 'weft/train/loop.py:95 in train'."""
     path, line, name = FRAME.findall(stack[0])[0]
     return f"{'/'.join(Path(path).parts[-3:])}:{line} in {name}"
 
 
-def call(one: Seen) -> str:
-    """What a waiting rank waits in."""
-    if not one.calls:
-        return place(one.stack) if one.stack else "a place unknown"
-    first = one.calls[0]
-    return f"{first.name} no. {first.number} of {first.group}"
+def describe_wait(state: RankState) -> str:
+    """Return the collective, or else the frame, in which a rank waits."""
+    if not state.calls:
+        return describe_frame(state.stack) if state.stack else "an unknown frame"
+    call = state.calls[0]
+    return f"{call.name} no. {call.number} of {call.group}"
 
 
-def all_calls(seen: Sequence[Seen], most: int = 4) -> str:
-    """What some ranks wait in, ``most`` of them by name."""
-    some = ", ".join(f"rank {one.rank} waits in {call(one)} ({where(one)})" for one in seen[:most])
-    return some + (f" and {len(seen) - most} more" if len(seen) > most else "")
+def describe_waits(states: Sequence[RankState], limit: int = 4) -> str:
+    """Describe in what the ranks wait, for at most ``limit`` of them."""
+    waits = ", ".join(
+        f"rank {state.rank} waits in {describe_wait(state)} ({describe_position(state)})"
+        for state in states[:limit]
+    )
+    return waits + (f" and {len(states) - limit} more" if len(states) > limit else "")
 
 
-# --------------------------------------------------------------------------- outside the ranks
+# --------------------------------------------------------------------------- probing the ranks
 
 
-class Watched:
-    """A rank of this host, from outside."""
+class RankProbe:
+    """Access to a rank of this host from another process."""
 
     def __init__(self, contact: Contact) -> None:
         self.contact = contact
-        self.process = os.pidfd_open(contact.pid)
+        self.pidfd = os.pidfd_open(contact.pid)
         if process_began(contact.pid) != contact.began:
-            raise ProcessLookupError  # another one, which has got its id
-        self.files = Path(f"/proc/{contact.pid}/fd")
-        self.file = os.open(self.files / str(contact.line), os.O_RDONLY)
-        self.line = b""
-        self.age = 0.0  # seconds that the line has been seen unchanged
-        self.asked, self.told = 0, 0  # answers, and bytes of stacks, that were there before
+            raise ProcessLookupError  # a new process has reused the id
+        self.fd_dir = Path(f"/proc/{contact.pid}/fd")
+        self.heartbeat_fd = os.open(self.fd_dir / str(contact.line), os.O_RDONLY)
+        self.heartbeat = b""
+        self.age = 0.0  # seconds for which the heartbeat has not changed
+        self._answers_before, self._stack_chars_before = 0, 0  # at the last request
 
-    def look(self, seconds: float) -> bool:
-        """Whether the rank is late, ``seconds`` after the last look."""
-        before = self.line
-        self.age = self.age + seconds if self.look_at() == before else 0.0
-        # A line that has just changed may be half-written; it is not judged.
-        return self.age > 0 and self.age > float(self.line.split()[2])
+    def is_late(self, elapsed: float) -> bool:
+        """Read the heartbeat ``elapsed`` seconds after the last read; True if too old."""
+        before = self.heartbeat
+        self.age = self.age + elapsed if self.read_heartbeat() == before else 0.0
+        # A heartbeat that has just changed may be half-written, so do not parse it.
+        return self.age > 0 and self.age > float(self.heartbeat.split()[2])
 
-    def look_at(self) -> bytes:
-        """What the rank says of where it is."""
-        self.line = os.pread(self.file, LINE_BYTES, 0)
-        return self.line
+    def read_heartbeat(self) -> bytes:
+        """Read the line with the rank's position and time limit."""
+        self.heartbeat = os.pread(self.heartbeat_fd, LINE_BYTES, 0)
+        return self.heartbeat
 
-    def ask(self) -> None:
-        """Have it say which collectives are open; `answer` has what it says."""
-        self.asked = (self._answer() or {"asked": 0})["asked"]
+    def request_collectives(self) -> None:
+        """Ask the rank for its open collectives; `read_answer` returns the answer."""
+        self._answers_before = (self._read_last_answer() or {"asked": 0})["asked"]
         with suppress(OSError):
-            pipe = os.open(self.files / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
+            pipe = os.open(self.fd_dir / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
             os.write(pipe, b"?")
             os.close(pipe)
 
-    def answer(self) -> dict[str, Any] | None:
-        """What the rank says (`weft.monitor.heartbeat`) since it was asked; None: nothing."""
-        told = self._answer()
-        return told if told and told["asked"] > self.asked else None
+    def read_answer(self) -> dict[str, Any] | None:
+        """Return the answer to the last request (`weft.monitor.heartbeat`), or None."""
+        answer = self._read_last_answer()
+        return answer if answer and answer["asked"] > self._answers_before else None
 
-    def _answer(self) -> dict[str, Any] | None:
+    def _read_last_answer(self) -> dict[str, Any] | None:
         text = self._read(self.contact.answer)
-        with suppress(ValueError):  # it is being written
+        with suppress(ValueError):  # still being written
             return dict(json.loads(text)) if text.endswith("\n") else None
         return None
 
-    def ask_for_stacks(self) -> None:
-        """Have it write where all its threads are; `stacks` has that."""
-        self.told = len(self._read(self.contact.stacks))
-        self.send(signal.SIGUSR2)
+    def request_stacks(self) -> None:
+        """Ask the rank for the stacks of all its threads; `read_stacks` returns them."""
+        self._stack_chars_before = len(self._read(self.contact.stacks))
+        self.send_signal(signal.SIGUSR2)
 
-    def stacks(self) -> str:
-        """What it has written since it was asked for it."""
-        return self._read(self.contact.stacks)[self.told :]
+    def read_stacks(self) -> str:
+        """Return the stacks that the rank has written since the last request."""
+        return self._read(self.contact.stacks)[self._stack_chars_before :]
 
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank, unless it has ended."""
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.process, number)
+            signal.pidfd_send_signal(self.pidfd, number)
 
-    def state(self) -> str:
-        """The state of its process, as /proc/ID/status has it; empty if there is none."""
-        return status(self.contact.pid).get("State", "")
+    def process_state(self) -> str:
+        """Return the process state from /proc/PID/status; empty if the process has ended."""
+        return process_status(self.contact.pid).get("State", "")
 
-    def seen(self, told: dict[str, Any] | None) -> Seen:
-        """All that is known of it, with its answer, from before it was asked for its stacks."""
-        _, step, _, site = self.line.decode().split()
-        state, channel = self.state(), ""
+    def snapshot(self, answer: dict[str, Any] | None) -> RankState:
+        """Return the state of the rank, given its answer to `request_collectives`."""
+        _, step, _, site = self.heartbeat.decode().split()
+        process_state, channel = self.process_state(), ""
         with suppress(OSError):
             channel = Path(f"/proc/{self.contact.pid}/wchan").read_text().strip("0\n")
-        stack = main_stack(self.stacks())
-        calls = None if told is None else [Call(*call) for call in told["open"]]
-        one = Seen(self.contact.rank, int(step), site, self.age, state, channel, calls, stack)
-        return one if told is None else one._replace(done=told["done"], recent=told["recent"])
+        stack = parse_main_stack(self.read_stacks())
+        calls = None if answer is None else [OpenCollective(*call) for call in answer["open"]]
+        state = RankState(
+            self.contact.rank, int(step), site, self.age, process_state, channel, calls, stack
+        )
+        if answer is None:
+            return state
+        return state._replace(done=answer["done"], recent=answer["recent"])
 
     def _read(self, number: int) -> str:
         try:
-            return (self.files / str(number)).read_text("utf-8", "replace")
+            return (self.fd_dir / str(number)).read_text("utf-8", "replace")
         except OSError:
             return ""
 
 
-def main_stack(text: str) -> list[str]:
-    """The main thread's frames out of faulthandler's text, innermost first."""
-    # It comes last.  'File "x.py", line 3 in f'
+def parse_main_stack(text: str) -> list[str]:
+    """Return the main thread's frames in faulthandler's output, innermost first."""
+    # The main thread is the last one.  A frame is 'File "x.py", line 3 in f'.
     last = text.rpartition("hread 0x")[2].splitlines()[1:]
     return [line.strip() for line in last if FRAME.fullmatch(line.strip())]
 
 
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until it holds, at most for so long."""
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until the condition holds, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def gather_evidence(ranks: Sequence[Watched]) -> list[Seen]:
-    """Ask every rank what it is at; who cannot answer is not waited for."""
-    able = [rank for rank in ranks if rank.state()[:1] not in ("T", "t", "Z", "")]
-    for rank in able:
-        rank.ask()
-    until(lambda: all(rank.answer() is not None for rank in able), ANSWER)
-    # Only now: a signal ends some of the calls that keep the lock.
-    told = {rank: rank.answer() for rank in ranks}
-    for rank in able:
-        rank.ask_for_stacks()
-    until(lambda: all("hread 0x" in rank.stacks() for rank in able), ANSWER)
-    time.sleep(0.05)  # for those that are being written
-    return [rank.seen(told[rank]) for rank in ranks]
+def collect_evidence(ranks: Sequence[RankProbe]) -> list[RankState]:
+    """Return the state of every rank; do not wait for ranks that cannot answer."""
+    running = [rank for rank in ranks if rank.process_state()[:1] not in ("T", "t", "Z", "")]
+    for rank in running:
+        rank.request_collectives()
+    wait_until(lambda: all(rank.read_answer() is not None for rank in running), ANSWER_SECONDS)
+    # Request stacks afterwards: the signal interrupts some calls that hold the interpreter lock.
+    answers = {rank: rank.read_answer() for rank in ranks}
+    for rank in running:
+        rank.request_stacks()
+    wait_until(lambda: all("hread 0x" in rank.read_stacks() for rank in running), ANSWER_SECONDS)
+    time.sleep(0.05)  # for stacks that are still being written
+    return [rank.snapshot(answers[rank]) for rank in ranks]
 
 
-def write_evidence(folder: Path, seen: Sequence[Seen], world_size: int, ended: bool) -> None:
-    """Leave what is known of this host's ranks as ``logs/hang-HOST.json``, whole or not at all.
+def write_evidence(
+    run_dir: Path, states: Sequence[RankState], world_size: int, ended: bool
+) -> None:
+    """Write the states of this host's ranks atomically to ``logs/hang-HOST.json``.
 
     Args:
-        ended: whether the watchdog ends them now.
+        ended: the watchdog is about to kill the ranks.
     """
-    missing, sentence = verdict(seen, world_size)
-    told = {
+    missing, sentence = diagnose_hang(states, world_size)
+    evidence = {
         "time": time.time(),
         "host": socket.gethostname(),
         "world_size": world_size,
         "ended": ended,
         "verdict": sentence,
         "missing": missing,
-        "ranks": [one.to_dict() for one in seen],
+        "ranks": [state.to_dict() for state in states],
     }
-    write_json(host_path(folder, "hang", seen[0].rank), told)
+    write_json(host_path(run_dir, "hang", states[0].rank), evidence)
 
 
-def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_size: int) -> bool:
-    """Write the verdict into reports and logs; whether the missing rank is on this host."""
+def report_hang(
+    run_dir: Path, ranks: Sequence[RankProbe], states: Sequence[RankState], world_size: int
+) -> bool:
+    """Write error reports and logs; return True if a missing rank is on this host."""
     warn = partial(print, file=sys.stderr)
-    with tolerate(host_path(folder, "hang", seen[0].rank), warn):
-        write_evidence(folder, seen, world_size, ended=True)
-    missing, sentence = verdict(seen, world_size)
-    # The launcher takes the earliest report.
-    for rank, one in sorted(zip(ranks, seen, strict=True), key=lambda p: p[1].rank not in missing):
+    with tolerate(host_path(run_dir, "hang", states[0].rank), warn):
+        write_evidence(run_dir, states, world_size, ended=True)
+    missing, sentence = diagnose_hang(states, world_size)
+    # The launcher takes the earliest report, so write those of the missing ranks first.
+    pairs = zip(ranks, states, strict=True)
+    for rank, state in sorted(pairs, key=lambda pair: pair[1].rank not in missing):
         number = rank.contact.rank
-        path = log_path(folder, number)
+        path = log_path(run_dir, number)
+        process_state, position = state.state or "ended", describe_position(state)
         with tolerate(path, warn), path.open("a", encoding="utf-8") as log:
-            print(f"--- the watchdog: {sentence}", file=log)
-            print(f"process {rank.contact.pid}, {one.state or 'ended'}, in {where(one)}", file=log)
-            print(f"open collectives: {one.calls}; done: {one.done}", file=log)
-            print(rank.stacks() or "no Python stacks: it could not write them\n", file=log)
+            print(f"--- watchdog: {sentence}", file=log)
+            print(f"process {rank.contact.pid}, {process_state}, in {position}", file=log)
+            print(f"open collectives: {state.calls}; completed: {state.done}", file=log)
+            print(rank.read_stacks() or "no Python stacks: the rank wrote none\n", file=log)
         report = {
             "kind": "Hang",
             "foreseen": False,
             "transient": True,
             "where": "",
             "message": sentence,
-            "traceback": "\n".join(reversed(one.stack)),
+            "traceback": "\n".join(reversed(state.stack)),
         }
-        with tolerate(error_path(folder, number), warn):
-            write_report(folder, number, report, rank.contact.torchrun)
+        with tolerate(error_path(run_dir, number), warn):
+            write_error_report(run_dir, number, report, rank.contact.torchrun)
     return bool(missing)
 
 
 def main() -> None:
-    """Watch until a rank is late, or the parent ends."""
-    folder, world_size, here = json.loads(sys.argv[1])
-    contacts = [Contact(*values) for values in here]
+    """Watch the ranks until one is late, or until the parent ends."""
+    run_dir, world_size, local_contacts = json.loads(sys.argv[1])
+    contacts = [Contact(*values) for values in local_contacts]
     die_with_parent(contacts[0].pid)
-    ranks = [Watched(contact) for contact in contacts]
+    ranks = [RankProbe(contact) for contact in contacts]
     before = time.monotonic()
     while True:
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
         now = time.monotonic()
-        # When this process itself was held up, so may the others have been.
-        late = [rank.look(min(now - before, 4 * LOOK)) for rank in ranks]
+        # If this process was suspended, the ranks may have been suspended, too.
+        late = [rank.is_late(min(now - before, 4 * POLL_SECONDS)) for rank in ranks]
         before = now
         if any(late):
             break
-    seen = gather_evidence(ranks)
-    if not tell(Path(folder), ranks, seen, world_size) and len(ranks) < world_size:
-        time.sleep(OTHERS_FIRST)
-    for rank in reversed(ranks):  # the first one is the parent
-        rank.send(signal.SIGKILL)
+    states = collect_evidence(ranks)
+    if not report_hang(Path(run_dir), ranks, states, world_size) and len(ranks) < world_size:
+        time.sleep(PEER_REPORT_SECONDS)
+    for rank in reversed(ranks):  # the first rank is the parent
+        rank.send_signal(signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""From text to batches: source -> tokenizer -> store -> loader."""
+"""Data pipeline: source -> tokenizer -> token store -> loader."""

@@ -1,24 +1,24 @@
-"""Conversations: lines of JSON, written as text by a chat template, with what is learned marked.
+"""Conversations: lines of JSON, rendered by a chat template, with a loss mask.
 
-*One line, one example.*  Known are ``messages`` (the shape of OpenAI and Hugging Face), ``prompt``
-with ``response`` or ``completion``, and ``instruction`` with ``output`` (and ``input``).  A
-preference has ``prompt``, ``chosen`` and ``rejected``; or, without ``prompt``, two conversations
-that begin alike.
+*Lines.*  A line is one example.  Supported are ``messages`` (as in OpenAI and Hugging Face data),
+``prompt`` with ``response`` or ``completion``, and ``instruction`` with ``output`` (and ``input``).
+A preference has ``prompt``, ``chosen`` and ``rejected``, or only two conversations with a common
+beginning.
 
-*The template* is the model's own program in Jinja, from ``chat_template.jinja`` or
-``tokenizer_config.json``.  It comes with a model from elsewhere, so it runs in Jinja's sandbox, and
-it sees what `transformers` would show it: the same text comes out, and so the same token ids.
+*Template.*  The chat template is a Jinja program from ``chat_template.jinja`` or
+``tokenizer_config.json``.  It may come from an untrusted model, so it runs in Jinja's sandbox.  It
+gets the same variables as in `transformers`, so text and token ids are the same.
 
-*What is learned* are the assistant's turns.  Which characters those are, a template may say itself
-with ``{% generation %}`` ... ``{% endgeneration %}``.  Each such block returns its text between two
-marks, which are taken out again.  Most templates have no such blocks.  Then the conversation is
-written several times, up to each assistant's turn (with the header that asks for an answer) and up
-to its end.  What the second has more than the first is the turn; both must be exact beginnings of
-the whole, for otherwise a later message changes how an earlier one is written (some templates drop
-the reasoning of earlier turns), and a guess would train on the wrong tokens.  So cut, a turn ends
-with the last special token in it: what a template writes after that nobody has to generate.
+*Loss mask.*  The model trains on the assistant's turns.  A template may mark them with ``{%
+generation %}`` ... ``{% endgeneration %}``; these blocks render their text between two markers,
+which are then removed.  Most templates have no such blocks.  Then the conversation is also rendered
+up to each assistant turn (with the generation prompt) and up to its end; the difference is the
+turn.  Both renderings must be prefixes of the full text.  Otherwise a later message changes an
+earlier one (some templates drop the reasoning of earlier turns), and a guess would train on the
+wrong tokens.  A turn found in this way ends with its last special token: the model does not
+generate what the template writes after it.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tokenizers import Tokenizer, processors
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.token_store import TEMPLATE_FILE, TOKENS_FILE
+from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import load_tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Noncharacters of Unicode, which are in no text: where a generation block begins and ends.
+# Markers of generation blocks: noncharacters of Unicode, which no text contains.
 BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-HALF = re.compile("[\ud800-\udfff]")  # of a character beyond U+FFFF, as UTF-16 writes it
+SURROGATE = re.compile("[\ud800-\udfff]")
 
-# What a line, or a row of a table, may have.
+# Fields of a line or columns of a row.
 COLUMNS = (
     *("messages", "tools", "prompt", "response", "completion", "instruction", "input", "output"),
     *("system", "chosen", "rejected"),
@@ -55,135 +55,147 @@ COLUMNS = (
 Message = dict[str, Any]
 
 
-class Malformed(Exception):
-    """What is wrong with a line; its place is added by who knows it."""
+class InvalidConversation(Exception):
+    """Reason why a line is not a conversation; the caller adds its position."""
 
 
 class Example(NamedTuple):
-    """A conversation of which the assistant's turns from message ``first`` on are learned."""
+    """Conversation; the loss covers assistant turns from message ``loss_start`` on."""
 
     messages: list[Message]
     tools: list[Any] | None
-    first: int
+    loss_start: int
 
 
 # --------------------------------------------------------------------------- lines
 
 
-def parse(line: bytes, preferences: bool) -> list[Example]:
-    """The conversation of a line, or the two of a preference: chosen, then rejected.
+def parse_line(line: bytes, preferences: bool) -> list[Example]:
+    """Parse the conversation of a line, or the two of a preference (chosen first).
 
     Raises:
-        Malformed: saying what is wrong with it.
+        InvalidConversation: the line is malformed.
     """
     try:
-        found = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise Malformed(f"is not UTF-8 (byte {error.start})") from None
+        raise InvalidConversation(f"is not UTF-8 (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Malformed("is no JSON object")
-    if b"\\ud" in line.lower() and HALF.search(json.dumps(found, ensure_ascii=False)):
-        raise Malformed("has half of a character (a lone surrogate, \\ud800 to \\udfff)")
-    if not preferences and "chosen" in found and "messages" not in found:
-        raise Malformed("is a preference; use data.format preferences")
-    tools = found.get("tools")
+        raise InvalidConversation(f"is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise InvalidConversation("is not a JSON object")
+    if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(record, ensure_ascii=False)):
+        raise InvalidConversation("has a lone surrogate (\\ud800 to \\udfff)")
+    if not preferences and "chosen" in record and "messages" not in record:
+        raise InvalidConversation("is a preference; use data.format preferences")
+    tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise Malformed("tools is no list")
-    examples = _preference(found) if preferences else [(_messages(found), 0)]
-    return [Example(_checked(messages, first), tools, first) for messages, first in examples]
+        raise InvalidConversation("tools is not a list")
+    examples = _parse_preference(record) if preferences else [(_parse_messages(record), 0)]
+    return [
+        Example(_validate_messages(messages, loss_start), tools, loss_start)
+        for messages, loss_start in examples
+    ]
 
 
-def _messages(found: dict[str, Any]) -> Any:
-    if "messages" in found:
-        return found["messages"]
-    for asked, answers in (("prompt", ("response", "completion")), ("instruction", ("output",))):
-        answer = next((name for name in answers if name in found), None)
-        if asked in found and answer is not None:
-            more = f"\n\n{_text(found, 'input')}" if found.get("input") else ""
-            user = {"role": "user", "content": _text(found, asked) + more}
-            messages = [user, {"role": "assistant", "content": _text(found, answer)}]
-            if found.get("system"):
-                messages.insert(0, {"role": "system", "content": _text(found, "system")})
+def _parse_messages(record: dict[str, Any]) -> Any:
+    if "messages" in record:
+        return record["messages"]
+    for question, answer_names in (
+        ("prompt", ("response", "completion")),
+        ("instruction", ("output",)),
+    ):
+        answer = next((name for name in answer_names if name in record), None)
+        if question in record and answer is not None:
+            context = f"\n\n{_get_text(record, 'input')}" if record.get("input") else ""
+            user = {"role": "user", "content": _get_text(record, question) + context}
+            messages = [user, {"role": "assistant", "content": _get_text(record, answer)}]
+            if record.get("system"):
+                messages.insert(0, {"role": "system", "content": _get_text(record, "system")})
             return messages
-    raise Malformed("has no messages, and neither prompt and response nor instruction and output")
+    raise InvalidConversation(
+        "has no messages, and neither prompt and response nor instruction and output"
+    )
 
 
-def _preference(found: dict[str, Any]) -> list[tuple[Any, int]]:
+def _parse_preference(record: dict[str, Any]) -> list[tuple[Any, int]]:
     for name in ("chosen", "rejected"):
-        if name not in found:
-            raise Malformed(f"has no {name}")
+        if name not in record:
+            raise InvalidConversation(f"has no {name}")
     answers = [
         [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        for answer in (found["chosen"], found["rejected"])
+        for answer in (record["chosen"], record["rejected"])
     ]
     if not all(isinstance(answer, list) for answer in answers):
-        raise Malformed("chosen or rejected is neither a text nor a list of messages")
+        raise InvalidConversation("chosen or rejected is neither a string nor a list of messages")
     chosen, rejected = answers
     if chosen == rejected:
-        raise Malformed("chosen and rejected are the same")
-    prompt = found.get("prompt")
-    if isinstance(prompt, str) and all(_asks(found[name]) for name in ("chosen", "rejected")):
-        prompt = None  # it stands in both conversations, too
+        raise InvalidConversation("chosen and rejected are equal")
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and all(
+        _has_user_turn(record[name]) for name in ("chosen", "rejected")
+    ):
+        prompt = None  # both conversations contain it
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if prompt is None:  # it is what both begin with
-        first = next(
+    if prompt is None:  # the common beginning
+        loss_start = next(
             (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
             min(len(chosen), len(rejected)),
         )
-        return [(chosen, first), (rejected, first)]
+        return [(chosen, loss_start), (rejected, loss_start)]
     if not isinstance(prompt, list):
-        raise Malformed("prompt is neither a text nor a list of messages")
+        raise InvalidConversation("prompt is neither a string nor a list of messages")
     return [(prompt + answer, len(prompt)) for answer in answers]
 
 
-def _asks(answer: Any) -> bool:
-    """Whether an answer is a whole conversation, with the user's question."""
+def _has_user_turn(answer: Any) -> bool:
+    """Return True if an answer is a full conversation, with a user turn."""
     if not isinstance(answer, list):
         return False
     return any(isinstance(turn, dict) and turn.get("role") == "user" for turn in answer[:2])
 
 
-def _text(found: dict[str, Any], name: str) -> str:
-    if not isinstance(found[name], str):
-        raise Malformed(f"{name} is no text")
-    return str(found[name])
+def _get_text(record: dict[str, Any], name: str) -> str:
+    if not isinstance(record[name], str):
+        raise InvalidConversation(f"{name} is not a string")
+    return str(record[name])
 
 
-def _checked(messages: Any, first: int) -> list[Message]:
-    """Messages without their nulls, as transformers hands them on."""
+def _validate_messages(messages: Any, loss_start: int) -> list[Message]:
+    """Return valid messages without null fields, as in transformers."""
     if not isinstance(messages, list):
-        raise Malformed("messages is no list")
+        raise InvalidConversation("messages is not a list")
     if not messages:
-        raise Malformed("is an empty conversation")
-    checked = []
+        raise InvalidConversation("is an empty conversation")
+    validated = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise Malformed(f"message {number} is no JSON object")
+            raise InvalidConversation(f"message {number} is not a JSON object")
         message = {key: value for key, value in message.items() if value is not None}
         role, content = message.get("role"), message.get("content")
         if role is None:
-            raise Malformed(f"message {number} has no role")
+            raise InvalidConversation(f"message {number} has no role")
         if role not in ROLES:
-            raise Malformed(f"message {number} has the role {role!r}, which is none of {ROLES}")
+            raise InvalidConversation(
+                f"message {number} has the role {role!r}, which is not one of {ROLES}"
+            )
         if content is None and not message.get("tool_calls"):
-            raise Malformed(f"message {number} has no content")
+            raise InvalidConversation(f"message {number} has no content")
         if not isinstance(content, str | list | None):
-            raise Malformed(f"the content of message {number} is no text")
-        checked.append(_with_reasoning(message))
-    if not any(message["role"] == "assistant" for message in checked[first:]):
-        raise Malformed("has no assistant's turn, so there is nothing to learn")
-    return checked
+            raise InvalidConversation(f"the content of message {number} is not text")
+        validated.append(_normalize_reasoning(message))
+    if not any(message["role"] == "assistant" for message in validated[loss_start:]):
+        raise InvalidConversation("has no assistant turn to train on")
+    return validated
 
 
-def _with_reasoning(message: Message) -> Message:
-    """A message's reasoning under the names that templates read, as transformers gives it."""
+def _normalize_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under both names that templates read."""
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in message:
-            found = message[name]
-            return {"thinking": found, **message, "reasoning_content": found}
+            reasoning = message[name]
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 
@@ -191,121 +203,127 @@ def _with_reasoning(message: Message) -> Message:
 
 
 @dataclass(frozen=True)
-class Template:
-    """A chat template.
+class ChatTemplate:
+    """Chat template.
 
     Args:
-        sources: text of the template, under ``default``; there may be another, ``tool_use``.
-        special: what templates call bos_token, eos_token and so on.
-        place: where it came from, for messages.
+        sources: template text by name: ``default``, and optionally ``tool_use``.
+        special_tokens: bos_token, eos_token and so on.
+        path: origin, for messages.
     """
 
     sources: Mapping[str, str]
-    special: Mapping[str, str]
-    place: str
+    special_tokens: Mapping[str, str]
+    path: str
     _compiled: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._compiled.update({name: _compile(text) for name, text in self.sources.items()})
+        self._compiled.update(
+            {name: _compile_template(text) for name, text in self.sources.items()}
+        )
 
-    def render(self, example: Example, messages: int, ask: bool) -> str:
-        """The first ``messages`` of a conversation as text, with marks around what is generated.
+    def render(self, example: Example, num_messages: int, add_generation_prompt: bool) -> str:
+        """Render the first messages, with markers around generation blocks.
 
         Args:
-            ask: add the header that asks for an answer (``add_generation_prompt``).
+            add_generation_prompt: append the header of an assistant turn.
 
         Raises:
-            Malformed: the template refuses it, with its own message.
+            InvalidConversation: the template raises an error.
         """
         try:
-            text: str = self._compiled[self._name(example)].render(
-                messages=example.messages[:messages],
+            text: str = self._compiled[self._template_name(example)].render(
+                messages=example.messages[:num_messages],
                 tools=example.tools,
                 documents=None,
-                add_generation_prompt=ask,
-                **self.special,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
             )
-        except Exception as error:  # whatever a program from elsewhere raises
-            raise Malformed(f"the chat template refuses it: {error}") from None
+        except Exception as error:  # any type, of the template
+            raise InvalidConversation(f"the chat template rejects it: {error}") from None
         return text
 
-    def write(self, example: Example, special: re.Pattern[str]) -> tuple[str, list[range]]:
-        """The conversation as text, and its characters that are learned.
+    def render_with_spans(
+        self, example: Example, ending: re.Pattern[str]
+    ) -> tuple[str, list[range]]:
+        """Render a conversation; return the text and the character ranges to train on.
 
         Args:
-            special: matches text that ends with a special token, and blanks behind it.
+            ending: matches text up to a final special token, and blanks after it.
 
         Raises:
-            Malformed: the template refuses it, or its turns cannot be told apart.
+            InvalidConversation: the template raises an error, or turns cannot be separated.
         """
-        if any(mark in json.dumps(example, ensure_ascii=False) for mark in (BEGIN, END)):
-            raise Malformed(f"has the noncharacter {BEGIN!a} or {END!a}")
-        turns = [i for i, each in enumerate(example.messages) if each["role"] == "assistant"]
-        learned = [turn for turn in turns if turn >= example.first]
-        text = self.render(example, len(example.messages), ask=False)
-        if GENERATION.search(self.sources[self._name(example)]):
-            text, spans = without_marks(text)
-            if example.first and len(spans) != len(turns):
-                rule = f"generation blocks of the chat template, for {len(turns)} turns"
-                raise Malformed(f"{len(spans)} {rule}: which are the answer's cannot be told")
-            return text, spans[len(turns) - len(learned) :] if example.first else spans
+        if any(marker in json.dumps(example, ensure_ascii=False) for marker in (BEGIN, END)):
+            raise InvalidConversation(f"has the noncharacter {BEGIN!a} or {END!a}")
+        turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+        trained_turns = [turn for turn in turns if turn >= example.loss_start]
+        text = self.render(example, len(example.messages), add_generation_prompt=False)
+        if GENERATION.search(self.sources[self._template_name(example)]):
+            text, spans = strip_marks(text)
+            if example.loss_start and len(spans) != len(turns):
+                rule = f"generation blocks in the chat template for {len(turns)} assistant turns"
+                raise InvalidConversation(f"{len(spans)} {rule}: those of the answer are ambiguous")
+            return text, spans[len(turns) - len(trained_turns) :] if example.loss_start else spans
         spans = []
-        for turn in learned:
-            before, until = self._cut(example, turn, text)
-            if ending := special.match(text, before, until):
-                until = ending.end(1)
-            spans.append(range(before, until))
+        for turn in trained_turns:
+            begin, end = self._locate_turn(example, turn, text)
+            if match := ending.match(text, begin, end):
+                end = match.end(1)
+            spans.append(range(begin, end))
         return text, spans
 
-    def _cut(self, example: Example, turn: int, text: str) -> tuple[int, int]:
-        """Where a turn begins and ends."""
+    def _locate_turn(self, example: Example, turn: int, text: str) -> tuple[int, int]:
+        """Return begin and end of a turn in the text."""
         try:
-            before = self.render(example, turn, ask=True)
-            until = self.render(example, turn + 1, ask=False)
-        except Malformed as error:
-            raise Malformed(f"{CANNOT_BE_CUT} ({error}, up to message {turn + 1})") from None
-        if not (text.startswith(until) and until.startswith(before)):
-            raise Malformed(f"{CANNOT_BE_CUT} (message {turn + 1})")
-        return len(before), len(until)
+            prefix = self.render(example, turn, add_generation_prompt=True)
+            prefix_and_turn = self.render(example, turn + 1, add_generation_prompt=False)
+        except InvalidConversation as error:
+            raise InvalidConversation(
+                f"{INSEPARABLE_TURNS} ({error}, up to message {turn + 1})"
+            ) from None
+        if not (text.startswith(prefix_and_turn) and prefix_and_turn.startswith(prefix)):
+            raise InvalidConversation(f"{INSEPARABLE_TURNS} (message {turn + 1})")
+        return len(prefix), len(prefix_and_turn)
 
-    def _name(self, example: Example) -> str:
+    def _template_name(self, example: Example) -> str:
         return "tool_use" if example.tools is not None and "tool_use" in self.sources else "default"
 
 
-CANNOT_BE_CUT = (
-    "the chat template has no generation blocks, and writes the beginning of this conversation "
-    "otherwise than the whole, so that turns cannot be told apart"
+INSEPARABLE_TURNS = (
+    "the chat template has no generation blocks, and renders the beginning of this conversation "
+    "differently from the full one, so that turns cannot be separated"
 )
-CUT_REMEDY = (
-    "give a data.chat_template with {% generation %} and {% endgeneration %} around what the "
-    "assistant says, or cut such conversations at their first answer"
+TURNS_REMEDY = (
+    "give a data.chat_template with {% generation %} and {% endgeneration %} around the "
+    "assistant's text, or truncate such conversations after their first answer"
 )
 
 
-def without_marks(text: str) -> tuple[str, list[range]]:
-    """Text without its marks, and what was between them; marks inside of marks count for one."""
-    plain: list[str] = []
+def strip_marks(text: str) -> tuple[str, list[range]]:
+    """Return text without markers, and the ranges between them (the outermost)."""
+    stripped: list[str] = []
     spans: list[range] = []
-    size = depth = begin = 0
-    for piece in re.split(f"([{BEGIN}{END}])", text):
-        if piece == BEGIN:
-            begin = begin if depth else size
+    length = depth = begin = 0
+    for part in re.split(f"([{BEGIN}{END}])", text):
+        if part == BEGIN:
+            begin = begin if depth else length
             depth += 1
-        elif piece == END:
+        elif part == END:
             depth -= 1
             if not depth:
-                spans.append(range(begin, size))
+                spans.append(range(begin, length))
         else:
-            plain.append(piece)
-            size += len(piece)
-    return "".join(plain), spans
+            stripped.append(part)
+            length += len(part)
+    return "".join(stripped), spans
 
 
-def _compile(source: str) -> Any:
-    """In the sandbox, and with what templates of Hugging Face may rely on.
+def _compile_template(source: str) -> Any:
+    """Compile a template in the sandbox, with the features that Hugging Face provides.
 
     Raises:
-        jinja2.TemplateError: it is no template.
+        jinja2.TemplateError: the template is malformed.
     """
     import jinja2.ext
     from jinja2 import nodes
@@ -329,7 +347,9 @@ def _compile(source: str) -> Any:
         return datetime.now().strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own is for HTML
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, **options
+        )  # Jinja's filter escapes for HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -339,156 +359,172 @@ def _compile(source: str) -> Any:
     return environment.from_string(source)
 
 
-def load_template(section: DataSection) -> Template:
-    """The template of the tokenizer at ``data.tokenizer``, or the one at ``data.chat_template``.
+def load_chat_template(section: DataSection) -> ChatTemplate:
+    """Load the template at ``data.chat_template``, or the one of the tokenizer.
 
-    Looked for beside ``tokenizer.json``, and in the folder ``huggingface`` there, where a run that
-    was imported keeps it.
+    auto: weft searches the directory of ``tokenizer.json``, and the directory ``huggingface`` in
+    it, where an imported run stores its template.
 
     Raises:
-        InvalidConfig: there is none, or it is no template.
+        InvalidConfig: the template is missing or malformed.
     """
     try:
         import jinja2
     except ModuleNotFoundError:
-        rule, remedy = "needs jinja2", "pip install 'weft[chat]'"
+        rule, remedy = "needs jinja2, which is not installed", "run pip install 'weft[chat]'"
         raise InvalidConfig([ConfigError("data.format", section.format, rule, remedy)]) from None
 
-    beside = Path(section.tokenizer).expanduser().parent
-    folders = [beside, beside / "huggingface"]
-    given = Path(section.chat_template).expanduser()
-    key, shown = "data.chat_template", section.chat_template
+    directory = Path(section.tokenizer).expanduser().parent
+    directories = [directory, directory / "huggingface"]
+    template_file = Path(section.chat_template).expanduser()
+    key, value = "data.chat_template", section.chat_template
     try:
-        config = next(filter(None, (_json(f / TOKENS_FILE) for f in folders)), {})
-        special = _special_tokens(config, folders)
-        files = [given] if shown != "auto" else [f / TEMPLATE_FILE for f in folders]
+        config = next(
+            filter(None, (_read_json(parent / TOKENIZER_CONFIG_FILE) for parent in directories)), {}
+        )
+        special = _special_tokens(config, directories)
+        files = (
+            [template_file]
+            if value != "auto"
+            else [parent / TEMPLATE_FILE for parent in directories]
+        )
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
-            return Template({"default": file.read_text("utf-8")}, special, str(file))
-        if shown != "auto":
+            return ChatTemplate({"default": file.read_text("utf-8")}, special, str(file))
+        if value != "auto":
             raise InvalidConfig(
-                [ConfigError(key, shown, "does not exist", "give a template's file")]
+                [ConfigError(key, value, "does not exist", "give the file of a template")]
             )
-        found = config.get("chat_template")
-        if isinstance(found, list):  # several, by name
-            found = {each["name"]: each["template"] for each in found}
-        sources = ({"default": found} if isinstance(found, str) else found) if found else {}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # named templates
+            template = {item["name"]: item["template"] for item in template}
+        sources = (
+            ({"default": template} if isinstance(template, str) else template) if template else {}
+        )
         if "default" not in sources:
-            rule = f"there is neither chat_template.jinja nor a template in {beside}"
-            remedy = "give --data.chat_template FILE, or the tokenizer of a model for conversations"
-            raise InvalidConfig([ConfigError(key, shown, rule, remedy)])
-        return Template(sources, special, str(beside / TOKENS_FILE))
+            rule = f"finds neither chat_template.jinja nor a template in {directory}"
+            remedy = "set data.chat_template to a file, or give the tokenizer of a chat model"
+            raise InvalidConfig([ConfigError(key, value, rule, remedy)])
+        return ChatTemplate(sources, special, str(directory / TOKENIZER_CONFIG_FILE))
     except jinja2.TemplateError as error:
-        rule = f"is no chat template: line {getattr(error, 'lineno', '?')}: {error}"
+        rule = f"is not a chat template: line {getattr(error, 'lineno', '?')}: {error}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {error}"
-    raise InvalidConfig([ConfigError(key, shown, rule, "give a file that transformers would read")])
+    raise InvalidConfig([ConfigError(key, value, rule, "give a file that transformers can read")])
 
 
-def _json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return found
+def _read_json(file: Path) -> dict[str, Any]:
+    tree = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return tree
 
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-def _special_tokens(config: dict[str, Any], folders: Sequence[Path]) -> dict[str, str]:
-    """``bos_token`` and its like, of which older files have some elsewhere."""
-    older = next(filter(None, (_json(f / "special_tokens_map.json") for f in folders)), {})
-    found = {}
-    for name in (f"{each}_token" for each in NAMED_TOKENS):
-        token = config.get(name) or older.get(name)
+def _special_tokens(config: dict[str, Any], directories: Sequence[Path]) -> dict[str, str]:
+    """Return ``bos_token`` and so on, some of which older models store elsewhere."""
+    token_map = next(
+        filter(
+            None, (_read_json(directory / "special_tokens_map.json") for directory in directories)
+        ),
+        {},
+    )
+    tokens = {}
+    for name in (f"{kind}_token" for kind in NAMED_TOKENS):
+        token = config.get(name) or token_map.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 # --------------------------------------------------------------------------- tokens
 
 
-class Encoded(NamedTuple):
-    """Token ids of a conversation, and for each whether it is learned: int64 and bool (n,)."""
+class EncodedConversation(NamedTuple):
+    """Token ids and loss mask of a conversation: int64 and bool (n,)."""
 
     tokens: NDArray[np.int64]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
 
-class Writer:
-    """From conversations to tokens.
+class ChatEncoder:
+    """Encoder of conversations.
 
     Args:
-        tokenizer: path of its ``tokenizer.json``.
+        tokenizer: path of a ``tokenizer.json``.
     """
 
-    def __init__(self, tokenizer: str, template: Template) -> None:
+    def __init__(self, tokenizer: str, template: ChatTemplate) -> None:
         self.template = template
         self.tokenizer, self.hash = load_tokenizer(tokenizer)
-        # Unlike in texts, what looks like a special token in a conversation is one: it is the
-        # template that writes them.
+        # Unlike in text, special tokens in a conversation are special: the template writes them.
         self.tokenizer.encode_special_tokens = False
-        # One that adds nothing: the byte-level one would take blanks out of the tokens' places.
+        # Adds nothing; the byte-level post-processor would trim blanks from the offsets.
         self.tokenizer.post_processor = processors.TemplateProcessing("$A", "$A $B", [])
-        self._ending = endings(self.tokenizer)
+        self._ending = compile_ending_pattern(self.tokenizer)
 
-    def write(self, example: Example) -> tuple[str, list[range]]:
-        """See `Template.write`."""
-        return self.template.write(example, self._ending)
+    def render_with_spans(self, example: Example) -> tuple[str, list[range]]:
+        """Render a conversation: see `ChatTemplate.render_with_spans`."""
+        return self.template.render_with_spans(example, self._ending)
 
-    def ask(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant is to answer.
+    def encode_prompt(self, messages: list[Message]) -> list[int]:
+        """Return the token ids of a conversation, up to the generation prompt.
 
         Raises:
-            Malformed: the template refuses it.
+            InvalidConversation: the template raises an error.
         """
-        text, _ = without_marks(
-            self.template.render(Example(messages, None, 0), len(messages), True)
-        )
+        text, _ = strip_marks(self.template.render(Example(messages, None, 0), len(messages), True))
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def ends(self) -> set[int]:
-        """The special token with which the template ends an answer, if it is known to."""
-        turns = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+    def find_end_tokens(self) -> set[int]:
+        """Return the special token that ends an answer in the template, if any."""
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant")]
         try:
-            [found] = self.encode([self.write(Example(turns, None, 0))])
-        except Malformed:  # it wants more than that
+            [encoded] = self.encode([self.render_with_spans(Example(messages, None, 0))])
+        except InvalidConversation:  # it requires other messages
             return set()
         added = self.tokenizer.get_added_tokens_decoder()
-        last = found.tokens[found.learned][-1:].tolist()
-        return {token for token in last if token in added and added[token].special}
+        last_token = encoded.tokens[encoded.loss_mask][-1:].tolist()
+        return {token for token in last_token if token in added and added[token].special}
 
-    def encode(self, written: Sequence[tuple[str, list[range]]]) -> list[Encoded]:
-        """Tokens of several written conversations, on all cores."""
-        texts = [text for text, _ in written]
+    def encode(self, rendered: Sequence[tuple[str, list[range]]]) -> list[EncodedConversation]:
+        """Encode rendered conversations, on all cores."""
+        texts = [text for text, _ in rendered]
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
-            Encoded(np.array(each.ids, np.int64), learned(np.array(each.offsets), spans))
-            for each, (_, spans) in zip(encodings, written, strict=True)
+            EncodedConversation(
+                np.array(encoding.ids, np.int64),
+                compute_loss_mask(np.array(encoding.offsets), spans),
+            )
+            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
         ]
 
 
-def endings(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches text of which a special token is the last but blanks; group 1 ends with the token."""
+def compile_ending_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return a pattern for text that ends with a special token, then blanks.
+
+    Group 1 ends with the token.
+    """
     added = tokenizer.get_added_tokens_decoder().values()
     special = [re.escape(token.content) for token in added if token.special] or ["(?!)"]
     return re.compile(rf"(.*(?:{'|'.join(special)}))\s*\Z", re.DOTALL)
 
 
-def learned(offsets_N2: NDArray[np.int64], spans: Sequence[range]) -> NDArray[np.bool_]:
-    """Which tokens have a character of one of the ``spans``: bool (n,).
+def compute_loss_mask(offsets_N2: NDArray[np.int64], spans: Sequence[range]) -> NDArray[np.bool_]:
+    """Return which tokens contain a character of one of the ``spans``: bool (n,).
 
     Args:
         offsets_N2: first character of each token, and the one after its last.
     """
-    found = np.zeros(len(offsets_N2), bool)
+    mask = np.zeros(len(offsets_N2), bool)
     if not len(offsets_N2):
-        return found
+        return mask
     begins_N, ends_N = offsets_N2.T
     for span in filter(len, spans):
         [inside] = np.nonzero((begins_N < span.stop) & (ends_N > span.start))
         if len(inside):
-            found[inside[0] : inside[-1] + 1] = True
-    return found
+            mask[inside[0] : inside[-1] + 1] = True
+    return mask

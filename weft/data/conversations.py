@@ -1,11 +1,10 @@
-"""Preparing a store of conversations: tokenised once, with what of them is learned.
+"""Prepare a store of conversations: tokenized once, with a loss mask.
 
-The lines (or rows) are read twice.  The first time every one is looked at, so that all that is
-wrong with the files is known within seconds, and the held-out conversations are chosen: those with
-the lowest hashes, so that one more line hardly changes the choice, and copies stay on the same
-side.  The second time they are written by the template, tokenised and appended to the files of
-their split.  ``store.json`` comes last; what a killed attempt leaves is no store, and is removed by
-the next.
+weft reads the lines (or rows) twice.  The first reading validates every line, so that all errors
+are known within seconds, and selects the validation set: the lines with the lowest hashes.  So one
+more line hardly changes the selection, and copies are in the same split.  The second reading
+renders, tokenizes and appends each line to the files of its split.  ``store.json`` is written last;
+the next attempt removes the files of a killed one.
 """
 
 from __future__ import annotations
@@ -27,39 +26,39 @@ from weft.config.errors import SHOWN, ConfigError, InvalidConfig, truncate_list
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.chat import (
-    CANNOT_BE_CUT,
     COLUMNS,
-    CUT_REMEDY,
-    Encoded,
+    INSEPARABLE_TURNS,
+    TURNS_REMEDY,
+    ChatEncoder,
+    ChatTemplate,
+    EncodedConversation,
     Example,
-    Malformed,
-    Template,
-    Writer,
-    load_template,
-    parse,
+    InvalidConversation,
+    load_chat_template,
+    parse_line,
 )
-from weft.data.dataset import Dataset, single, write_mixture
-from weft.data.document_tokens import RECORD, record_of
+from weft.data.dataset import Dataset, dataset_from_store, write_mixture
+from weft.data.document_tokens import RECORD_FILE, format_record
 from weft.data.prepared_cache import (
     Progress,
     Report,
-    cache_problems,
-    counting,
-    noting,
-    open_given,
-    prepared_once,
-    refuse,
+    build_once,
+    collect_errors,
+    convert_cache_errors,
+    open_given_store,
+    progress_counter,
+    raise_errors,
 )
-from weft.data.records import Fault, Unit, lines, record_units
-from weft.data.source import SourceRef, look
-from weft.data.source_files import changed
+from weft.data.records import FileFragment, InvalidRecord, list_fragments, read_lines
+from weft.data.source import SourceRef, detect_source
+from weft.data.source_files import changed_error
 from weft.data.token_shards import entropy_nats
 from weft.data.token_store import (
     FORMAT,
     SPLITS,
     TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    TOKENS_FILE,
     Manifest,
     Shard,
     Split,
@@ -68,207 +67,220 @@ from weft.data.token_store import (
     is_store,
     token_dtype,
 )
-from weft.data.tokenizer import separator_id, vocab_entries
+from weft.data.tokenizer import find_separator, required_vocab_size
 
-BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
-WHOLE = 1 << 62  # bytes of a unit: files are not cut
-LAYOUT = 2  # of the files of a store, in the name of its folder
+BATCH_LINES = 1024  # rendered, then tokenized together on all cores
+UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
+LAYOUT_VERSION = 2  # of the files of a store; part of its cache key
 
 
 def prepare_conversations(
     section: DataSection, cache: Path, progress: Report | None = None
 ) -> Dataset:
-    """What ``section`` wants a run to train on, prepared now unless it was before.
+    """Return the dataset that ``section`` selects; prepare it if it does not exist.
 
-    Of a mixture, sources may also be prepared stores of the same tokenizer, of text, too.
+    Sources of a mixture may also be prepared stores of the same tokenizer, including text.
 
     Raises:
-        InvalidConfig: every problem of the tokenizer and the template at once; then every line that is
-            no conversation; then every one that the template cannot write.
+        InvalidConfig: all errors of tokenizer and template; then of all lines; then of all
+            lines that the template cannot render.
     """
     report = progress or (lambda _: None)
-    writer = _writer(section)
+    encoder = _load_chat_encoder(section)
     if not section.mixture:
-        return single(_store(section, writer, cache, report))
+        return dataset_from_store(_prepare_store(section, encoder, cache, report))
     problems: list[ConfigError] = []
     stores = []
     for path in section.mixture:
-        with noting(problems, mixture=True):
-            one = section.model_copy(update={"path": path})
-            stores.append(_store(one, writer, cache, report))
-    refuse(problems)
-    with cache_problems(cache):
+        with collect_errors(problems, mixture=True):
+            source_section = section.model_copy(update={"path": path})
+            stores.append(_prepare_store(source_section, encoder, cache, report))
+    raise_errors(problems)
+    with convert_cache_errors(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
 
 def check_chat(section: DataSection) -> list[ConfigError]:
-    """What is wrong with tokenizer, template and files, found without reading conversations."""
+    """Return the errors of tokenizer, template and files, without reading lines."""
     if section.format == "text":
         return []
     problems: list[ConfigError] = []
-    with noting(problems):
-        _writer(section)
+    with collect_errors(problems):
+        _load_chat_encoder(section)
     for path in section.mixture or [section.path]:
-        with noting(problems, mixture=bool(section.mixture)):
+        with collect_errors(problems, mixture=bool(section.mixture)):
             if not is_store(path):
-                _look(path)
+                _detect_conversations(path)
     return problems
 
 
-def _writer(section: DataSection) -> Writer:
+def _load_chat_encoder(section: DataSection) -> ChatEncoder:
     key, path = "data.tokenizer", section.tokenizer
     if path == "train":
-        rule = "is for text; conversations need one that has the tokens of a chat template"
-        remedy = "give the tokenizer.json of the model, with its chat template beside it"
+        rule = "is only for text; conversations need the tokens of a chat template"
+        remedy = "give the tokenizer.json of a model, with its chat template in the same directory"
         raise InvalidConfig([ConfigError(key, path, rule, remedy)])
-    template: Template | None = None
+    template: ChatTemplate | None = None
     problems: list[ConfigError] = []
-    with noting(problems):
-        template = load_template(section)
-    with noting(problems):
-        writer = Writer(path, template or Template({}, {}, ""))
-        separator_id(writer.tokenizer, path)
-    refuse(problems)
-    return writer
+    with collect_errors(problems):
+        template = load_chat_template(section)
+    with collect_errors(problems):
+        encoder = ChatEncoder(path, template or ChatTemplate({}, {}, ""))
+        find_separator(encoder.tokenizer, path)
+    raise_errors(problems)
+    return encoder
 
 
-def _look(path: str) -> SourceRef:
-    """What there is at a path, which must be of lines or rows."""
-    found = look(path)
-    if found.kind in ("text", "tokens"):
-        rule = "holds no conversations, or other files beside them"
-        remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of such, or hf://"
+def _detect_conversations(path: str) -> SourceRef:
+    """Return the source at a path, which must have lines or rows."""
+    source = detect_source(path)
+    if source.kind in ("text", "tokens"):
+        rule = "holds no conversations, or also other files"
+        remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of these, or hf://"
         raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
-    return found
+    return source
 
 
-def _store(section: DataSection, writer: Writer, cache: Path, report: Report) -> Store:
+def _prepare_store(
+    section: DataSection, encoder: ChatEncoder, cache: Path, report: Report
+) -> Store:
     path = section.path
     if is_store(path):
-        store = open_given(section, writer.hash, cache, report)
+        store = open_given_store(section, encoder.hash, cache, report)
         if (section.format == "preferences") != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
-            raise InvalidConfig([ConfigError("data.path", path, rule, "use another data.format")])
+            raise InvalidConfig(
+                [ConfigError("data.path", path, rule, f"set data.format={store.manifest.kind}")]
+            )
         return store
-    units = record_units(path, _look(path), WHOLE, None)
-    survey = _survey(units, section, report)
-    template = [dict(writer.template.sources), dict(writer.template.special)]
-    separator = separator_id(writer.tokenizer, section.tokenizer)
+    fragments = list_fragments(path, _detect_conversations(path), UNSPLIT_BYTES, None)
+    survey = _survey(fragments, section, report)
+    template = [dict(encoder.template.sources), dict(encoder.template.special_tokens)]
+    separator = find_separator(encoder.tokenizer, section.tokenizer)
     settings = [
         FORMAT,
-        LAYOUT,
+        LAYOUT_VERSION,
         section.format,
         section.validation_fraction,
-        writer.hash,
+        encoder.hash,
         template,
         separator,
     ]
 
-    def build(folder: Path) -> Manifest:
-        return _build(folder, units, survey, section, writer, report)
+    def build(directory: Path) -> Manifest:
+        return _build_store(directory, fragments, survey, section, encoder, report)
 
-    return prepared_once(cache, [settings, survey.content], report, build)
+    return build_once(cache, [settings, survey.cache_key], report, build)
 
 
 class _Survey(NamedTuple):
-    """What the first reading found: names and contents; the hash of each line."""
+    """Result of the first reading: the source's cache key, and the hash of each line."""
 
-    content: list[object]
+    cache_key: list[object]
     hashes: NDArray[np.uint64]
-    held: np.uint64  # from this hash downwards a line is held out
+    validation_threshold: np.uint64  # lines with hashes up to it are validation
 
 
-def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
-    total_bytes = sum(unit.size_bytes for unit in units)
-    advance = counting(report, "reading the conversations", total_bytes)
+def _survey(fragments: list[FileFragment], section: DataSection, report: Report) -> _Survey:
+    total_bytes = sum(fragment.size_bytes for fragment in fragments)
+    advance = progress_counter(report, "reading the conversations", total_bytes)
     preferences = section.format == "preferences"
-    wrong = _Wrong(section.path, "no preference" if preferences else "no conversation")
+    invalid_lines = _InvalidLines(
+        section.path, "not a preference" if preferences else "not a conversation"
+    )
     hashes = array("Q")
-    for unit in units:
-        for number, line in lines(unit, COLUMNS):
-            if isinstance(line, Fault):
-                wrong.add(unit, number, line.what)
+    for fragment in fragments:
+        for number, line in read_lines(fragment, COLUMNS):
+            if isinstance(line, InvalidRecord):
+                invalid_lines.add(fragment, number, line.reason)
                 continue
             hashes.append(xxh3_64_intdigest(line.strip()))
             try:
-                parse(line, preferences)
-            except Malformed as error:
-                wrong.add(unit, number, str(error))
-        advance(unit.size_bytes)
-    wrong.raise_any("mend or remove these lines")
-    every = np.array(hashes, np.uint64)
-    distinct = np.unique(every)
+                parse_line(line, preferences)
+            except InvalidConversation as error:
+                invalid_lines.add(fragment, number, str(error))
+        advance(fragment.size_bytes)
+    invalid_lines.raise_any("repair or remove these lines")
+    line_hashes = np.array(hashes, np.uint64)
+    distinct = np.unique(line_hashes)
     if len(distinct) < 2:
-        rule = "has fewer than two conversations: one to train on, and one to hold out"
-        raise InvalidConfig([ConfigError("data.path", section.path, rule, "give more")])
-    held = distinct[
+        rule = "has fewer than two conversations: one for training, one for validation"
+        raise InvalidConfig(
+            [ConfigError("data.path", section.path, rule, "give more conversations")]
+        )
+    threshold = distinct[
         min(len(distinct) - 1, math.ceil(section.validation_fraction * len(distinct))) - 1
     ]
-    content: list[object] = [[_name(unit) for unit in units], xxh3_128_hexdigest(every.data)]
-    return _Survey(content, every, held)
+    cache_key: list[object] = [
+        [_fragment_name(fragment) for fragment in fragments],
+        xxh3_128_hexdigest(line_hashes.data),
+    ]
+    return _Survey(cache_key, line_hashes, threshold)
 
 
-def _name(unit: Unit) -> str:
-    """Of a unit, of which a file is one, and a data set on the hub has several."""
-    parts = unit.kind == "hub" and unit.end > 1
-    return f"{unit.file.name}, part {unit.begin}" if parts else unit.file.name
+def _fragment_name(fragment: FileFragment) -> str:
+    """Return the name of a file, or of one of several shards on the hub."""
+    is_shard = fragment.kind == "hub" and fragment.end > 1
+    return f"{fragment.file.name}, shard {fragment.begin}" if is_shard else fragment.file.name
 
 
-class _Wrong:
-    """Lines that something is wrong with: the first few, and how many there are."""
+class _InvalidLines:
+    """Invalid lines: the first few, and their number."""
 
-    def __init__(self, path: str, what: str) -> None:
-        self.path, self.what = path, what
+    def __init__(self, path: str, description: str) -> None:
+        self.path, self.description = path, description
         self.count, self.shown = 0, list[str]()
 
-    def add(self, unit: Unit, number: int, why: str) -> None:
+    def add(self, fragment: FileFragment, number: int, reason: str) -> None:
         self.count += 1
         if len(self.shown) < SHOWN:
-            self.shown.append(f"{_name(unit)}:{number}: {why}")
+            self.shown.append(f"{_fragment_name(fragment)}:{number}: {reason}")
 
     def raise_any(self, remedy: str) -> None:
         if not self.count:
             return
-        count = "a line is" if self.count == 1 else f"{self.count} lines are"
-        rule = f"{count} {self.what}:\n  " + truncate_list(self.shown, "\n  ", self.count)
+        count = "has a line that is" if self.count == 1 else f"has {self.count} lines that are"
+        rule = f"{count} {self.description}:\n  " + truncate_list(self.shown, "\n  ", self.count)
         raise InvalidConfig([ConfigError("data.path", self.path, rule, remedy)])
 
 
-# --------------------------------------------------------------------------- building
+# --------------------------------------------------------------------------- build
 
 
 class _Line(NamedTuple):
-    unit: int
+    fragment_index: int
     number: int
     hash: np.uint64
     examples: list[Example]
 
 
-def _lines(units: list[Unit], survey: _Survey, preferences: bool) -> Iterator[_Line]:
-    """Every line again.
+def _reread_lines(
+    fragments: list[FileFragment], survey: _Survey, preferences: bool
+) -> Iterator[_Line]:
+    """Yield every line again.
 
     Raises:
-        InvalidConfig: a file is no longer what it was.
+        InvalidConfig: a file has changed.
     """
-    place = 0
-    for index, unit in enumerate(units):
-        for number, line in lines(unit, COLUMNS):
-            known = survey.hashes[place : place + 1].tolist()
-            if isinstance(line, Fault) or known != [xxh3_64_intdigest(line.strip())]:
-                raise changed(unit.file)
-            yield _Line(index, number, survey.hashes[place], parse(line, preferences))
-            place += 1
-    if place != len(survey.hashes):
-        raise changed(units[-1].file)
+    position = 0
+    for index, fragment in enumerate(fragments):
+        for number, line in read_lines(fragment, COLUMNS):
+            expected = survey.hashes[position : position + 1].tolist()
+            if isinstance(line, InvalidRecord) or expected != [xxh3_64_intdigest(line.strip())]:
+                raise changed_error(fragment.file)
+            yield _Line(index, number, survey.hashes[position], parse_line(line, preferences))
+            position += 1
+    if position != len(survey.hashes):
+        raise changed_error(fragments[-1].file)
 
 
-class _Column:
-    """A file of numbers that is written piece by piece, and has its name only when it is whole."""
+class _ColumnFile:
+    """File of numbers, written in chunks, and renamed to its final name when complete."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
-        self._temporary = path.with_name(path.name + ".tmp")
-        self._file = self._temporary.open("wb")
+        self._temporary_path = path.with_name(path.name + ".tmp")
+        self._file = self._temporary_path.open("wb")
         self._hash, self.size = xxh3_128(), 0
 
     def append(self, values: NDArray[Any]) -> None:
@@ -282,103 +294,118 @@ class _Column:
         os.fsync(self._file.fileno())
         size = self._file.tell()
         self._file.close()
-        os.replace(self._temporary, self._path)
+        os.replace(self._temporary_path, self._path)
         return Shard(self._path.name, self.size, size, self._hash.hexdigest())
 
     def close(self) -> None:
-        """Nothing is left of what was not finished."""
+        """Delete the file if it was not finished."""
         self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._temporary_path.unlink(missing_ok=True)
 
 
 class _SplitFiles:
-    """The files of one split while they are written."""
+    """Files of a split while they are written."""
 
-    def __init__(self, folder: Path, name: SplitName, dtype: str, stack: ExitStack) -> None:
-        self.tokens = _Column(folder / f"{name}-00000.bin", dtype)
-        self.learned = _Column(folder / f"{name}-00000.learned", "uint8")
-        self.index = _Column(folder / f"{name}-00000.documents", "int64")
+    def __init__(self, directory: Path, name: SplitName, dtype: str, stack: ExitStack) -> None:
+        self.tokens = _ColumnFile(directory / f"{name}-00000.bin", dtype)
+        self.loss_mask = _ColumnFile(directory / f"{name}-00000.learned", "uint8")
+        self.index = _ColumnFile(directory / f"{name}-00000.documents", "int64")
         self.bytes = 0
-        for column in (self.tokens, self.learned, self.index):
+        for column in (self.tokens, self.loss_mask, self.index):
             stack.callback(column.close)
 
-    def append(self, line: _Line, text: str, encoded: Encoded) -> None:
+    def append(self, line: _Line, text: str, encoded: EncodedConversation) -> None:
         self.tokens.append(encoded.tokens)
-        self.learned.append(encoded.learned)
-        self.index.append(np.array([self.tokens.size, line.unit, line.number]))
+        self.loss_mask.append(encoded.loss_mask)
+        self.index.append(np.array([self.tokens.size, line.fragment_index, line.number]))
         self.bytes += len(text.encode("utf-8", "replace"))
 
     def finish(self) -> Split:
         documents = self.index.size // 3
         shards = [self.tokens.finish()]
-        columns = (self.learned.finish(), self.index.finish())
+        columns = (self.loss_mask.finish(), self.index.finish())
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
 
 
-def _build(
-    folder: Path,
-    units: list[Unit],
+def _build_store(
+    directory: Path,
+    fragments: list[FileFragment],
     survey: _Survey,
     section: DataSection,
-    writer: Writer,
+    encoder: ChatEncoder,
     report: Report,
 ) -> Manifest:
-    entries = vocab_entries(writer.tokenizer)
+    entries = required_vocab_size(encoder.tokenizer)
     dtype = token_dtype(entries)
     frequency = np.zeros(entries, np.int64)
-    wrong = _Wrong(section.path, "not to be written as tokens")
-    uncut = False
+    invalid_lines = _InvalidLines(section.path, "not renderable as tokens")
+    has_inseparable_turns = False
     with ExitStack() as stack:
-        train, validation = (_SplitFiles(folder, name, dtype, stack) for name in SPLITS)
+        train, validation = (_SplitFiles(directory, name, dtype, stack) for name in SPLITS)
         batch: list[tuple[_Line, list[tuple[str, list[range]]]]] = []
 
         def flush() -> None:
-            encoded = iter(writer.encode([each for _, written in batch for each in written]))
-            for line, written in batch:
-                found = [next(encoded) for _ in written]
-                if not all(each.learned[1:].any() for each in found):
-                    wrong.add(units[line.unit], line.number, "no token of the assistant's is there")
+            encoded = iter(
+                encoder.encode([conversation for _, rendered in batch for conversation in rendered])
+            )
+            for line, rendered in batch:
+                conversations = [next(encoded) for _ in rendered]
+                if not all(conversation.loss_mask[1:].any() for conversation in conversations):
+                    invalid_lines.add(
+                        fragments[line.fragment_index],
+                        line.number,
+                        "the rendered text has no assistant token",
+                    )
                     continue
-                split = validation if line.hash <= survey.held else train
-                for (text, _), each in zip(written, found, strict=True):
-                    split.append(line, text, each)
+                split = validation if line.hash <= survey.validation_threshold else train
+                for (text, _), conversation in zip(rendered, conversations, strict=True):
+                    split.append(line, text, conversation)
                     if split is train:
-                        tokens = each.tokens[1:][each.learned[1:]]
+                        tokens = conversation.tokens[1:][conversation.loss_mask[1:]]
                         frequency[:] += np.bincount(tokens, minlength=entries)
             batch.clear()
 
-        for place, line in enumerate(_lines(units, survey, section.format == "preferences"), 1):
+        for count, line in enumerate(
+            _reread_lines(fragments, survey, section.format == "preferences"), 1
+        ):
             try:
-                batch.append((line, [writer.write(example) for example in line.examples]))
-            except Malformed as error:
-                uncut |= str(error).startswith(CANNOT_BE_CUT)
-                wrong.add(units[line.unit], line.number, str(error))
+                batch.append(
+                    (line, [encoder.render_with_spans(example) for example in line.examples])
+                )
+            except InvalidConversation as error:
+                has_inseparable_turns |= str(error).startswith(INSEPARABLE_TURNS)
+                invalid_lines.add(fragments[line.fragment_index], line.number, str(error))
             if len(batch) == BATCH_LINES:
                 flush()
-                report(Progress("tokenising the conversations", place, len(survey.hashes)))
+                report(Progress("tokenizing the conversations", count, len(survey.hashes)))
         flush()
         remedy = (
-            CUT_REMEDY if uncut else f"mend these lines, or the template {writer.template.place}"
+            TURNS_REMEDY
+            if has_inseparable_turns
+            else f"repair these lines, or the template {encoder.template.path}"
         )
-        wrong.raise_any(remedy)
-        write_durably(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
-        write_durably(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
-        separator = separator_id(writer.tokenizer, section.tokenizer)
-        write_durably(folder / RECORD, record_of(separator, False).encode())
-        write_durably(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
+        invalid_lines.raise_any(remedy)
+        write_durably(directory / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
+        write_durably(directory / TEMPLATE_FILE, encoder.template.sources["default"].encode())
+        separator = find_separator(encoder.tokenizer, section.tokenizer)
+        write_durably(directory / RECORD_FILE, format_record(separator, False).encode())
+        write_durably(
+            directory / TOKENIZER_CONFIG_FILE,
+            json.dumps(dict(encoder.template.special_tokens)).encode(),
+        )
         return Manifest(
             format=FORMAT,
-            key=folder.name,
+            key=directory.name,
             source=section.path,
             dtype=dtype,
             vocab_size=entries,
             separator=separator,
-            tokenizer_hash=writer.hash,
+            tokenizer_hash=encoder.hash,
             unigram_entropy_nats=entropy_nats(frequency),
             skipped_files=0,
             replaced_files=0,
             train=train.finish(),
             validation=validation.finish(),
             kind=section.format,
-            files=[_name(unit) for unit in units],
+            files=[_fragment_name(fragment) for fragment in fragments],
         )

@@ -1,6 +1,6 @@
-"""What a run trains on: one prepared store, or several in a mixture.
+"""Dataset of a run: one prepared store, or several in a mixture.
 
-A mixture is a folder like a store::
+A mixture is a directory like a store::
 
     tokenizer.json          the tokenizer of all its sources
     mixture.json            their names, shares and stores
@@ -19,14 +19,14 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import InvalidConfig
 from weft.config.files import write_durably
-from weft.data.token_store import TOKENIZER_FILE, Store, damaged, hash_json, open_store
+from weft.data.token_store import TOKENIZER_FILE, Store, damaged_store_error, hash_json, open_store
 
 MIXTURE_FILE = "mixture.json"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One text of a run, and its share of the samples that the run sees."""
+    """Source of a run, and its share of the samples that the run trains on."""
 
     name: str
     share: float
@@ -35,20 +35,20 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The sources of a run, all of one tokenizer; ``path`` is a folder for `open_text`."""
+    """Sources of a run, all of one tokenizer; `open_dataset` accepts ``path``."""
 
     path: Path
     sources: tuple[Source, ...]
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the sources of a mixture, by name; none of a single text."""
+        """Return the shares of a mixture by name; empty for a single source."""
         sources = self.sources if len(self.sources) > 1 else ()
         return {source.name: source.share for source in sources}
 
     @property
     def separator(self) -> int:
-        """Id of the token that ends a document."""
+        """Return the id of the token that ends a document."""
         return self.sources[0].store.manifest.separator
 
     @property
@@ -57,91 +57,94 @@ class Dataset:
 
     @property
     def unigram_entropy_nats(self) -> float:
-        """The loss of knowing only the frequencies of tokens (in a mixture, in each source)."""
+        """Return the loss of a unigram model (in a mixture, one per source)."""
         return sum(s.share * s.store.manifest.unigram_entropy_nats for s in self.sources)
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content, wherever it lies, and the shares."""
+        """Return a hash of content and shares that does not depend on the path."""
         if len(self.sources) == 1:
             return self.sources[0].store.fingerprint
         return hash_json([[source.store.fingerprint, source.share] for source in self.sources])
 
 
-def single(store: Store) -> Dataset:
-    """One store by itself."""
+def dataset_from_store(store: Store) -> Dataset:
+    """Return the dataset of one store."""
     return Dataset(store.path, (Source(store.path.name, 1.0, store),))
 
 
-def open_text(path: str | Path) -> Dataset:
+def open_dataset(path: str | Path) -> Dataset:
     """Open a prepared store or mixture.
 
     Raises:
-        InvalidConfig: one problem for each file that is missing, damaged or replaced.
+        InvalidConfig: one error for each file that is missing, damaged or replaced.
     """
-    folder = Path(path)
-    if not (folder / MIXTURE_FILE).exists():
-        return single(open_store(folder))
-    listed = _read_mixture(folder)
+    directory = Path(path)
+    if not (directory / MIXTURE_FILE).exists():
+        return dataset_from_store(open_store(directory))
+    entries = _read_mixture(directory)
     return Dataset(
-        folder, tuple(Source(each.name, each.share, open_store(each.store)) for each in listed)
+        directory,
+        tuple(Source(entry.name, entry.share, open_store(entry.store)) for entry in entries),
     )
 
 
-def mixture_stores(folder: Path) -> list[Path]:
-    """Return the directories of a mixture's stores.
+def list_mixture_stores(directory: Path) -> list[Path]:
+    """Return the store directories of a mixture.
 
     Raises:
         InvalidConfig: ``mixture.json`` is damaged.
     """
-    return [Path(each.store) for each in _read_mixture(folder)]
+    return [Path(entry.store) for entry in _read_mixture(directory)]
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """One entry of ``mixture.json``."""
+class _MixtureEntry:
+    """Entry of ``mixture.json``."""
 
     name: str
     share: Annotated[float, Field(gt=0, le=1)]
     store: str
 
 
-def _read_mixture(folder: Path) -> list[_Listed]:
+def _read_mixture(directory: Path) -> list[_MixtureEntry]:
     try:
-        data = (folder / MIXTURE_FILE).read_bytes()
-        return TypeAdapter(Annotated[list[_Listed], Field(min_length=1)]).validate_json(data)
+        data = (directory / MIXTURE_FILE).read_bytes()
+        return TypeAdapter(Annotated[list[_MixtureEntry], Field(min_length=1)]).validate_json(data)
     except OSError as error:
         rule = f"{MIXTURE_FILE} cannot be read: {error.strerror}"
     except (ValidationError, RecursionError):
-        rule = f"{MIXTURE_FILE} is not what weft wrote"
-    raise InvalidConfig([damaged(folder, rule)])
+        rule = f"{MIXTURE_FILE} was not written by weft, or is damaged"
+    raise InvalidConfig([damaged_store_error(directory, rule)])
 
 
-def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder: Path) -> Dataset:
-    """The mixture of prepared texts, kept below ``folder``.
+def write_mixture(
+    weights: Mapping[str, float], stores: Sequence[Store], parent_dir: Path
+) -> Dataset:
+    """Write the mixture of prepared stores below ``parent_dir``.
 
     Args:
-        weights: of each text, by its path, in any unit.
-        stores: of the texts, in the same order, all of one tokenizer.
+        weights: positive weights by path, of any sum.
+        stores: in the order of ``weights``, all of one tokenizer.
     """
-    whole = sum(weights.values())
-    listed = [
-        {"name": name, "share": weight / whole, "store": str(store.path.absolute())}
+    total = sum(weights.values())
+    entries = [
+        {"name": name, "share": weight / total, "store": str(store.path.absolute())}
         for name, weight, store in zip(
-            source_names(list(weights)), weights.values(), stores, strict=True
+            derive_source_names(list(weights)), weights.values(), stores, strict=True
         )
     ]
-    data = json.dumps(listed, indent=1).encode()
-    place = folder / xxh3_128_hexdigest(data)
-    if not (place / MIXTURE_FILE).exists():
-        place.mkdir(parents=True, exist_ok=True)
-        write_durably(place / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
-        write_durably(place / MIXTURE_FILE, data)
-    return open_text(place)
+    data = json.dumps(entries, indent=1).encode()
+    directory = parent_dir / xxh3_128_hexdigest(data)
+    if not (directory / MIXTURE_FILE).exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(directory / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
+        write_durably(directory / MIXTURE_FILE, data)
+    return open_dataset(directory)
 
 
-def source_names(paths: Sequence[str]) -> list[str]:
-    """A short name for each path: its last part without endings, or else the whole path."""
+def derive_source_names(paths: Sequence[str]) -> list[str]:
+    """Return a short name per path: its stem, or the full path if ambiguous."""
     short = [Path(path.rstrip("/")).name.partition(".")[0] or path for path in paths]
     return [
         name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)

@@ -1,13 +1,13 @@
-"""Files of many documents: read once to know them, then cut into shards.
+"""Files with many documents: scan them once, then encode them into shards.
 
-A *scan* reads a unit (see `weft.data.records`) once.  It finds every line that is no document,
-and cuts the unit into *extents*: consecutive lines or rows with a bounded amount of text, each of
-which becomes one shard of train tokens and one of held-out tokens.  So which document comes into
-which shard is decided before anything is tokenised, shards can be made in any order by any
-process, and one that is killed is made again from its extent.
+A *scan* reads a fragment (see `weft.data.records`) once.  It finds every invalid line, and divides
+the fragment into *row groups*: consecutive lines or rows with a bounded amount of text.  Each row
+group becomes one shard of train tokens and one of validation tokens.  (Row groups of Parquet files
+are different.)  So the assignment of documents to shards is fixed before tokenization, any process
+can encode any shard, and an interrupted shard is encoded again from its row group.
 
-*Held out* is a document by a hash of its text: whatever file it is in, whatever comes before it
-or is added later, and all copies of it.
+A hash of its text assigns a document to train or validation, so neither other documents nor later
+files change the assignment, and all copies are in the same split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -26,54 +26,73 @@ from weft.config.schema import DataSection
 from weft.data.prepared_cache import (
     Progress,
     Report,
-    cache_problems,
-    counting,
+    convert_cache_errors,
+    progress_counter,
     read_scans,
     write_scans,
 )
-from weft.data.records import Document, Fault, Invalid, Unit, documents, record_units
+from weft.data.records import (
+    Document,
+    FileFragment,
+    Invalid,
+    InvalidRecord,
+    list_fragments,
+    read_documents,
+)
 from weft.data.source import SourceRef
-from weft.data.source_files import File, changed
+from weft.data.source_files import File, changed_error
 from weft.data.token_shards import (
-    Batches,
-    Built,
+    BatchEncoder,
+    BuiltSplits,
     Encoder,
     IncompleteTail,
     Tokens,
-    finished_shard,
-    in_pieces,
+    insufficient_data_error,
     load_encoder,
-    too_little,
+    load_finished_shard,
+    split_chunks,
     write_shard,
 )
 from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
-from weft.data.workers import Advance, parallel_map, processes_for
+from weft.data.workers import Advance, choose_num_processes, parallel_map
 
-FORMAT = 2  # of a scan in the cache
-TELL_BYTES = 4 << 20
-MOST_SHARD_BYTES = 256 << 20  # of text, in sources that would have very many shards
-SHARDS = 2048  # about, before they get larger: each is a file that every rank maps
-# To read, or to encode: for less, starting processes takes longer than they save.
-READ_ALONE_BYTES, ENCODE_ALONE_BYTES = 128 << 20, 8 << 20
+FORMAT = 2  # of cached scans
+REPORT_BYTES = 4 << 20
+MAX_SHARD_BYTES = 256 << 20  # of text, in very large sources
+TARGET_SHARDS = 2048  # beyond this, shards get larger: every rank maps each file
+# Below these, starting processes takes longer than they save.
+MIN_PARALLEL_READ_BYTES, MIN_PARALLEL_ENCODE_BYTES = 128 << 20, 8 << 20
+
+
+# Field names in cached scans and in their keys.
+_STORED_NAMES = {
+    "row_group_bytes": "extent_bytes",
+    "validation_threshold": "below",
+    "row_groups": "extents",
+    "omitted_rows": "left_out",
+    "lowest_hash": "lowest",
+    "invalid_records": "faults",
+    "num_invalid": "num_faults",
+}
 
 
 @dataclass(frozen=True)
-class Reader:
-    """How documents are read, and which of them are held out."""
+class RecordReader:
+    """Settings for reading documents and for the validation split."""
 
     field: str
     invalid: Invalid
-    extent_bytes: int
-    below: int  # hashes of held-out documents, of 2**64
+    row_group_bytes: int
+    validation_threshold: int  # hashes of validation documents are smaller
 
-    def held_out(self, data: bytes) -> bool:
-        """Whether the document with this text is of the validation split."""
-        return xxh3_64_intdigest(data) < self.below
+    def is_validation(self, data: bytes) -> bool:
+        """Return True if the document with this text is in the validation split."""
+        return xxh3_64_intdigest(data) < self.validation_threshold
 
 
 @dataclass
-class Extent:
-    """Lines or rows up to and with number ``end``; documents and bytes of train and held-out."""
+class RowGroup:
+    """Lines or rows up to and including number ``end``; documents and bytes per split."""
 
     end: int
     documents: list[int] = field(default_factory=lambda: [0, 0])
@@ -81,50 +100,49 @@ class Extent:
 
 
 @dataclass
-class Scan:
-    """What one reading of a unit found."""
+class RecordScan:
+    """Result of scanning a fragment; the lists of records hold only the first few."""
 
-    extents: list[Extent] = field(default_factory=list)
+    row_groups: list[RowGroup] = field(default_factory=list)
     lines: int = 0
     empty: int = 0
     skipped: int = 0
     replaced: int = 0
-    faults: list[Fault] = field(default_factory=list)  # the first ones
-    num_faults: int = 0
-    left_out: list[int] = field(default_factory=list)  # the first lines that are
-    lowest: int = 1 << 64  # of the hashes
+    invalid_records: list[InvalidRecord] = field(default_factory=list)
+    num_invalid: int = 0
+    omitted_rows: list[int] = field(default_factory=list)
+    lowest_hash: int = 1 << 64
 
-    def total(self, side: int) -> tuple[int, int]:
-        """Documents and bytes of train (0) or held-out (1) text."""
+    def total(self, split_index: int) -> tuple[int, int]:
+        """Return documents and bytes of the train (0) or validation (1) text."""
         return (
-            sum(extent.documents[side] for extent in self.extents),
-            sum(extent.text_bytes[side] for extent in self.extents),
+            sum(group.documents[split_index] for group in self.row_groups),
+            sum(group.text_bytes[split_index] for group in self.row_groups),
         )
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- corpus
 
 
 @dataclass(frozen=True)
-class Records:
-    """Files of documents that were read once: a `weft.data.token_shards.Reading`."""
+class RecordCorpus:
+    """Scanned files of documents: a `weft.data.token_shards.Corpus`."""
 
-    units: list[Unit]
-    scans: list[Scan]
-    reader: Reader
+    fragments: list[FileFragment]
+    scans: list[RecordScan]
+    reader: RecordReader
 
     @property
-    def content(self) -> object:
-        """What decides it, beside the settings."""
-        files = {unit.file.path: unit.file for unit in self.units}
-        return ["records", self.reader.field, *map(_identity, files.values())]
+    def cache_key(self) -> object:
+        files = {fragment.file.path: fragment.file for fragment in self.fragments}
+        return ["records", self.reader.field, *map(_file_key, files.values())]
 
     @property
     def text_bytes(self) -> int:
-        return sum(scan.total(side)[1] for scan in self.scans for side in (0, 1))
+        return sum(scan.total(split_index)[1] for scan in self.scans for split_index in (0, 1))
 
     @property
-    def odd(self) -> IncompleteTail:
+    def skip_counts(self) -> IncompleteTail:
         return IncompleteTail(
             skipped=sum(scan.skipped for scan in self.scans),
             replaced=sum(scan.replaced for scan in self.scans),
@@ -132,134 +150,154 @@ class Records:
         )
 
     @property
-    def left_out(self) -> list[str]:
-        """Where the first ones are that are empty or not UTF-8."""
-        begins = _begins(self.units, self.scans)
+    def omitted_rows(self) -> list[str]:
+        """Return the first rows that are empty or not UTF-8."""
+        offsets = _count_preceding_rows(self.fragments, self.scans)
         return [
-            f"{unit.file.name}, {unit.counts} {begin + number}"
-            for unit, scan, begin in zip(self.units, self.scans, begins, strict=True)
-            for number in scan.left_out
+            f"{fragment.file.name}, {fragment.record_noun} {offset + number}"
+            for fragment, scan, offset in zip(self.fragments, self.scans, offsets, strict=True)
+            for number in scan.omitted_rows
         ]
 
-    def training_texts(self, most_bytes: int) -> Iterator[str]:
-        """At most so much train text (and one piece more of each unit), the same share of
-        each unit from its beginning: what lies further on would have to be read for it."""
+    def sample_texts(self, max_bytes: int) -> Iterator[str]:
+        """Yield at most ``max_bytes`` of train text (plus one chunk per fragment).
+
+        Every fragment gives the same fraction, from its beginning, because later text must be read
+        to skip it.
+        """
         total = sum(scan.total(0)[1] for scan in self.scans)
-        for unit, scan in zip(self.units, self.scans, strict=True):
-            left = scan.total(0)[1] * most_bytes / max(total, 1)
-            for _, data in _numbered(unit, self.reader, 0):
-                if left <= 0:
+        for fragment, scan in zip(self.fragments, self.scans, strict=True):
+            remaining = scan.total(0)[1] * max_bytes / max(total, 1)
+            for _, data in _read_nonempty(fragment, self.reader, 0):
+                if remaining <= 0:
                     break
-                if self.reader.held_out(data):
+                if self.reader.is_validation(data):
                     continue
-                for begin, end in in_pieces(data):
-                    if left > 0:
-                        left -= end - begin
+                for begin, end in split_chunks(data):
+                    if remaining > 0:
+                        remaining -= end - begin
                         yield data[begin:end].decode()
 
-    def build(self, folder: Path, encoder: Encoder, report: Report) -> Built:
-        advance = counting(report, "tokenising", self.text_bytes)
+    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+        advance = progress_counter(report, "tokenizing", self.text_bytes)
         tasks = [
-            _Task(folder, number, unit, scan, self.reader)
-            for number, (unit, scan) in enumerate(zip(self.units, self.scans, strict=True))
-            if scan.extents
+            _TokenizeTask(directory, number, fragment, scan, self.reader)
+            for number, (fragment, scan) in enumerate(zip(self.fragments, self.scans, strict=True))
+            if scan.row_groups
         ]
-        processes = processes_for(len(tasks), self.text_bytes, ENCODE_ALONE_BYTES)
-        made = dict(parallel_map(_tokenise, tasks, advance, processes))
+        num_processes = choose_num_processes(len(tasks), self.text_bytes, MIN_PARALLEL_ENCODE_BYTES)
+        shards_by_task = dict(parallel_map(_tokenize, tasks, advance, num_processes))
         splits = []
-        for side in (0, 1):
-            shards = [shard for place in range(len(tasks)) for shard in made[place][side]]
-            counts = [scan.total(side) for scan in self.scans]
+        for split_index in (0, 1):
+            shards = [
+                shard for index in range(len(tasks)) for shard in shards_by_task[index][split_index]
+            ]
+            counts = [scan.total(split_index) for scan in self.scans]
             num_documents, text_bytes = (sum(column) for column in zip(*counts, strict=True))
             num_tokens = sum(shard.tokens for shard in shards)
             splits.append(Split(num_documents, text_bytes, num_tokens, shards))
-        return Built(splits[0], splits[1], encoder.dtype)
+        return BuiltSplits(splits[0], splits[1], encoder.dtype)
 
 
-def read_records(
-    section: DataSection, found: SourceRef, cache: Path, shard_bytes: int, report: Report
-) -> Records:
-    """Read every unit once, unless that was done before.
+def read_record_corpus(
+    section: DataSection, source: SourceRef, cache: Path, shard_bytes: int, report: Report
+) -> RecordCorpus:
+    """Scan every fragment, unless cached scans exist.
 
     Args:
-        shard_bytes: of text in a shard, about; more where there would be very many.
+        shard_bytes: approximate text per shard; more in very large sources.
 
     Raises:
-        InvalidConfig: lines or rows are no documents, all that are at once; or there is too little.
+        InvalidConfig: lines or rows are not documents (all are listed), or there is too little
+            text.
     """
-    if found.kind == "hub":
-        report(Progress("asking the hub"))
-    files_bytes = sum(file.size_bytes for file in found.files)
-    extent_bytes = max(shard_bytes, min(files_bytes // SHARDS, MOST_SHARD_BYTES))
-    units = record_units(section.path, found, extent_bytes, section.text_field)
-    size = files_bytes or sum(unit.size_bytes for unit in units)
-    # Of the text, where the total is known of the files only: no more than an estimate.
-    advance = counting(report, "reading the documents", size)
+    if source.kind == "hub":
+        report(Progress("querying the hub"))
+    files_bytes = sum(file.size_bytes for file in source.files)
+    row_group_bytes = max(shard_bytes, min(files_bytes // TARGET_SHARDS, MAX_SHARD_BYTES))
+    fragments = list_fragments(section.path, source, row_group_bytes, section.text_field)
+    size = files_bytes or sum(fragment.size_bytes for fragment in fragments)
+    # Counts text, but the total is the size of the files: an estimate.
+    advance = progress_counter(report, "reading the documents", size)
     advance(0)
-    reader = Reader(
+    reader = RecordReader(
         section.text_field,
         section.invalid_utf8,
-        extent_bytes,
+        row_group_bytes,
         int(section.validation_fraction * 2**64),
     )
-    worth_bytes = READ_ALONE_BYTES if found.kind == "hub" else size  # there it is not known
-    processes = processes_for(len(units), worth_bytes, READ_ALONE_BYTES)
-    with cache_problems(cache):
-        records = _scan_all(units, reader, section.path, cache, advance, processes)
+    # The hub reports no size.
+    read_bytes = MIN_PARALLEL_READ_BYTES if source.kind == "hub" else size
+    num_processes = choose_num_processes(len(fragments), read_bytes, MIN_PARALLEL_READ_BYTES)
+    with convert_cache_errors(cache):
+        records = _scan_fragments(fragments, reader, section.path, cache, advance, num_processes)
     if not any(scan.total(0)[0] for scan in records.scans):
         rule = f"has too little text ({records.text_bytes} bytes)"
-        raise too_little(section, rule, train=False)
-    odd = records.odd
-    if count := odd.empty + odd.skipped:
-        which = "empty or not UTF-8" if odd.skipped else "empty"
-        where = truncate_list(records.left_out, "; ", count)
-        report(Progress(f"left out {count:,} that are {which}: {where}"))
+        raise insufficient_data_error(section, rule, has_train=False)
+    skip_counts = records.skip_counts
+    if count := skip_counts.empty + skip_counts.skipped:
+        reason = "empty or not UTF-8" if skip_counts.skipped else "empty"
+        rows = truncate_list(records.omitted_rows, "; ", count)
+        report(Progress(f"skipped {count:,} documents that are {reason}: {rows}"))
     return records
 
 
-def _scan_all(
-    units: list[Unit],
-    reader: Reader,
+def _scan_fragments(
+    fragments: list[FileFragment],
+    reader: RecordReader,
     path: str,
     cache: Path,
     advance: Advance,
-    processes: int,
-) -> Records:
-    """Of every unit; large data are read for it only once.
+    num_processes: int,
+) -> RecordCorpus:
+    """Scan every fragment in parallel, or load cached scans.
 
     Args:
-        path: what the user named, for messages.
-        cache: folder below which scans are kept.
+        path: ``data.path``, for messages.
     """
-    settings = [FORMAT, asdict(reader)]
-    about = [settings, [[*_identity(u.file), u.kind, u.begin, u.end] for u in units]]
-    known = cache / "scans" / f"{hash_json(about)}.json"
-    if (tree := read_scans(known)) is not None:
-        return Records(
-            units,
-            [_from_dict(parallel_map) for parallel_map in tree["scans"]],
-            Reader(**tree["reader"]),
+    settings = [FORMAT, _to_stored(reader)]
+    key = [
+        settings,
+        [
+            [*_file_key(fragment.file), fragment.kind, fragment.begin, fragment.end]
+            for fragment in fragments
+        ],
+    ]
+    cache_file = cache / "scans" / f"{hash_json(key)}.json"
+    if (tree := read_scans(cache_file)) is not None:
+        return RecordCorpus(
+            fragments,
+            [_scan_from_stored(scan) for scan in tree["scans"]],
+            RecordReader(**_from_stored(tree["reader"])),
         )
-    tasks = [_ScanTask(unit, reader) for unit in units]
-    found = dict(parallel_map(_scan, tasks, advance, processes))
-    scans = [found[place] for place in range(len(tasks))]
-    _check_faults(units, scans, path)
-    if not any(scan.extents for scan in scans):
+    tasks = [_ScanTask(fragment, reader) for fragment in fragments]
+    results = dict(parallel_map(_scan_fragment, tasks, advance, num_processes))
+    scans = [results[index] for index in range(len(tasks))]
+    _check_invalid_records(fragments, scans, path)
+    if not any(scan.row_groups for scan in scans):
         empty, skipped = sum(s.empty for s in scans), sum(s.skipped for s in scans)
-        rule = "holds no documents" + (f" but {empty:,} empty ones" if empty else "")
-        rule += f" but {skipped:,} that are not UTF-8" if skipped else ""
-        remedy = "give text, or name the field that holds it in data.text_field"
+        rule = "holds no documents" + (f" except {empty:,} empty ones" if empty else "")
+        rule += f" except {skipped:,} that are not UTF-8" if skipped else ""
+        remedy = "give text, or set data.text_field to the field that holds it"
         raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
     if any(scan.total(1)[0] for scan in scans):
-        records = Records(units, scans, reader)
+        records = RecordCorpus(fragments, scans, reader)
     else:
-        # So few documents that none fell below: then it is the one with the lowest hash.
-        lowest = min(scan.lowest for scan in scans)
-        records = _scan_all(
-            units, replace(reader, below=lowest + 1), path, cache, advance, processes
+        # With few documents, none may be selected; then select the one with the lowest hash.
+        lowest_hash = min(scan.lowest_hash for scan in scans)
+        records = _scan_fragments(
+            fragments,
+            replace(reader, validation_threshold=lowest_hash + 1),
+            path,
+            cache,
+            advance,
+            num_processes,
         )
-    tree = {"reader": asdict(records.reader), "scans": [asdict(scan) for scan in records.scans]}
-    write_scans(known, tree)
+    tree = {
+        "reader": _to_stored(records.reader),
+        "scans": [_to_stored(scan) for scan in records.scans],
+    }
+    write_scans(cache_file, tree)
     return records
 
 
@@ -267,159 +305,188 @@ def _scan_all(
 
 
 class _ScanTask(NamedTuple):
-    unit: Unit
-    reader: Reader
+    fragment: FileFragment
+    reader: RecordReader
 
 
-def _scan(task: _ScanTask, advance: Advance) -> Scan:
-    unit, reader = task
-    scan, extent, untold = Scan(), Extent(0), 0
-    for found in documents(unit, reader.field, reader.invalid):
-        scan.lines = found.number
-        if isinstance(found, Fault):
-            scan.num_faults += 1
-            if len(scan.faults) < SHOWN:
-                scan.faults.append(found)
+def _scan_fragment(task: _ScanTask, advance: Advance) -> RecordScan:
+    fragment, reader = task
+    scan, group, unreported = RecordScan(), RowGroup(0), 0
+    for record in read_documents(fragment, reader.field, reader.invalid):
+        scan.lines = record.number
+        if isinstance(record, InvalidRecord):
+            scan.num_invalid += 1
+            if len(scan.invalid_records) < SHOWN:
+                scan.invalid_records.append(record)
             continue
-        data = found.data
+        data = record.data
         if not data or data.isspace():
             scan.skipped += data is None
             scan.empty += data is not None
-            if len(scan.left_out) < SHOWN:
-                scan.left_out.append(found.number)
+            if len(scan.omitted_rows) < SHOWN:
+                scan.omitted_rows.append(record.number)
         else:
-            scan.replaced += found.replaced
+            scan.replaced += record.has_replacements
             digest = xxh3_64_intdigest(data)
-            scan.lowest = min(scan.lowest, digest)
-            side = int(digest < reader.below)
-            extent.end = found.number
-            extent.documents[side] += 1
-            extent.text_bytes[side] += len(data)
-            untold += len(data)
-            if sum(extent.text_bytes) >= reader.extent_bytes:
-                scan.extents.append(extent)
-                extent = Extent(0)
-        if untold >= TELL_BYTES:
-            advance(untold)
-            untold = 0
-    advance(untold)
-    if extent.end:
-        scan.extents.append(extent)
+            scan.lowest_hash = min(scan.lowest_hash, digest)
+            split_index = int(digest < reader.validation_threshold)
+            group.end = record.number
+            group.documents[split_index] += 1
+            group.text_bytes[split_index] += len(data)
+            unreported += len(data)
+            if sum(group.text_bytes) >= reader.row_group_bytes:
+                scan.row_groups.append(group)
+                group = RowGroup(0)
+        if unreported >= REPORT_BYTES:
+            advance(unreported)
+            unreported = 0
+    advance(unreported)
+    if group.end:
+        scan.row_groups.append(group)
     return scan
 
 
-def _identity(file: File) -> list[object]:
+def _file_key(file: File) -> list[object]:
     return [file.name, file.size_bytes, file.version]
 
 
-def _from_dict(tree: dict[str, object]) -> Scan:
-    scan = Scan(**tree)  # type: ignore[arg-type]
-    scan.extents = [Extent(**extent) for extent in scan.extents]  # type: ignore[arg-type]
+def _to_stored(value: RecordReader | RecordScan) -> dict[str, Any]:
+    return {_STORED_NAMES.get(name, name): field for name, field in asdict(value).items()}
+
+
+def _from_stored(tree: dict[str, Any]) -> dict[str, Any]:
+    names = {stored: name for name, stored in _STORED_NAMES.items()}
+    return {names.get(stored, stored): value for stored, value in tree.items()}
+
+
+def _scan_from_stored(tree: dict[str, Any]) -> RecordScan:
+    scan = RecordScan(**_from_stored(tree))
+    scan.row_groups = [RowGroup(**group) for group in tree["extents"]]
     return scan
 
 
-def _begins(units: Sequence[Unit], scans: Sequence[Scan]) -> Iterator[int]:
-    """Lines or rows of a unit's file that come before it."""
-    before: dict[str, int] = {}
-    for unit, scan in zip(units, scans, strict=True):
-        begin = before.get(unit.file.path, 0)
-        before[unit.file.path] = begin + scan.lines
-        yield begin
+def _count_preceding_rows(
+    fragments: Sequence[FileFragment], scans: Sequence[RecordScan]
+) -> Iterator[int]:
+    """Yield the lines or rows of the same file before each fragment."""
+    counts: dict[str, int] = {}
+    for fragment, scan in zip(fragments, scans, strict=True):
+        count = counts.get(fragment.file.path, 0)
+        counts[fragment.file.path] = count + scan.lines
+        yield count
 
 
-def _check_faults(units: Sequence[Unit], scans: Sequence[Scan], path: str) -> None:
-    """Refuse what is no document, with the lines and rows as the files count them."""
+def _check_invalid_records(
+    fragments: Sequence[FileFragment], scans: Sequence[RecordScan], path: str
+) -> None:
+    """Reject invalid records, numbered as in their files."""
     lines, count = [], 0
-    ended: set[str] = set()  # files that could not be read further: what follows has no numbers
-    for unit, scan, begin in zip(units, scans, _begins(units, scans), strict=True):
-        if unit.file.path in ended:
+    fatal_files: set[str] = set()  # later line numbers in these files are unknown
+    for fragment, scan, num_before in zip(
+        fragments, scans, _count_preceding_rows(fragments, scans), strict=True
+    ):
+        if fragment.file.path in fatal_files:
             continue
-        ended |= {unit.file.path for fault in scan.faults[-1:] if fault.last}
-        count += scan.num_faults
-        for fault in scan.faults:
-            lines.append(f"{unit.file.name}, {unit.counts} {begin + fault.number}: {fault.what}")
+        fatal_files |= {
+            fragment.file.path for record in scan.invalid_records[-1:] if record.is_fatal
+        }
+        count += scan.num_invalid
+        for record in scan.invalid_records:
+            location = f"{fragment.record_noun} {num_before + record.number}"
+            lines.append(f"{fragment.file.name}, {location}: {record.reason}")
     if not count:
         return
-    what = "a line or row is" if count == 1 else f"{count:,} lines or rows are"
-    rule = f"{what} no document:\n  " + truncate_list(lines, "\n  ", count)
+    noun = "has a line or row that is" if count == 1 else f"has {count:,} lines or rows that are"
+    rule = f"{noun} not a document:\n  " + truncate_list(lines, "\n  ", count)
     remedy = "repair them"
     if any("UTF-8" in line or "half a character" in line for line in lines):
-        remedy += ", or use --data.invalid_utf8 skip or replace for those that are not UTF-8"
+        remedy += ", or set data.invalid_utf8=skip or replace for text that is not UTF-8"
     if any("field" in line for line in lines):
-        remedy += ", or name the field with the text in data.text_field (chats: data.format chat)"
+        remedy += (
+            ", or set data.text_field to the field with the text (for chats: data.format=chat)"
+        )
     raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
 
 
-# --------------------------------------------------------------------------- tokenising
+# --------------------------------------------------------------------------- tokenizing
 
 
-class _Task(NamedTuple):
-    """A unit to tokenise, by one process."""
+class _TokenizeTask(NamedTuple):
+    """Fragment that one process tokenizes."""
 
-    folder: Path
-    number: int
-    unit: Unit
-    scan: Scan
-    reader: Reader
+    directory: Path
+    fragment_index: int
+    fragment: FileFragment
+    scan: RecordScan
+    reader: RecordReader
 
 
-def _tokenise(task: _Task, advance: Advance) -> tuple[list[Shard], list[Shard]]:
-    """The shards of a unit, train and held-out, one of each from each extent that has any."""
-    encoder = _known_encoder(task.folder / TOKENIZER_FILE)
-    made: tuple[list[Shard], list[Shard]] = ([], [])
-    source: Iterator[tuple[int, bytes]] | None = None
+def _tokenize(task: _TokenizeTask, advance: Advance) -> tuple[list[Shard], list[Shard]]:
+    """Return train and validation shards, one of each per row group with documents."""
+    encoder = _load_encoder_once(task.directory / TOKENIZER_FILE)
+    shards: tuple[list[Shard], list[Shard]] = ([], [])
+    documents: Iterator[tuple[int, bytes]] | None = None
     begin = 0
-    for index, extent in enumerate(task.scan.extents):
-        files = [task.folder / f"{s}-{task.number:05d}-{index:05d}.bin" for s in SPLITS]
-        wanted = [side for side in (0, 1) if extent.documents[side]]
-        found = [finished_shard(files[side], encoder) for side in wanted]
-        if None in found:
-            source = source or _numbered(task.unit, task.reader, begin)
-            tokens = _encode(extent, source, task, Batches(encoder, advance))
-            found = [
-                write_shard(files[side], np.concatenate(tokens[side]), encoder) for side in wanted
+    for index, group in enumerate(task.scan.row_groups):
+        files = [task.directory / f"{s}-{task.fragment_index:05d}-{index:05d}.bin" for s in SPLITS]
+        split_indices = [split_index for split_index in (0, 1) if group.documents[split_index]]
+        group_shards = [
+            load_finished_shard(files[split_index], encoder) for split_index in split_indices
+        ]
+        if None in group_shards:
+            documents = documents or _read_nonempty(task.fragment, task.reader, begin)
+            tokens = _encode_row_group(group, documents, task, BatchEncoder(encoder, advance))
+            group_shards = [
+                write_shard(files[split_index], np.concatenate(tokens[split_index]), encoder)
+                for split_index in split_indices
             ]
         else:
-            source = None  # further on it is opened again, behind what is there
-            advance(sum(extent.text_bytes))
-        for side, shard in zip(wanted, found, strict=True):
+            documents = None  # reopen the file after this row group
+            advance(sum(group.text_bytes))
+        for split_index, shard in zip(split_indices, group_shards, strict=True):
             assert shard is not None
-            made[side].append(shard)
-        begin = extent.end
-    return made
+            shards[split_index].append(shard)
+        begin = group.end
+    return shards
 
 
 @lru_cache(1)
-def _known_encoder(file: Path) -> Encoder:
-    """Once in each process, however many units it has."""
+def _load_encoder_once(file: Path) -> Encoder:
+    """Load the tokenizer once per process."""
     return load_encoder(file)
 
 
-def _encode(
-    extent: Extent, source: Iterator[tuple[int, bytes]], task: _Task, batches: Batches
+def _encode_row_group(
+    group: RowGroup,
+    documents: Iterator[tuple[int, bytes]],
+    task: _TokenizeTask,
+    encoder: BatchEncoder,
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """The tokens of an extent in pieces, train and held-out."""
-    out: tuple[list[Tokens], list[Tokens]] = ([], [])
-    counted = Extent(extent.end)
+    """Return the tokens of a row group in chunks, train and validation."""
+    tokens: tuple[list[Tokens], list[Tokens]] = ([], [])
+    actual = RowGroup(group.end)
     number = 0
-    while number < extent.end:
-        number, data = next(source, (extent.end + 1, b""))
-        if number > extent.end:
-            raise changed(task.unit.file)
-        side = int(task.reader.held_out(data))
-        counted.documents[side] += 1
-        counted.text_bytes[side] += len(data)
-        for begin, end in in_pieces(data):
-            batches.add(data[begin:end].decode(), end - begin, end == len(data), out[side])
-    batches.flush()
-    if counted != extent:
-        raise changed(task.unit.file)
-    return out
+    while number < group.end:
+        number, data = next(documents, (group.end + 1, b""))
+        if number > group.end:
+            raise changed_error(task.fragment.file)
+        split_index = int(task.reader.is_validation(data))
+        actual.documents[split_index] += 1
+        actual.text_bytes[split_index] += len(data)
+        for begin, end in split_chunks(data):
+            encoder.add(
+                data[begin:end].decode(), end - begin, end == len(data), tokens[split_index]
+            )
+    encoder.flush()
+    if actual != group:
+        raise changed_error(task.fragment.file)
+    return tokens
 
 
-def _numbered(unit: Unit, reader: Reader, after: int) -> Iterator[tuple[int, bytes]]:
-    """The documents of a scanned unit that count, each with its line or row, from the one after
-    number ``after`` on."""
-    for found in documents(unit, reader.field, reader.invalid, after):
-        if isinstance(found, Document) and found.data and not found.data.isspace():
-            yield found.number, found.data
+def _read_nonempty(
+    fragment: FileFragment, reader: RecordReader, skip_rows: int
+) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of valid documents after the first ``skip_rows`` rows."""
+    for record in read_documents(fragment, reader.field, reader.invalid, skip_rows):
+        if isinstance(record, Document) and record.data and not record.data.isspace():
+            yield record.number, record.data

@@ -1,17 +1,17 @@
 """Microbatches of any global batch, for any rank.
 
-*Samples.*  A sample is one row of a batch.  Sample ``w`` of a token stream is the fixed window of
-tokens [w T, w T + T + 1), where T is ``seq_len``; neighbours share a token, which is one's last
-target and the other's first input.  There are (tokens - 1) // T samples; what is left over at the
-end is never read.  A window may begin in the middle of a document; with ``packing="documents"``
-attention and loss still stay inside one.  Conversations, and documents with ``packing="best_fit"``,
-are put whole into rows instead (`weft.data.packing`).
+*Samples.*  A sample is one sequence of a batch.  Sample ``w`` of a token stream is the window of
+tokens [w T, w T + T + 1), where T is ``seq_len``; neighbors share one token, the last target of one
+and the first input of the next.  There are (tokens - 1) // T samples; the remaining tokens are
+never read.  A window may begin inside a document; ``packing="documents"`` still keeps attention and
+loss inside each document.  Conversations, and documents with ``packing="best_fit"``, are packed
+into sequences without splitting (`weft.data.packing`).
 
-*Ranks.*  The global batch at ``consumed`` is the samples at places consumed .. consumed + GB - 1
-of the run's order, which `weft.data.order` tells.  Only then is it cut, first over ranks and then
-into microbatches, so neither number of ranks nor microbatch size can change what a step trains on.
+*Ranks.*  The global batch at ``consumed`` is the samples at positions consumed .. consumed + GB - 1
+of the order that `weft.data.order` defines.  The loader then divides it over ranks and
+microbatches, so neither the number of ranks nor the microbatch size changes what a step trains on.
 
-Shapes: B rows of a microbatch, T tokens of a row.
+Shapes: B sequences of a microbatch, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 from weft.config.errors import ConfigError, WeftError
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
-from weft.data.order import Ints, MixtureSampler, parts, sample_index
-from weft.data.packing import Rows, pack
+from weft.data.order import Ints, MixtureSampler, apportion, sample_index
+from weft.data.packing import PackedSequences, pack_split
 from weft.data.token_store import SplitName, Store, TokenStream
 
-AT_ONCE = 512  # places whose samples are looked up at a time
-IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default
+LOOKUP_POSITIONS = 512  # positions per lookup
+IGNORE_INDEX = -100  # target without loss, as in torch's cross_entropy
 
 Packing = Literal["windows", "documents"]
 
@@ -41,13 +41,12 @@ Packing = Literal["windows", "documents"]
 
 
 class Batch(NamedTuple):
-    """Rows of samples: int64 (B, T), but ``sources_B``, which is (B,).
+    """Sequences: int64 (B, T) tensors, except ``sources_B``, int64 (B,).
 
-    ``targets_BT`` is the next token, or IGNORE.  ``documents_BT`` numbers the documents of each
-    row from 0, and ``positions_BT`` counts from 0 inside each; the separator belongs to the
-    document that it ends.  Both are there only where documents are kept apart, and ``sources_B``,
-    the number of each row's source, only in a mixture.  ``references_B2``, float32, is there where
-    rows are pairs of answers: see `Pairs`.
+    ``targets_BT`` is the next token, or IGNORE_INDEX.  ``documents_BT`` numbers the documents of
+    each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
+    document that it ends.  Both are None with ``packing="windows"``.  ``sources_B``, the source of
+    each sequence, is None without a mixture.  `Pairs` set ``references_B2``, float32.
     """
 
     tokens_BT: torch.Tensor
@@ -59,22 +58,21 @@ class Batch(NamedTuple):
 
 
 class Samples(Protocol):
-    """A source of samples, all of one length."""
+    """Map-style dataset of sequences of one length."""
 
     def __len__(self) -> int: ...
 
-    def rows(self, samples: Ints) -> Batch:
-        """The samples of these numbers, int64 (n,), each from 0 to ``len(self) - 1``."""
+    def get_batch(self, indices: Ints) -> Batch:
+        """Return the samples of these indices, int64 (n,), each below ``len(self)``."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """A stream of tokens, cut into windows.
+    """A token stream, split into windows.
 
     Args:
-        stream: at least one token.  If it is shorter than one window, that is filled up, with
-            IGNORE for targets.
+        stream: at least one token; if shorter than a window, it is padded, without targets.
         seq_len: tokens per sample, T.
         packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
         separator: id of the token that ends a document.
@@ -88,139 +86,143 @@ class TokenChunks:
     def __len__(self) -> int:
         return max(1, (len(self.stream) - 1) // self.seq_len)
 
-    def rows(self, samples: Ints) -> Batch:
+    def get_batch(self, indices: Ints) -> Batch:
         length = min(self.seq_len + 1, len(self.stream))
-        found = self.stream.window(samples * self.seq_len, length)
+        windows = self.stream.read_windows(indices * self.seq_len, length)
         if missing := self.seq_len + 1 - length:
-            found = np.pad(found, ((0, 0), (0, missing)), constant_values=self.separator)
-        batch = _batch(found, self.packing, self.separator)
+            windows = np.pad(windows, ((0, 0), (0, missing)), constant_values=self.separator)
+        batch = _make_batch(windows, self.packing, self.separator)
         if missing:
-            batch.targets_BT[:, -missing:] = IGNORE
+            batch.targets_BT[:, -missing:] = IGNORE_INDEX
         return batch
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows of whole documents, each of which attention and loss stay inside.
+class PackedDocuments:
+    """Sequences of whole documents; attention and loss stay inside each document.
 
-    What is left of a row is filled with the separator, as one more document, without targets.
+    The rest of a sequence is padded with the separator, as one more document without targets.
 
     Args:
         stream: the tokens of the documents.
-        learned: 1 where a token is a target, else 0; None: all are.
+        loss_mask: 1 where a token is a target, else 0; None: all tokens are.
         separator: any token.
     """
 
     stream: TokenStream
-    learned: TokenStream | None
-    packed: Rows
+    loss_mask: TokenStream | None
+    packed: PackedSequences
     seq_len: int
     separator: int
 
     def __len__(self) -> int:
         return len(self.packed)
 
-    def rows(self, samples: Ints) -> Batch:
-        shape = (len(samples), self.seq_len)
-        tokens, targets = np.full(shape, self.separator), np.full(shape, IGNORE)
+    def get_batch(self, indices: Ints) -> Batch:
+        shape = (len(indices), self.seq_len)
+        tokens, targets = np.full(shape, self.separator), np.full(shape, IGNORE_INDEX)
         documents, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         packed = self.packed
-        for row, sample in enumerate(samples.tolist()):
-            at = 0
-            members = packed.order[packed.firsts[sample] : packed.firsts[sample + 1]]
-            for number, document in enumerate(members.tolist()):
-                begin, places = packed.begins[document : document + 1], packed.lengths[document]
-                [found] = self.stream.window(begin, int(places) + 1)
-                here = slice(at, at + len(found) - 1)
-                tokens[row, here], targets[row, here] = found[:-1], found[1:]
-                if self.learned is not None:
-                    [learned] = self.learned.window(begin, len(found))
-                    targets[row, here][learned[1:] == 0] = IGNORE
-                documents[row, here] = number
-                positions[row, here] = np.arange(len(found) - 1)
-                at = here.stop
-            documents[row, at:] = len(members)
-            positions[row, at:] = np.arange(self.seq_len - at)
+        for row, sample in enumerate(indices.tolist()):
+            end = 0
+            document_ids = packed.document_order[
+                packed.offsets[sample] : packed.offsets[sample + 1]
+            ]
+            for index, document in enumerate(document_ids.tolist()):
+                start, length = packed.starts[document : document + 1], packed.lengths[document]
+                [window] = self.stream.read_windows(start, int(length) + 1)
+                span = slice(end, end + len(window) - 1)
+                tokens[row, span], targets[row, span] = window[:-1], window[1:]
+                if self.loss_mask is not None:
+                    [mask] = self.loss_mask.read_windows(start, len(window))
+                    targets[row, span][mask[1:] == 0] = IGNORE_INDEX
+                documents[row, span] = index
+                positions[row, span] = np.arange(len(window) - 1)
+                end = span.stop
+            documents[row, end:] = len(document_ids)
+            positions[row, end:] = np.arange(self.seq_len - end)
         return Batch(*map(torch.from_numpy, (tokens, targets, documents, positions)))
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Preferences: document 0 of each row is the chosen answer with its prompt, 1 the rejected one.
+    """Preference pairs, one per sequence: document 0 is chosen, document 1 rejected.
 
-    So whatever cuts a global batch, into ranks, microbatches or stages, keeps a pair together.
+    Both include the prompt.  Ranks, microbatches and stages never separate the two.
 
     Args:
-        references: log-probability of both answers under the initial model, in nats, float32
-            (pairs, 2); None where it is not known yet.
+        references: log-probabilities of both answers under the initial model, in nats, float32
+            (pairs, 2); None: not computed yet.
     """
 
-    packed: Packed
+    packed: PackedDocuments
     references: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.packed)
 
-    def rows(self, samples: Ints) -> Batch:
-        batch = self.packed.rows(samples)
+    def get_batch(self, indices: Ints) -> Batch:
+        batch = self.packed.get_batch(indices)
         if self.references is None:
             return batch
-        return batch._replace(references_B2=self.references[torch.from_numpy(samples)])
+        return batch._replace(references_B2=self.references[torch.from_numpy(indices)])
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources of samples, and the share that each has in what a run sees, summing to one."""
+    """Sources of samples, and the share of each in the run; shares sum to one."""
 
     sources: Sequence[Samples]
     shares: Sequence[float] = (1.0,)
 
-    def rows(self, sources: Ints, samples: Ints) -> Batch:
-        """Samples by source and number, both int64 (n,)."""
+    def get_batch(self, sources: Ints, indices: Ints) -> Batch:
+        """Return samples by source and index, both int64 (n,)."""
         if len(self.sources) == 1:
-            return self.sources[0].rows(samples)
+            return self.sources[0].get_batch(indices)
         order = np.argsort(sources, kind="stable")
-        found = [
-            self.sources[source].rows(samples[sources == source])
+        batches = [
+            self.sources[source].get_batch(indices[sources == source])
             for source in range(len(self.sources))
             if (sources == source).any()
         ]
-        back = torch.from_numpy(np.argsort(order, kind="stable"))
-        columns = zip(*found, strict=True)
-        together = (None if c[0] is None else torch.cat(c)[back] for c in columns)
-        return Batch._make(together)._replace(sources_B=torch.from_numpy(sources))
+        inverse = torch.from_numpy(np.argsort(order, kind="stable"))
+        columns = zip(*batches, strict=True)
+        merged = (None if c[0] is None else torch.cat(c)[inverse] for c in columns)
+        return Batch._make(merged)._replace(sources_B=torch.from_numpy(sources))
 
 
-def samples_of(
-    text: Dataset, split: SplitName, seq_len: int, section: DataSection, seed: int
+def build_mixture(
+    dataset: Dataset, split: SplitName, seq_len: int, section: DataSection, seed: int
 ) -> Mixture:
-    """The samples of ``train`` or ``validation``.
+    """Return the samples of ``train`` or ``validation``.
 
     Args:
-        section: how they are packed.
-        seed: decides which documents share a row.
+        section: decides the packing.
+        seed: decides which documents share a sequence.
     """
-    sources = [_samples(source.store, split, seq_len, section, seed) for source in text.sources]
-    return Mixture(sources, [source.share for source in text.sources])
+    sources = [
+        _build_samples(source.store, split, seq_len, section, seed) for source in dataset.sources
+    ]
+    return Mixture(sources, [source.share for source in dataset.sources])
 
 
-def _samples(
+def _build_samples(
     store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
 ) -> Samples:
     stream, separator = store.tokens(split), store.manifest.separator
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
         return TokenChunks(stream, seq_len, packing, separator)
-    rows = pack(store, split, seq_len, section, seed)
-    packed = Packed(stream, store.learned(split), rows, seq_len, separator)
+    sequences = pack_split(store, split, seq_len, section, seed)
+    packed = PackedDocuments(stream, store.loss_mask(split), sequences, seq_len, separator)
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 
-def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[ConfigError]:
-    """Whether a train text of so many tokens has at least one sample."""
+def check_length(tokens: int, seq_len: int, noun: str = "the train text") -> list[ConfigError]:
+    """Return an error if the train text is shorter than one sample."""
     if tokens > seq_len:
         return []
-    rule = f"{what} has {tokens} tokens, one sequence takes {seq_len + 1}"
+    rule = f"needs a text of at least {seq_len + 1} tokens; {noun} has {tokens} tokens"
     fewer = f"use at most {tokens - 1}, or " if tokens > 1 else ""
     return [ConfigError("train.seq_len", seq_len, rule, f"{fewer}give more text")]
 
@@ -230,184 +232,198 @@ def check_length(tokens: int, seq_len: int, what: str = "the train text") -> lis
 
 @dataclass(frozen=True)
 class Loader:
-    """This rank's microbatches of any global batch.
+    """Microbatches of this rank, for any global batch.
 
     Args:
         mixture: the train samples.
         seed: decides the order.
-        global_batch: samples per step over all ranks.
-        dp_rank, dp_size: this rank among those that read different samples.
-        microbatch: rows per Batch.
+        global_batch_size: sequences per step, over all ranks.
+        dp_rank, dp_size: data-parallel rank and number of ranks.
+        microbatch_size: sequences per Batch.
 
     Raises:
-        ValueError: ranks do not divide the global batch.
+        ValueError: ``dp_size`` does not divide ``global_batch_size``.
     """
 
     mixture: Mixture
     seed: int
-    global_batch: int
+    global_batch_size: int
     dp_rank: int
     dp_size: int
-    microbatch: int
-    _turns: MixtureSampler = field(init=False, compare=False)
-    _known: dict[tuple[int, int], Ints] = field(default_factory=dict, init=False, compare=False)
+    microbatch_size: int
+    _sampler: MixtureSampler = field(init=False, compare=False)
+    _cached_samples: dict[tuple[int, int], Ints] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        if self.global_batch % self.dp_size:
+        if self.global_batch_size % self.dp_size:
             raise ValueError(
-                f"global_batch = {self.global_batch} is not a multiple of dp_size = {self.dp_size}"
+                f"global_batch_size = {self.global_batch_size} is not divisible by "
+                f"dp_size = {self.dp_size}"
             )
-        object.__setattr__(self, "_turns", MixtureSampler(self.mixture.shares))  # frozen
+        object.__setattr__(self, "_sampler", MixtureSampler(self.mixture.shares))  # frozen
 
-    def batch(self, consumed: int, group: int = 0, groups: int = 1) -> list[Batch]:
-        """This rank's microbatches of the global batch that begins at sample ``consumed``.
+    def get_microbatches(
+        self, consumed: int, replica_group: int = 0, num_groups: int = 1
+    ) -> list[Batch]:
+        """Return this rank's microbatches of the global batch at ``consumed``.
 
-        The global batch is the samples at places ``consumed .. consumed + global_batch - 1``.
-        Rank r has the contiguous slice [r GB / dp, (r + 1) GB / dp) of it, cut into consecutive
-        microbatches, of which the last may have fewer rows: all ranks' batches one after the
-        other are the global batch, in order, whatever ``dp_size`` and ``microbatch`` are.
+        The global batch is the ``global_batch_size`` samples from position ``consumed`` on.  Rank r
+        has the contiguous slice [r GB / dp, (r + 1) GB / dp), split into consecutive microbatches;
+        the last may be smaller.  Concatenated over ranks, the batches are the global batch in
+        order, for any ``dp_size`` and ``microbatch_size``.
 
-        With several replica groups this is so inside of each group's slice, which may differ by
-        ``dp_size`` rows from another's; where there are too few, a group has a row without targets.
+        With several replica groups this holds inside each group's slice.  Slices may differ by
+        ``dp_size`` sequences; a group without sequences gets one without targets.
         """
-        rows_per_rank = self.global_batch // self.dp_size
-        begin, end = (rows_per_rank * n // groups for n in (group, group + 1))
-        share = max(1, end - begin)
-        first = consumed + begin * self.dp_size + self.dp_rank * share
-        rows = self.mixture.rows(*self._samples(first, share))
+        sequences_per_rank = self.global_batch_size // self.dp_size
+        begin, end = (
+            sequences_per_rank * n // num_groups for n in (replica_group, replica_group + 1)
+        )
+        num_sequences = max(1, end - begin)
+        first = consumed + begin * self.dp_size + self.dp_rank * num_sequences
+        batch = self.mixture.get_batch(*self._samples(first, num_sequences))
         if begin == end:
-            rows.targets_BT.fill_(IGNORE)
-        starts = range(0, share, self.microbatch)
-        return [_slice(rows, start, start + self.microbatch) for start in starts]
+            batch.targets_BT.fill_(IGNORE_INDEX)
+        starts = range(0, num_sequences, self.microbatch_size)
+        return [_slice_batch(batch, start, start + self.microbatch_size) for start in starts]
 
-    def _samples(self, first: int, share: int) -> Ints:
-        """Source and number of the samples at places ``first .. first + share - 1``: (2, share)."""
-        found = self._known.get((first, share))
-        if found is None:
-            # For the steps to come as well: numpy takes about as long for many as for a few.
-            firsts = first + self.global_batch * np.arange(max(1, AT_ONCE // share))
-            places = (firsts[:, None] + np.arange(share)).ravel()
-            every = self._locate(places).reshape(2, -1, share)
-            self._known.clear()
-            for place, each in zip(firsts.tolist(), every.transpose(1, 0, 2), strict=True):
-                self._known[place, share] = each
-            found = every[:, 0]
-        return found
+    def _samples(self, first: int, num_sequences: int) -> Ints:
+        """Return source and index of ``num_sequences`` positions from ``first``: (2, n)."""
+        samples = self._cached_samples.get((first, num_sequences))
+        if samples is None:
+            # Also for the next steps: numpy takes about as long for many positions as for few.
+            firsts = first + self.global_batch_size * np.arange(
+                max(1, LOOKUP_POSITIONS // num_sequences)
+            )
+            positions = (firsts[:, None] + np.arange(num_sequences)).ravel()
+            located = self._find_samples(positions).reshape(2, -1, num_sequences)
+            self._cached_samples.clear()
+            for position, part in zip(firsts.tolist(), located.transpose(1, 0, 2), strict=True):
+                self._cached_samples[position, num_sequences] = part
+            samples = located[:, 0]
+        return samples
 
-    def _locate(self, places: Ints) -> Ints:
-        """Source and number of the samples at places of the run, int64 (n,): int64 (2, n)."""
-        sources, before = self._turns.at(places)
-        samples = np.empty_like(before)
-        for source, of in enumerate(self.mixture.sources):
-            here = sources == source
-            samples[here] = sample_index(before[here], len(of), self.seed)
-        return np.stack((sources, samples))
+    def _find_samples(self, positions: Ints) -> Ints:
+        """Return source and index of the samples at positions, int64 (n,): (2, n)."""
+        sources, num_before = self._sampler.assign(positions)
+        indices = np.empty_like(num_before)
+        for source, samples_of_source in enumerate(self.mixture.sources):
+            selected = sources == source
+            indices[selected] = sample_index(
+                num_before[selected], len(samples_of_source), self.seed
+            )
+        return np.stack((sources, indices))
 
 
 class Prefetcher:
-    """A loader's batches, for a GPU each made while the one before it is computed on.
+    """Prefetch batches of a loader, on a GPU during the current step.
 
-    A thread makes them, in pinned memory.  Only the position that is asked for decides what comes:
-    a batch made for another one, before a rewind or a change of the replica groups, is dropped, and
-    so is an error in making it.  On a CPU, whose cores have to do both, handing over costs more
-    than it saves: there a batch is made when it is asked for.
+    A thread prepares batches in pinned memory.  The requested position alone decides the result: a
+    batch, or an error, prepared for another position (before a rewind or a change of the replica
+    groups) is dropped.  On a CPU, which would do both, prefetching costs more than it saves; there
+    the caller's thread prepares each batch.
     """
 
-    def __init__(self, loader: Loader, device: torch.device, threaded: bool) -> None:
+    def __init__(self, loader: Loader, device: torch.device, use_thread: bool) -> None:
         self._loader, self._device = loader, device
-        self._asked: SimpleQueue[Any] = SimpleQueue()
-        self._made: SimpleQueue[Any] = SimpleQueue()  # (place, batches or why there are none)
+        self._requests: SimpleQueue[Any] = SimpleQueue()
+        self._results: SimpleQueue[Any] = SimpleQueue()  # (request, batches or exception)
         self._pending = False
-        self._thread = Thread(target=self._work, name="weft-data", daemon=True)
-        if threaded:
+        self._thread = Thread(target=self._prefetch_loop, name="weft-data", daemon=True)
+        if use_thread:
             self._thread.start()
 
-    def batch(self, consumed: int, group: int, groups: int) -> list[Batch]:
-        """As of `Loader`."""
-        asked = (consumed, group, groups)
-        place, made = None, None
+    def get_microbatches(self, consumed: int, replica_group: int, num_groups: int) -> list[Batch]:
+        """Return the same as `Loader.get_microbatches`."""
+        request = (consumed, replica_group, num_groups)
+        prepared, result = None, None
         if self._pending:
-            place, made = self._made.get()
+            prepared, result = self._results.get()
             self._pending = False
-        if place != asked:
-            made = self._loader.batch(*asked)
-        elif isinstance(made, Exception):
-            raise made
+        if prepared != request:
+            result = self._loader.get_microbatches(*request)
+        elif isinstance(result, Exception):
+            raise result
         if self._thread.is_alive():
-            self._asked.put((consumed + self._loader.global_batch, group, groups))
+            self._requests.put(
+                (consumed + self._loader.global_batch_size, replica_group, num_groups)
+            )
             self._pending = True
-        return cast(list[Batch], made)
+        return cast(list[Batch], result)
 
-    def _work(self) -> None:
+    def _prefetch_loop(self) -> None:
         on_gpu = self._device.type == "cuda"
         if on_gpu:
-            torch.cuda.set_device(self._device)  # of this thread
-        for place in iter(self._asked.get, None):
+            torch.cuda.set_device(self._device)  # per thread
+        for request in iter(self._requests.get, None):
             try:
-                made: Any = self._loader.batch(*place)
+                result: Any = self._loader.get_microbatches(*request)
                 if on_gpu:
-                    made = [_pinned(batch) for batch in made]
+                    result = [_pin_batch(batch) for batch in result]
             except Exception as error:
-                made = error
-            self._made.put((place, made))
+                result = error
+            self._results.put((request, result))
 
     def close(self) -> None:
-        """End the thread."""
-        self._asked.put(None)
+        """Stop the thread."""
+        self._requests.put(None)
         if self._thread.is_alive():
-            self._thread.join(10.0)  # a disk that hangs must not keep a process that is to end
+            self._thread.join(10.0)  # a hung disk must not block the exit
 
 
 def evaluation_batches(
-    mixture: Mixture, sequences: int, dp_rank: int, dp_size: int, microbatch: int
+    mixture: Mixture, num_sequences: int, dp_rank: int, dp_size: int, microbatch_size: int
 ) -> Iterator[Batch]:
-    """This rank's share of ``sequences`` held-out samples (or all there are), always the same.
+    """Yield this rank's part of ``num_sequences`` validation samples, always the same.
 
-    Each source has its share of them, but one at least, spread evenly over it: its documents may
-    differ from one end to the other.
+    Each source has its share of the samples, at least one, spread evenly over the source.
 
-    Every rank yields the same number of batches, of one shape, since collectives need all ranks:
-    rows are added at the end, with every target IGNORE, until that is so.  Rank r has the r-th
-    contiguous slice.
+    All ranks yield the same number of batches of one shape, because collectives need all ranks.  To
+    that end, sequences with only IGNORE_INDEX targets are appended.  Rank r has the r-th contiguous
+    slice.
     """
-    wanted = parts(mixture.shares, max(sequences, len(mixture.sources)))
-    sources, samples = [], []
-    for source, (of, most) in enumerate(zip(mixture.sources, wanted.tolist(), strict=True)):
-        count = min(most, len(of))
+    counts = apportion(mixture.shares, max(num_sequences, len(mixture.sources)))
+    sources, indices = [], []
+    for source, (samples_of_source, limit) in enumerate(
+        zip(mixture.sources, counts.tolist(), strict=True)
+    ):
+        count = min(limit, len(samples_of_source))
         sources.append(np.full(count, source))
-        samples.append(np.arange(count) * len(of) // count)
-    chosen = np.stack((np.concatenate(sources), np.concatenate(samples)))
-    if not chosen.size:
-        raise WeftError("the held-out text has no row: use a larger data.validation_fraction")
-    share = -(-chosen.shape[1] // dp_size)
-    rows_per_batch = min(microbatch, share)
-    share = -(-share // rows_per_batch) * rows_per_batch
-    for first in range(dp_rank * share, (dp_rank + 1) * share, rows_per_batch):
-        here = chosen[:, first : first + rows_per_batch]
-        missing = rows_per_batch - here.shape[1]
-        filled = np.concatenate((here, np.repeat(chosen[:, :1], missing, axis=1)), axis=1)
-        batch = mixture.rows(*filled)
+        indices.append(np.arange(count) * len(samples_of_source) // count)
+    selected = np.stack((np.concatenate(sources), np.concatenate(indices)))
+    if not selected.size:
+        raise WeftError("the validation set has no sequence: use a larger data.validation_fraction")
+    per_rank = -(-selected.shape[1] // dp_size)
+    batch_size = min(microbatch_size, per_rank)
+    per_rank = -(-per_rank // batch_size) * batch_size
+    for first in range(dp_rank * per_rank, (dp_rank + 1) * per_rank, batch_size):
+        part = selected[:, first : first + batch_size]
+        missing = batch_size - part.shape[1]
+        padded = np.concatenate((part, np.repeat(selected[:, :1], missing, axis=1)), axis=1)
+        batch = mixture.get_batch(*padded)
         if missing:
-            batch.targets_BT[-missing:] = IGNORE
+            batch.targets_BT[-missing:] = IGNORE_INDEX
         yield batch
 
 
-def _slice(rows: Batch, first: int, end: int) -> Batch:
-    return Batch._make(column if column is None else column[first:end] for column in rows)
+def _slice_batch(batch: Batch, first: int, end: int) -> Batch:
+    return Batch._make(tensor if tensor is None else tensor[first:end] for tensor in batch)
 
 
-def _pinned(batch: Batch) -> Batch:
-    return Batch._make(part if part is None else part.pin_memory() for part in batch)
+def _pin_batch(batch: Batch) -> Batch:
+    return Batch._make(tensor if tensor is None else tensor.pin_memory() for tensor in batch)
 
 
-def _batch(rows: Ints, packing: Packing, separator: int) -> Batch:
-    """Rows of T + 1 tokens as inputs and targets."""
-    tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+def _make_batch(windows: Ints, packing: Packing, separator: int) -> Batch:
+    """Split windows of T + 1 tokens into inputs and targets."""
+    tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
     if packing == "windows":
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None)
     ends = np.flatnonzero(tokens == separator)
-    targets.reshape(-1)[ends] = IGNORE  # it would be the first token of another document
-    # By documents, which are few, and not by tokens: as quick as it gets in numpy.
+    targets.reshape(-1)[ends] = IGNORE_INDEX  # the target would begin another document
+    # Vectorized over documents, which are fewer than tokens.
     length = tokens.shape[1]
     starts = np.union1d(np.arange(0, tokens.size, length), ends[ends < tokens.size - 1] + 1)
     sizes = np.diff(starts, append=tokens.size)

@@ -1,16 +1,16 @@
-"""Which documents go into which row, so that none is cut and little is padding.
+"""Pack whole documents into sequences with little padding.
 
-*Best fit, decreasing*: the longest document first, each into the row that it fills best, or else
-into a new one.  That is at most 11/9 of the fewest rows there can be, and a few (Johnson et al.,
-SIAM J. Comput. 3, 1974), and of thousands of documents nearly all rows are full (Ding et al.,
-arXiv:2404.10830, who train on documents packed so).
+*Best-fit decreasing*: the longest document first, each into the sequence that it fills best, or
+else into a new one.  This needs at most 11/9 of the optimal number of sequences plus a constant
+(Johnson et al., SIAM J. Comput. 3, 1974).  With thousands of documents nearly all sequences are
+full (Ding et al., arXiv:2404.10830).
 
-The row that a document fills best is the one with the least room that is enough.  One number,
-``rooms``, has bit r set where some row has room for exactly r tokens; shifted right by a document's
-length, its lowest bit is what is wanted.  So a document costs a few operations on T bits, whatever
-the number of rows: a million conversations take seconds.
+The sequence that a document fills best has the least sufficient space.  One integer, ``spaces``,
+has bit r set if a sequence has space for exactly r tokens; shifted right by the document's length,
+its lowest bit is the wanted space.  So a document costs a few operations on T bits, however many
+sequences there are: a million conversations take seconds.
 
-A document of n tokens takes n - 1 places: its last token is a target, and never an input.
+A document of n tokens has length n - 1: its last token is a target, and never an input.
 """
 
 from __future__ import annotations
@@ -27,175 +27,185 @@ from weft.data.token_store import SPLITS, SplitName, Store
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of whole documents.
+class PackedSequences:
+    """Sequences of whole documents.
 
     Attributes:
-        begins, lengths: the first token of each document that is used, and its places: int64 (n,).
-        order, firsts: row r has the documents ``order[firsts[r] : firsts[r + 1]]``.
-        skipped, cut: documents that were too long, and left out or cut.
+        starts, lengths: first token and number of input tokens of each document, int64 (n,).
+        document_order, offsets: sequence i holds ``document_order[offsets[i] : offsets[i + 1]]``.
+        num_skipped, num_truncated: documents too long for a sequence, dropped or truncated.
     """
 
-    begins: Ints
+    starts: Ints
     lengths: Ints
-    order: Ints
-    firsts: Ints
-    skipped: int = 0
-    cut: int = 0
+    document_order: Ints
+    offsets: Ints
+    num_skipped: int = 0
+    num_truncated: int = 0
 
     def __len__(self) -> int:
-        return len(self.firsts) - 1
+        return len(self.offsets) - 1
 
-    def full(self, seq_len: int) -> float:
-        """The share of all places that is taken."""
-        return float(self.lengths[self.order].sum()) / max(1, len(self) * seq_len)
+    def fill_fraction(self, seq_len: int) -> float:
+        """Return the fraction of all positions that hold document tokens."""
+        return float(self.lengths[self.document_order].sum()) / max(1, len(self) * seq_len)
 
 
-def best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
-    """Documents, by number, in rows of ``capacity``: ``order`` and ``firsts`` of `Rows`.
+def pack_best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
+    """Pack documents: return ``document_order`` and ``offsets`` of `PackedSequences`.
 
     Args:
-        lengths: of the documents, int64 (n,), from 1 to ``capacity``.
-        seed: decides which of several documents of one length goes where.
+        lengths: int64 (n,), each from 1 to ``capacity``.
+        seed: shuffles documents of equal length.
     """
     shuffled = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
     longest_first = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room they have
-    rooms = 0
-    row_of = np.empty(len(lengths), np.int64)
-    rows = 0
+    sequences_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0
+    sequence_of = np.empty(len(lengths), np.int64)
+    num_sequences = 0
     for document, length in zip(
         longest_first.tolist(), lengths[longest_first].tolist(), strict=True
     ):
-        if fitting := rooms >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            if not with_room[room]:
-                rooms ^= 1 << room
+        if fitting := spaces >> length:
+            space = length + (fitting & -fitting).bit_length() - 1
+            sequence = sequences_by_space[space].pop()
+            if not sequences_by_space[space]:
+                spaces ^= 1 << space
         else:
-            room, row = capacity, rows
-            rows += 1
-        if left := room - length:
-            with_room[left].append(row)
-            rooms |= 1 << left
-        row_of[document] = row
-    order = longest_first[np.argsort(row_of[longest_first], kind="stable")]
-    return order, np.searchsorted(row_of[order], np.arange(rows + 1))
+            space, sequence = capacity, num_sequences
+            num_sequences += 1
+        if remaining := space - length:
+            sequences_by_space[remaining].append(sequence)
+            spaces |= 1 << remaining
+        sequence_of[document] = sequence
+    order = longest_first[np.argsort(sequence_of[longest_first], kind="stable")]
+    return order, np.searchsorted(sequence_of[order], np.arange(num_sequences + 1))
 
 
-def pack(store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int) -> Rows:
-    """The rows of a split; of preferences one for each pair, chosen first.
+def pack_split(
+    store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
+) -> PackedSequences:
+    """Pack a split; each pair of preferences is one sequence, chosen answer first.
 
-    What is too long for a row is left out, or cut at its end, as ``data.overlong`` says (text is
-    cut in pieces); so is what has nothing left to learn.
+    ``data.overlong`` decides whether longer conversations are dropped or truncated, and those left
+    without a trained token are dropped.  Longer documents of text are split into chunks.
     """
     if store.manifest.kind == "text":
-        begins, lengths = _pieces(store, split, seq_len)
-        return Rows(begins, lengths, *best_fit(lengths, seq_len, seed))
-    begins, lengths, used = _used(store, split, seq_len, section)
-    skipped = int((~used).sum())
+        starts, lengths = _chunk_documents(store, split, seq_len)
+        return PackedSequences(starts, lengths, *pack_best_fit(lengths, seq_len, seed))
+    starts, lengths, is_used = _select_conversations(store, split, seq_len, section)
+    num_skipped = int((~is_used).sum())
     if store.manifest.kind == "preferences":
-        documents = (2 * np.flatnonzero(used)[:, None] + np.arange(2)).ravel()
-        return Rows(begins, lengths, documents, np.arange(0, len(documents) + 1, 2), skipped)
-    begins, lengths = begins[used], lengths[used]
-    cut = int((lengths > seq_len).sum())
+        documents = (2 * np.flatnonzero(is_used)[:, None] + np.arange(2)).ravel()
+        return PackedSequences(
+            starts, lengths, documents, np.arange(0, len(documents) + 1, 2), num_skipped
+        )
+    starts, lengths = starts[is_used], lengths[is_used]
+    num_truncated = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
-    return Rows(begins, lengths, *best_fit(lengths, seq_len, seed), skipped, cut)
+    return PackedSequences(
+        starts, lengths, *pack_best_fit(lengths, seq_len, seed), num_skipped, num_truncated
+    )
 
 
-def _used(
+def _select_conversations(
     store: Store, split: SplitName, seq_len: int, section: DataSection
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Where conversations begin, the places that they would take, and which (of preferences, which
-    pairs) are not left out."""
+    """Return starts and lengths of conversations, and which ones or pairs to use."""
     ends = store.index(split)[:, 0]
-    begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
-    lengths = ends - begins - 1
+    starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
+    lengths = ends - starts - 1
     if store.manifest.kind == "preferences":
-        return begins, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
-    used = lengths <= seq_len
+        return starts, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
+    is_used = lengths <= seq_len
     if section.overlong == "truncate":
-        learned = store.learned(split)
-        assert learned is not None
-        for document in np.flatnonzero(~used).tolist():
-            seen = learned.window(begins[document : document + 1], seq_len + 1)[0, 1:]
-            used[document] = seen.any()
-    return begins, lengths, used
+        loss_mask = store.loss_mask(split)
+        assert loss_mask is not None
+        for document in np.flatnonzero(~is_used).tolist():
+            mask = loss_mask.read_windows(starts[document : document + 1], seq_len + 1)[0, 1:]
+            is_used[document] = mask.any()
+    return starts, lengths, is_used
 
 
-def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
-    """Documents of a text, from separator to separator; long ones in pieces of whole rows.
+def _chunk_documents(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
+    """Split text at separators, and long documents into chunks of ``seq_len`` tokens.
 
-    What comes after the last separator, in tokens that others made, is a document, too: llm.c puts
-    separators before documents.
+    Tokens after the last separator are a document, too: llm.c puts separators before documents.
     """
     stream = store.tokens(split)
-    ends = stream.find(store.manifest.separator) + 1
+    ends = stream.find_token(store.manifest.separator) + 1
     if len(stream) > (ends[-1] if len(ends) else 0):
         ends = np.append(ends, len(stream))
-    begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
-    lengths = ends - begins - 1
-    pieces = -(-lengths // seq_len)  # none of a document that is only its separator
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begins = np.repeat(begins, pieces) + number * seq_len
-    return begins, np.minimum(np.repeat(lengths, pieces) - number * seq_len, seq_len)
+    starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
+    lengths = ends - starts - 1
+    num_chunks = -(-lengths // seq_len)  # zero for a document that is only its separator
+    chunk = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    starts = np.repeat(starts, num_chunks) + chunk * seq_len
+    return starts, np.minimum(np.repeat(lengths, num_chunks) - chunk * seq_len, seq_len)
 
 
-# --------------------------------------------------------------------------- what is said of it
+# --------------------------------------------------------------------------- reports
 
 
 def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[ConfigError]:
-    """What is wrong with conversations: a store of another kind than ``data.format``, those that
-    are too long, by file and line, and splits of which nothing is left; of text nothing."""
+    """Return the errors of a store of conversations; an empty list for text.
+
+    Errors are a ``data.format`` other than the store's, conversations longer than ``train.seq_len``
+    (by file and line), and splits without a usable conversation.
+    """
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
         return []
     if section.format == "text":
-        rule = f"is not what the store {store.path} holds"
+        rule = f"does not match the store {store.path}, which holds {kind}"
         return [ConfigError("data.format", "text", rule, f"use {kind}")]
     if kind == "preferences" and section.overlong == "truncate":
-        rule = "cannot be: of two answers of which one is cut, none is preferred"
+        rule = "is not supported for preferences: a truncated answer cannot be compared"
         return [ConfigError("data.overlong", "truncate", rule, "use error or skip")]
-    what = "pairs" if kind == "preferences" else "conversations"
-    found = []
+    noun = "pairs" if kind == "preferences" else "conversations"
+    overlong = []
     for split in SPLITS:
         index = store.index(split)
-        places = np.diff(index[:, 0], prepend=0) - 1
+        lengths = np.diff(index[:, 0], prepend=0) - 1
         if kind == "preferences":
-            index, places = index[::2], places.reshape(-1, 2).sum(1)
-        here = np.flatnonzero(places > seq_len)
-        found += [(*index[i, 1:].tolist(), int(places[i])) for i in here]
-    if found and section.overlong == "error":
-        found.sort()
-        lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
-        longest = max(size for _, _, size in found)
-        rule = f"is shorter than {len(found)} {what}:\n  " + truncate_list(
-            lines, "\n  ", len(found)
+            index, lengths = index[::2], lengths.reshape(-1, 2).sum(1)
+        too_long = np.flatnonzero(lengths > seq_len)
+        overlong += [(*index[i, 1:].tolist(), int(lengths[i])) for i in too_long]
+    if overlong and section.overlong == "error":
+        overlong.sort()
+        lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in overlong[:SHOWN]]
+        longest = max(size for _, _, size in overlong)
+        rule = f"is shorter than {len(overlong)} {noun}:\n  " + truncate_list(
+            lines, "\n  ", len(overlong)
         )
-        cut = "" if kind == "preferences" else ", or truncate"
-        remedy = f"use {longest}, or --data.overlong skip{cut}"
+        truncate = "" if kind == "preferences" else " or truncate"
+        remedy = f"use {longest}, or set data.overlong=skip{truncate}"
         return [ConfigError("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
-        _, _, used = _used(store, split, seq_len, section)
-        if not used.any():
-            rule = f"all {len(used)} {what} of the {split} split are longer than a row"
-            return [ConfigError("train.seq_len", seq_len, rule, "use a larger one")]
+        _, _, is_used = _select_conversations(store, split, seq_len, section)
+        if not is_used.any():
+            rule = f"is shorter than all {len(is_used)} {noun} of the {split} split"
+            return [ConfigError("train.seq_len", seq_len, rule, "use a larger value")]
     return []
 
 
-def packing_line(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
-    """What packing comes to, for people: of the train split."""
-    rows, split = pack(store, "train", seq_len, section, seed), store.manifest.train
-    number = len(rows.lengths) if store.manifest.kind == "text" else split.documents
-    what = {
-        "text": f"{number:,} pieces of {split.tokens:,} tokens",
-        "chat": f"{number:,} conversations of {split.tokens:,} tokens",
-        "preferences": f"{number // 2:,} pairs of {split.tokens:,} tokens",
+def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
+    """Return one line that describes how the train split is packed."""
+    packed, split = pack_split(store, "train", seq_len, section, seed), store.manifest.train
+    num_documents = len(packed.lengths) if store.manifest.kind == "text" else split.documents
+    content = {
+        "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
+        "chat": f"{num_documents:,} conversations of {split.tokens:,} tokens",
+        "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
     }[store.manifest.kind]
-    learned = store.learned("train")
-    if learned is not None:
-        what += f", of which {learned.count_nonzero() / max(1, split.tokens):.0%} are learned"
-    line = f"{what}, in {len(rows):,} rows of {seq_len:,}, {rows.full(seq_len):.1%} full"
-    told = [(rows.cut, "cut at their end"), (rows.skipped, "left out")]
-    told_text = "".join(f"; {count:,} too long and {how}" for count, how in told if count)
-    return line + told_text
+    loss_mask = store.loss_mask("train")
+    if loss_mask is not None:
+        content += (
+            f", of which {loss_mask.count_nonzero() / max(1, split.tokens):.0%} are trained on"
+        )
+    fill = packed.fill_fraction(seq_len)
+    line = f"{content}, in {len(packed):,} sequences of {seq_len:,}, {fill:.1%} full"
+    counts = [(packed.num_truncated, "truncated"), (packed.num_skipped, "skipped")]
+    dropped = "".join(f"; {count:,} too long and {action}" for count, action in counts if count)
+    return line + dropped

@@ -1,13 +1,13 @@
-"""Preparing a store: text tokenised once, safely.
+"""Prepare a token store: tokenize text once, crash-safely.
 
-Preparing may be killed at any moment: the next attempt keeps the shards that are whole
-(`weft.data.token_shards`) and makes the rest.  ``store.json`` comes last.
+Preparation may be killed at any time: the next attempt reuses the completed shards
+(`weft.data.token_shards`) and builds the rest.  ``store.json`` is written last.
 
-Text comes in three kinds.  Of *text files* (`weft.data.text_files`) each is a document; they are
-hashed whenever they seem changed, and encoded by the tokenizer's own threads.  Files of many
-documents, *records* (`weft.data.documents`), may be large and far away: what they are is told by
-name, size and time, and processes make their shards.  *Tokens* of others (`weft.data.foreign_tokens`) are
-only checked, and read where they lie.  *Conversations* are for `weft.data.conversations`.
+Text has three forms.  Each *text file* (`weft.data.text_files`) is a document; weft hashes a file
+when it seems changed, and the tokenizer's own threads encode it.  Files with many documents,
+*records* (`weft.data.documents`), may be large and remote: name, size and time identify them, and
+processes build their shards.  *Tokens* of other software (`weft.data.foreign_tokens`) are validated
+and used in place.  `weft.data.conversations` prepares *conversations*.
 """
 
 from __future__ import annotations
@@ -20,231 +20,250 @@ from weft.config.errors import ConfigError
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.conversations import prepare_conversations
-from weft.data.dataset import Dataset, single, write_mixture
-from weft.data.document_tokens import RECORD, record_of
-from weft.data.documents import read_records
-from weft.data.foreign_tokens import TokenFiles, read_headers
+from weft.data.dataset import Dataset, dataset_from_store, write_mixture
+from weft.data.document_tokens import RECORD_FILE, format_record
+from weft.data.documents import read_record_corpus
+from weft.data.foreign_tokens import TokenCorpus, read_headers
 from weft.data.prepared_cache import (
-    PREPARES,
+    WAITING_MESSAGE,
     Progress,
     Report,
-    cache_problems,
-    locked,
-    noting,
-    open_given,
-    prepared_once,
-    refuse,
+    build_once,
+    collect_errors,
+    convert_cache_errors,
+    lock_directory,
+    open_given_store,
+    raise_errors,
 )
-from weft.data.source import SourceRef, look
-from weft.data.text_files import read_texts
-from weft.data.token_shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
+from weft.data.source import SourceRef, detect_source
+from weft.data.text_files import read_text_corpus
+from weft.data.token_shards import CHUNK_BYTES, Corpus, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
+from weft.data.tokenizer import find_separator, load_tokenizer, train_tokenizer
 
-SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which is also what is held at once
-TRAINING_BYTES = 64 << 20  # of train text that a new tokenizer learns from
+SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which memory must hold
+TOKENIZER_TRAIN_BYTES = 64 << 20  # of train text for a new tokenizer
 
 
-def prepare_text(section: DataSection, cache: Path, progress: Report | None = None) -> Dataset:
-    """What ``section`` wants a run to train on, prepared now unless it was before.
+def prepare_data(section: DataSection, cache: Path, progress: Report | None = None) -> Dataset:
+    """Return the dataset that ``section`` selects; prepare it if it does not exist.
 
-    Args and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare` and
-    `weft.data.conversations.prepare_conversations`.
+    Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`
+    and `weft.data.conversations.prepare_conversations`.
     """
     if section.format != "text":
         return prepare_conversations(section, cache, progress)
     if not section.mixture:
-        return single(prepare(section, cache, progress))
+        return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
-    parts = [section.model_copy(update={"path": path}) for path in section.mixture]
+    sections = [section.model_copy(update={"path": path}) for path in section.mixture]
     problems: list[ConfigError] = []
-    given: _Given | None = None
-    readings: list[Reading | None] = []
-    for part in parts:
-        with noting(problems, mixture=True):
-            found, given = _find(part)
-            readings.append(
-                None if found is None else _read(part, found, cache, SHARD_BYTES, report)
+    tokenizer: _GivenTokenizer | None = None
+    corpora: list[Corpus | None] = []
+    for source_section in sections:
+        with collect_errors(problems, mixture=True):
+            source, tokenizer = _detect_inputs(source_section)
+            corpora.append(
+                None
+                if source is None
+                else _read_corpus(source_section, source, cache, SHARD_BYTES, report)
             )
-    refuse(problems)
-    if given is None:
-        given = _shared_tokenizer(section, readings, cache, report)
-        parts = [part.model_copy(update={"tokenizer": str(given.file)}) for part in parts]
+    raise_errors(problems)
+    if tokenizer is None:
+        tokenizer = _load_shared_tokenizer(section, corpora, cache, report)
+        sections = [
+            source_section.model_copy(update={"tokenizer": str(tokenizer.file)})
+            for source_section in sections
+        ]
     stores = []
-    for part, reading in zip(parts, readings, strict=True):
-        with noting(problems, mixture=True):
+    for source_section, corpus in zip(sections, corpora, strict=True):
+        with collect_errors(problems, mixture=True):
             stores.append(
-                open_given(part, given.hash, cache, report)
-                if reading is None
-                else _prepare(part, reading, given, cache, SHARD_BYTES, report)
+                open_given_store(source_section, tokenizer.hash, cache, report)
+                if corpus is None
+                else _prepare_corpus(source_section, corpus, tokenizer, cache, SHARD_BYTES, report)
             )
-    refuse(problems)
+    raise_errors(problems)
     for path, store in zip(section.mixture, stores, strict=True):
-        if store.manifest.separator != given.separator:
+        if store.manifest.separator != tokenizer.separator:
             rule = (
-                f"is a store whose documents end with token {store.manifest.separator}, and those "
-                f"of the other sources with token {given.separator}"
+                f"is a store whose documents end with token {store.manifest.separator}; those of "
+                f"the other sources end with token {tokenizer.separator}"
             )
             problems.append(
                 ConfigError("data.mixture", path, rule, "prepare it again from its text")
             )
-    refuse(problems)
-    with cache_problems(cache):
+    raise_errors(problems)
+    with convert_cache_errors(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
 
-def prepare(
+def prepare_store(
     section: DataSection,
     cache: Path,
     progress: Report | None = None,
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
-    """The store of the text at ``section.path``, prepared now unless it was before.
+    """Return the store of the text at ``section.path``; prepare it if necessary.
 
-    Any number of processes may call this at once, on any machines that share ``cache``: one
-    prepares what all have read, the others wait for it.
+    Any number of processes may call this at once, on all machines that share ``cache``: one
+    prepares the store, the others wait.
 
     Args:
-        section: what the user chose.  If its path is a prepared store, that is opened as it is.
-        cache: folder below which stores are kept.
-        progress: called from time to time with what is going on.
-        shard_bytes: text per shard, about; a record is not cut.
+        section: the user's choices.  If its path is a prepared store, that store is opened.
+        cache: directory of the cache.
+        progress: is called with progress reports.
+        shard_bytes: approximate text per shard; documents in records are not split.
 
     Raises:
-        InvalidConfig: problems of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
-        WeftError: a process that helped was killed.
+        InvalidConfig: errors of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
+        WeftError: a worker process was killed.
     """
     report = progress or (lambda _: None)
-    found, given = _find(section)
-    if found is None:
-        return open_given(section, given and given.hash, cache, report)
-    reading = _read(section, found, cache, shard_bytes, report)
-    return _prepare(section, reading, given, cache, shard_bytes, report)
+    source, tokenizer = _detect_inputs(section)
+    if source is None:
+        return open_given_store(section, tokenizer and tokenizer.hash, cache, report)
+    corpus = _read_corpus(section, source, cache, shard_bytes, report)
+    return _prepare_corpus(section, corpus, tokenizer, cache, shard_bytes, report)
 
 
-class _Given(NamedTuple):
-    """A tokenizer that is not trained on the text."""
+class _GivenTokenizer(NamedTuple):
+    """Tokenizer that is not trained on the text."""
 
     file: Path
     hash: str
     separator: int
 
 
-def _find(section: DataSection) -> tuple[SourceRef | None, _Given | None]:
-    """What there is at the path (None: a prepared store), and the tokenizer that the user gives.
+def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokenizer | None]:
+    """Return the source (None: a prepared store), and the user's tokenizer.
 
     Raises:
-        InvalidConfig: every problem of both.
+        InvalidConfig: all errors of both.
     """
-    found: SourceRef | None = None
-    given: _Given | None = None
+    source: SourceRef | None = None
+    given_tokenizer: _GivenTokenizer | None = None
     problems: list[ConfigError] = []
-    with noting(problems):
-        found = None if is_store(section.path) else look(section.path)
+    with collect_errors(problems):
+        source = None if is_store(section.path) else detect_source(section.path)
     if section.tokenizer == "train":
-        if found is not None and found.kind == "tokens":
-            rule = f"must be the one that made the tokens in {section.path}"
-            problems.append(ConfigError("data.tokenizer", "train", rule, "give its tokenizer.json"))
+        if source is not None and source.kind == "tokens":
+            rule = f"cannot be trained: {section.path} already holds tokens"
+            problems.append(
+                ConfigError(
+                    "data.tokenizer", "train", rule, "give the tokenizer.json that encoded them"
+                )
+            )
     else:
-        with noting(problems):
+        with collect_errors(problems):
             tokenizer, digest = load_tokenizer(section.tokenizer)
-            separator = separator_id(tokenizer, section.tokenizer)
-            given = _Given(Path(section.tokenizer).expanduser(), digest, separator)
-    refuse(problems)
-    return found, given
+            separator = find_separator(tokenizer, section.tokenizer)
+            given_tokenizer = _GivenTokenizer(
+                Path(section.tokenizer).expanduser(), digest, separator
+            )
+    raise_errors(problems)
+    return source, given_tokenizer
 
 
-def _read(
-    section: DataSection, found: SourceRef, cache: Path, shard_bytes: int, report: Report
-) -> Reading:
-    if found.kind == "text":
-        return read_texts(section, found.files, cache, shard_bytes, report)
-    if found.kind == "tokens":
-        return TokenFiles(section, read_headers(found.files))
-    return read_records(section, found, cache, shard_bytes, report)
+def _read_corpus(
+    section: DataSection, source: SourceRef, cache: Path, shard_bytes: int, report: Report
+) -> Corpus:
+    if source.kind == "text":
+        return read_text_corpus(section, source.files, cache, shard_bytes, report)
+    if source.kind == "tokens":
+        return TokenCorpus(section, read_headers(source.files))
+    return read_record_corpus(section, source, cache, shard_bytes, report)
 
 
-def _prepare(
+def _prepare_corpus(
     section: DataSection,
-    reading: Reading,
-    given: _Given | None,
+    corpus: Corpus,
+    tokenizer: _GivenTokenizer | None,
     cache: Path,
     shard_bytes: int,
     report: Report,
 ) -> Store:
-    settings = [FORMAT, PIECE_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8]
-    recipe = (
-        [given.hash, given.separator] if given else ["train", section.vocab_size, TRAINING_BYTES]
+    settings = [FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8]
+    tokenizer_key = (
+        [tokenizer.hash, tokenizer.separator]
+        if tokenizer
+        else ["train", section.vocab_size, TOKENIZER_TRAIN_BYTES]
     )
-    content = [settings, recipe, reading.content]
+    cache_key = [settings, tokenizer_key, corpus.cache_key]
 
-    def build(folder: Path) -> Manifest:
-        file = folder / TOKENIZER_FILE
-        if given:
-            write_durably(file, given.file.read_bytes())
-            write_durably(folder / RECORD, record_of(given.separator, True).encode())
+    def build(directory: Path) -> Manifest:
+        file = directory / TOKENIZER_FILE
+        if tokenizer:
+            write_durably(file, tokenizer.file.read_bytes())
+            write_durably(
+                directory / RECORD_FILE, format_record(tokenizer.separator, True).encode()
+            )
         else:
-            _train(file, [reading], section.vocab_size, report)
+            _train_tokenizer(file, [corpus], section.vocab_size, report)
         encoder = load_encoder(file)
-        built = reading.build(folder, encoder, report)
+        built = corpus.build(directory, encoder, report)
         return Manifest(
             format=FORMAT,
-            key=folder.name,
+            key=directory.name,
             source=section.path,
             dtype=built.dtype,
             vocab_size=encoder.vocab_size,
             separator=encoder.separator,
             tokenizer_hash=encoder.hash,
-            unigram_entropy_nats=unigram_entropy_nats(folder, built, encoder.vocab_size),
-            skipped_files=reading.odd.skipped,
-            replaced_files=reading.odd.replaced,
+            unigram_entropy_nats=unigram_entropy_nats(directory, built, encoder.vocab_size),
+            skipped_files=corpus.skip_counts.skipped,
+            replaced_files=corpus.skip_counts.replaced,
             train=built.train,
             validation=built.validation,
-            empty_documents=reading.odd.empty,
+            empty_documents=corpus.skip_counts.empty,
         )
 
-    return prepared_once(cache, content, report, build)
+    return build_once(cache, cache_key, report, build)
 
 
 # --------------------------------------------------------------------------- tokenizers
 
 
-def _shared_tokenizer(
-    section: DataSection, readings: Sequence[Reading | None], cache: Path, report: Report
-) -> _Given:
-    """A prepared store's, if the mixture has one; else one trained on all texts, unless it was
-    before."""
+def _load_shared_tokenizer(
+    section: DataSection, corpora: Sequence[Corpus | None], cache: Path, report: Report
+) -> _GivenTokenizer:
+    """Return the tokenizer of a store in the mixture, or train one on all texts."""
     stores = [path for path in section.mixture if is_store(path)]
     if stores:
         file = Path(stores[0]).expanduser() / TOKENIZER_FILE
     else:
-        texts = [reading for reading in readings if reading is not None]
-        # The last two decide what of a text is trained on.
+        text_corpora = [corpus for corpus in corpora if corpus is not None]
+        # The last two determine the train text.
         settings = [
             section.vocab_size,
-            TRAINING_BYTES,
+            TOKENIZER_TRAIN_BYTES,
             section.validation_fraction,
             section.invalid_utf8,
         ]
-        key = hash_json([settings, [reading.content for reading in texts]])
+        key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with cache_problems(cache), locked(file.parent, report, PREPARES):
-            _train(file, texts, section.vocab_size, report)
+        with convert_cache_errors(cache), lock_directory(file.parent, report, WAITING_MESSAGE):
+            _train_tokenizer(file, text_corpora, section.vocab_size, report)
     tokenizer, digest = load_tokenizer(file)
-    return _Given(file, digest, separator_id(tokenizer, file))
+    return _GivenTokenizer(file, digest, find_separator(tokenizer, file))
 
 
-def _train(file: Path, readings: Sequence[Reading], vocab_size: int, report: Report) -> None:
-    """Write a tokenizer trained on ``TRAINING_BYTES`` of the train texts at most, the same share
-    of each, unless an earlier attempt did."""
+def _train_tokenizer(
+    file: Path, corpora: Sequence[Corpus], vocab_size: int, report: Report
+) -> None:
+    """Train and write a tokenizer, unless the file exists.
+
+    It is trained on at most ``TOKENIZER_TRAIN_BYTES`` of the train texts, the same fraction of
+    each.
+    """
     if file.exists():
         return
     report(Progress("training the tokenizer"))
-    total = max(1, sum(reading.text_bytes for reading in readings))
+    total = max(1, sum(corpus.text_bytes for corpus in corpora))
     texts = (
         text
-        for reading in readings
-        for text in reading.training_texts(TRAINING_BYTES * reading.text_bytes // total)
+        for corpus in corpora
+        for text in corpus.sample_texts(TOKENIZER_TRAIN_BYTES * corpus.text_bytes // total)
     )
     write_durably(file, train_tokenizer(texts, vocab_size).to_str(pretty=True).encode())

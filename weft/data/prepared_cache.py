@@ -1,7 +1,7 @@
-"""What all preparing has in common: progress, mistakes, the cache, and stores that are there.
+"""Cache of prepared stores, and the progress and errors of preparation.
 
-In the cache, a store's folder is named by a hash of everything that decides its content, so a
-changed file, tokenizer or setting is another store, and the same is not tokenised twice.
+A store's directory in the cache is named by a hash of all that determines its content.  So a
+changed file, tokenizer or setting gives another store, and equal inputs are tokenized once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from weft.data.token_store import (
 
 @dataclass(frozen=True)
 class Progress:
-    """What a preparation is doing; ``done`` of ``total`` bytes, tokens or lines, and 0 of 0 where
-    there is nothing to count."""
+    """Progress of a preparation: ``done`` of ``total`` bytes, tokens or lines.
+
+    Both are 0 if nothing is counted.
+    """
 
     message: str
     done: int = 0
@@ -47,123 +49,131 @@ class Progress:
 
 Report = Callable[[Progress], None]
 
-PREPARES = "waiting for another process that prepares the same text"
-REPORTED_BYTES = 1 << 28  # of a store whose check is worth a line of progress
+WAITING_MESSAGE = "waiting for another process that prepares the same data"
+MIN_REPORT_BYTES = 1 << 28  # smaller stores are verified without progress reports
 
 
-def counting(report: Report, message: str, total: int) -> Callable[[int], None]:
-    """A function that is called with what has been done since, and reports how far that is.
+def progress_counter(report: Report, message: str, total: int) -> Callable[[int], None]:
+    """Return a function that adds to the progress and reports it.
 
-    ``total`` may be an estimate: no more than that is ever reported.
+    ``total`` may be an estimate; reported progress never exceeds it.
     """
     done = 0
 
-    def advance(more: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
-        done += more
+        done += count
         report(Progress(message, min(done, total), total))
 
     return advance
 
 
-# --------------------------------------------------------------------------- mistakes
+# --------------------------------------------------------------------------- errors
 
 
 @contextmanager
-def noting(problems: list[ConfigError], mixture: bool = False) -> Iterator[None]:
-    """Problems, for later; ``mixture``: those of a path are of one of a mixture's."""
+def collect_errors(problems: list[ConfigError], mixture: bool = False) -> Iterator[None]:
+    """Append errors to ``problems``; ``mixture``: report data.path as data.mixture."""
     try:
         yield
     except InvalidConfig as invalid:
         problems += [
-            replace(found, key="data.mixture") if mixture and found.key == "data.path" else found
-            for found in invalid.problems
+            replace(problem, key="data.mixture")
+            if mixture and problem.key == "data.path"
+            else problem
+            for problem in invalid.problems
         ]
 
 
-def refuse(problems: Sequence[ConfigError]) -> None:
-    """Raise InvalidConfig with these problems, each once, if there are any."""
+def raise_errors(problems: Sequence[ConfigError]) -> None:
+    """Raise InvalidConfig with these errors, without duplicates, if there are any."""
     if problems:
-        raise InvalidConfig({str(found): found for found in problems}.values())
+        raise InvalidConfig({str(problem): problem for problem in problems}.values())
 
 
 # --------------------------------------------------------------------------- stores
 
 
-def open_given(
+def open_given_store(
     section: DataSection, tokenizer_hash: str | None, cache: Path, report: Report
 ) -> Store:
-    """The store that the path is, which must be of the tokenizer that is given, if one is."""
-    store = open_verified(section.path, cache, report)
+    """Open the store at ``data.path``, and compare its tokenizer with the given one."""
+    store = open_verified_store(section.path, cache, report)
     if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
-        rule = f"does not match the store {section.path}, which was prepared with another"
+        rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
         remedy = f"use {store.path / TOKENIZER_FILE}"
         raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
     return store
 
 
-def prepared_once(
+def build_once(
     cache: Path, content: object, report: Report, build: Callable[[Path], Manifest]
 ) -> Store:
-    """The store below ``cache`` that ``content`` decides, built now unless it was before.
+    """Return the store for ``content`` below ``cache``; build it if it does not exist.
 
     Args:
-        content: what JSON can write.
-        build: makes all of a store in a folder but ``store.json``, which comes last.
+        content: all that determines the store; must be JSON-serializable.
+        build: writes the files of a store, except ``store.json``, into a directory.
     """
-    folder = cache / "stores" / hash_json(content)
-    if not is_store(folder):
-        with cache_problems(cache), locked(folder, report, PREPARES):
-            if not is_store(folder):  # another process may have made it while this one waited
-                manifest = asdict(build(folder))
-                write_durably(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
-                # The hashes are of the tokens themselves: to read them now would read the same.
-                store = open_store(folder)
-                _remember(_memory(store, cache), store)
-    return open_verified(folder, cache, report)
+    directory = cache / "stores" / hash_json(content)
+    if not is_store(directory):
+        with convert_cache_errors(cache), lock_directory(directory, report, WAITING_MESSAGE):
+            if not is_store(directory):  # another process may have built it meanwhile
+                manifest = asdict(build(directory))
+                write_durably(directory / STORE_FILE, json.dumps(manifest, indent=1).encode())
+                # The hashes are of the tokens just written: no need to read them again.
+                store = open_store(directory)
+                _mark_verified(_verified_file(store, cache), store)
+    return open_verified_store(directory, cache, report)
 
 
-def open_verified(path: str | Path, cache: Path, report: Report, anew: bool = False) -> Store:
-    """Open a store and compare every byte with its manifest, unless that was done before.
+def open_verified_store(
+    path: str | Path, cache: Path, report: Report, force: bool = False
+) -> Store:
+    """Open a store and verify every byte, unless it was verified before.
 
-    The result is remembered below ``cache`` for path, size, modification time and inode of every
-    file: a store that changes is read again.  One process reads it, others wait.
+    A file below ``cache`` records the result for path, size, modification time and inode of every
+    file; a store that changes is read again.  One process reads the store, others wait.
 
     Args:
         report: is called with the progress through a large store.
-        anew: ignore what is remembered.
+        force: ignore the recorded result.
 
     Raises:
-        InvalidConfig: one problem for each file that is missing, damaged, or does not fit the
+        InvalidConfig: one error for each file that is missing, damaged, or has ids outside the
             vocabulary.
     """
     store = open_store(path)
-    memory = _memory(store, cache)
-    if not anew and memory.is_file():
+    verified_file = _verified_file(store, cache)
+    if not force and verified_file.is_file():
         return store
     with ExitStack() as stack:
-        remembered = True
+        is_cached = True
         try:
-            lock = locked(memory.parent, report, "waiting for another process that checks the data")
+            lock = lock_directory(
+                verified_file.parent, report, "waiting for another process that verifies the data"
+            )
             stack.enter_context(lock)
-        except OSError as error:  # of a cache that cannot be written
-            remembered = False
-            why = f"{cache} cannot be written: {error.strerror or error}"
-            report(Progress(f"checking {store.path} at every start, because {why}"))
-        if not anew and memory.is_file():  # written while this process waited
+        except OSError as error:  # the cache is not writable
+            is_cached = False
+            reason = f"{cache} cannot be written: {error.strerror or error}"
+            report(Progress(f"verifying {store.path} at every start, because {reason}"))
+        if not force and verified_file.is_file():  # written while this process waited
             return store
-        if remembered:
-            memory.unlink(missing_ok=True)
+        if is_cached:
+            verified_file.unlink(missing_ok=True)
         size = sum(s.size_bytes for split in store.splits for s in split.files)
-        shown = report if size >= REPORTED_BYTES else lambda progress: None
-        refuse(find_damage(store, counting(shown, f"checking {store.path}", size)))
-        if remembered:
-            _remember(memory, store)
+        progress = report if size >= MIN_REPORT_BYTES else lambda progress: None
+        raise_errors(
+            find_damage(store, progress_counter(progress, f"verifying {store.path}", size))
+        )
+        if is_cached:
+            _mark_verified(verified_file, store)
     return store
 
 
-def _memory(store: Store, cache: Path) -> Path:
-    """The file that says that a store was checked, in the state that its files are in now."""
+def _verified_file(store: Store, cache: Path) -> Path:
+    """Return the file that records a verified store in its current state."""
     files: list[list[object]] = []
     for split in store.splits:
         for shard in split.files:
@@ -176,20 +186,20 @@ def _memory(store: Store, cache: Path) -> Path:
     return cache / "verified" / name / "verified.json"
 
 
-def _remember(memory: Path, store: Store) -> None:
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(memory, json.dumps({"store": str(store.path)}).encode())
+def _mark_verified(verified_file: Path, store: Store) -> None:
+    verified_file.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(verified_file, json.dumps({"store": str(store.path)}).encode())
 
 
 def write_scans(path: Path, value: Any) -> None:
-    """Keep what reading the text has found, as JSON behind its hash."""
+    """Write the results of scanning text as JSON, preceded by its hash."""
     text = json.dumps(value).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, xxh3_64_hexdigest(text).encode() + b"\n" + text)
 
 
 def read_scans(path: Path) -> Any:
-    """Return what `write_scans` has written; None if there is nothing, or if it is damaged."""
+    """Return what `write_scans` wrote; None if it is missing or damaged."""
     if not path.is_file():
         return None
     digest, _, text = path.read_bytes().partition(b"\n")
@@ -197,14 +207,14 @@ def read_scans(path: Path) -> Any:
 
 
 @contextmanager
-def locked(folder: Path, report: Report, waiting: str) -> Iterator[None]:
-    """Hold the folder's lock, which the system frees should this process die.
+def lock_directory(directory: Path, report: Report, waiting: str) -> Iterator[None]:
+    """Hold the lock of a directory; the system releases it if this process dies.
 
     Args:
-        waiting: what to report while another process holds it.
+        waiting: reported while another process holds the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
         reported = False
         while True:
             try:
@@ -215,17 +225,17 @@ def locked(folder: Path, report: Report, waiting: str) -> Iterator[None]:
                     report(Progress(waiting))
                 reported = True
                 time.sleep(0.1)
-        for stale in folder.glob("*.tmp"):  # of an attempt that was killed
+        for stale in directory.glob("*.tmp"):  # from a killed attempt
             stale.unlink()
         yield
 
 
 @contextmanager
-def cache_problems(cache: Path) -> Iterator[None]:
-    """What the operating system refuses inside is a problem of ``data.cache_dir``."""
+def convert_cache_errors(cache: Path) -> Iterator[None]:
+    """Convert an OSError inside into an error of ``data.cache_dir``."""
     try:
         yield
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        remedy = "give --data.cache_dir a folder that is writable and has room"
+        remedy = "set data.cache_dir to a writable directory with enough space"
         raise InvalidConfig([ConfigError("data.cache_dir", str(cache), rule, remedy)]) from None

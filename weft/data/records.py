@@ -1,10 +1,9 @@
-"""Documents out of files that hold many: lines of JSON, rows of Parquet, Arrow and data sets.
+"""Read documents from JSON Lines, Parquet and Arrow files, and from datasets.
 
-A *unit* is a stretch of a file that a process can open and read by itself: a range of bytes of
-plain lines, some row groups of Parquet, some rows of a data set, or all of a compressed file.
-Reading one gives its documents in order, each with the line or row that it came from, counted
-from 1 inside the unit; where a line is no document, there is a `Fault` in its place, so that one
-reading finds all of them.
+A *fragment* is a part of a file that one process can open and read: a byte range of plain lines,
+Parquet row groups, rows of a dataset, or a complete compressed file.  Reading a fragment yields its
+documents in order, each with its line or row, counted from 1 inside the fragment.  An invalid line
+yields an `InvalidRecord`, so that one reading finds all of them.
 """
 
 from __future__ import annotations
@@ -17,31 +16,34 @@ from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
-from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
+from weft.data.hub import open_hub_dataset, open_saved_dataset, read_hub_rows, read_saved_rows
 from weft.data.source import SourceRef
 from weft.data.source_files import (
-    CutOff,
+    DecompressionError,
     File,
-    decompressed,
-    format_of,
+    decompress_stream,
+    detect_format,
     is_compressed,
-    most_content,
+    max_content_bytes,
     open_file,
-    unreadable,
+    unreadable_error,
 )
-from weft.data.user_source import own_rows, own_set
+from weft.data.user_source import read_user_rows, user_function_file
 
-LINE_BYTES = 256 << 20  # a longer line is none: it would be held whole, and several times over
-ROWS_BYTES = 4 << 20  # of rows of Parquet that are decoded at a time, about
+MAX_LINE_BYTES = 256 << 20  # a longer line would need several times its size in memory
+DECODE_BYTES = 4 << 20  # approximate size of rows that are decoded together
 
 Kind = Literal["jsonl", "parquet", "arrow", "disk", "hub", "own"]
 Invalid = Literal["error", "replace", "skip"]
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A stretch of a file: ``begin`` to ``end`` are bytes of plain lines, and else row groups,
-    rows or parts; ``size_bytes`` is about what there is to read."""
+class FileFragment:
+    """Part of a file that one process reads.
+
+    ``begin`` and ``end`` are bytes of plain lines, or row groups, rows or shards; ``size_bytes`` is
+    approximate.
+    """
 
     file: File
     kind: Kind
@@ -50,202 +52,208 @@ class Unit:
     size_bytes: int
 
     @property
-    def counts(self) -> str:
+    def record_noun(self) -> str:
         return "line" if self.kind == "jsonl" else "row"
 
 
-class Fault(NamedTuple):
-    """Why a line or row is no document; ``last`` if nothing can be read after it."""
+class InvalidRecord(NamedTuple):
+    """Reason why a line or row is not a document; if fatal, reading stops."""
 
     number: int
-    what: str
-    last: bool = False
+    reason: str
+    is_fatal: bool = False
 
 
 class Document(NamedTuple):
-    """The text of a line or row in UTF-8, and whether something in it had to be replaced.
-
-    None: it was not UTF-8 and is to be left out.
-    """
+    """UTF-8 text of a line or row; None if it is not UTF-8 and must be skipped."""
 
     number: int
     data: bytes | None
-    replaced: bool = False
+    has_replacements: bool = False
 
 
-# --------------------------------------------------------------------------- units
+# --------------------------------------------------------------------------- fragments
 
 
-def units_of(file: File, kind: Kind, size: int) -> list[Unit]:
-    """A file in units of about ``size`` bytes, as far as it can be cut.
+def split_file(file: File, kind: Kind, size: int) -> list[FileFragment]:
+    """Split a file into fragments of about ``size`` bytes, if its format allows.
 
     Raises:
-        InvalidConfig: it cannot be opened, or is not what its name says.
+        InvalidConfig: the file cannot be opened, or does not match its suffix.
     """
     if kind == "parquet":
-        return _row_groups(file, size)
+        return _split_parquet(file, size)
     if kind == "jsonl" and not is_compressed(file.name):
-        borders = [*range(0, file.size_bytes, size), file.size_bytes]
-        return [Unit(file, kind, begin, end, end - begin) for begin, end in pairwise(borders)]
-    return [Unit(file, kind, 0, 0, file.size_bytes)]
+        offsets = [*range(0, file.size_bytes, size), file.size_bytes]
+        return [
+            FileFragment(file, kind, begin, end, end - begin) for begin, end in pairwise(offsets)
+        ]
+    return [FileFragment(file, kind, 0, 0, file.size_bytes)]
 
 
-def kind_of(file: File) -> Kind:
-    """Of a file that is named, or lies in a folder of records."""
-    found = format_of(file.name, alone=True)
-    assert found is not None
-    assert found != "tokens"
-    return found
+def detect_kind(file: File) -> Kind:
+    """Return the kind of a file of records."""
+    kind = detect_format(file.name, explicit=True)
+    assert kind is not None
+    assert kind != "tokens"
+    return kind
 
 
-def record_units(path: str, found: SourceRef, size: int, field: str | None) -> list[Unit]:
-    """What lies at a path, in units of about ``size`` bytes as far as it can be cut.
+def list_fragments(
+    path: str, source: SourceRef, size: int, column: str | None
+) -> list[FileFragment]:
+    """Split a source into fragments of about ``size`` bytes, if its format allows.
 
     Args:
-        field: the column that data sets must have; None: it is not known yet.
+        column: required column of datasets; None: not yet known.
 
     Raises:
-        InvalidConfig: what cannot be opened, or is not what its name says, or lacks the column.
+        InvalidConfig: a file cannot be opened, does not match its suffix, or lacks the column.
     """
-    if found.kind == "saved":
-        file, rows = saved_set(path, field)
-        step = max(1, rows * size // max(file.size_bytes, 1))
+    if source.kind == "saved":
+        file, rows = open_saved_dataset(path, column)
+        rows_per_fragment = max(1, rows * size // max(file.size_bytes, 1))
         return [
-            Unit(file, "disk", begin, end, file.size_bytes * (end - begin) // rows)
-            for begin, end in pairwise([*range(0, rows, step), rows])
+            FileFragment(file, "disk", begin, end, file.size_bytes * (end - begin) // rows)
+            for begin, end in pairwise([*range(0, rows, rows_per_fragment), rows])
         ]
-    if found.kind == "hub":
-        file, parts = hub_set(path, field)
-        return [Unit(file, "hub", part, parts, 0) for part in range(parts)]
-    if found.kind == "own":
-        return [Unit(own_set(path), "own", 0, 0, 0)]
-    units: list[Unit] = []
+    if source.kind == "hub":
+        file, num_shards = open_hub_dataset(path, column)
+        return [
+            FileFragment(file, "hub", shard_index, num_shards, 0)
+            for shard_index in range(num_shards)
+        ]
+    if source.kind == "own":
+        return [FileFragment(user_function_file(path), "own", 0, 0, 0)]
+    fragments: list[FileFragment] = []
     problems: list[ConfigError] = []
-    for file in found.files:
+    for file in source.files:
         try:
-            units += units_of(file, kind_of(file), size)
+            fragments += split_file(file, detect_kind(file), size)
         except InvalidConfig as invalid:
             problems += invalid.problems
     if problems:
         raise InvalidConfig(problems)
-    return units
+    return fragments
 
 
-def _row_groups(file: File, size: int) -> list[Unit]:
-    units = []
+def _split_parquet(file: File, size: int) -> list[FileFragment]:
+    fragments = []
     with open_file(file) as stream:
-        about = _parquet(file, stream).metadata
-        _check_footer(file, about)
-        begin = held = 0
-        for group in range(about.num_row_groups):
-            held += about.row_group(group).total_byte_size
-            if held >= size or group == about.num_row_groups - 1:
-                units.append(Unit(file, "parquet", begin, group + 1, held))
-                begin, held = group + 1, 0
-    return units
+        metadata = _open_parquet(file, stream).metadata
+        _check_footer(file, metadata)
+        begin = size_bytes = 0
+        for group in range(metadata.num_row_groups):
+            size_bytes += metadata.row_group(group).total_byte_size
+            if size_bytes >= size or group == metadata.num_row_groups - 1:
+                fragments.append(FileFragment(file, "parquet", begin, group + 1, size_bytes))
+                begin, size_bytes = group + 1, 0
+    return fragments
 
 
 # --------------------------------------------------------------------------- reading
 
 
-def documents(
-    unit: Unit, field: str, invalid: Invalid, after: int = 0
-) -> Iterator[Document | Fault]:
-    """What a unit holds, from the line or row after number ``after`` on.
+def read_documents(
+    fragment: FileFragment, field: str, invalid: Invalid, skip_rows: int = 0
+) -> Iterator[Document | InvalidRecord]:
+    """Yield the documents of a fragment after the first ``skip_rows`` lines or rows.
 
     Raises:
-        InvalidConfig: the file cannot be read, is not what its name says, or lacks the field.
+        InvalidConfig: the file cannot be read, does not match its suffix, or lacks the field.
     """
-    if unit.kind == "jsonl":
-        with open_file(unit.file) as stream:
-            for number, line in _lines(unit, stream, after):
-                if isinstance(line, Fault):
+    if fragment.kind == "jsonl":
+        with open_file(fragment.file) as stream:
+            for number, line in _read_lines(fragment, stream, skip_rows):
+                if isinstance(line, InvalidRecord):
                     yield line
                 elif line.isspace():
                     yield Document(number, b"")
                 else:
-                    yield _document(number, line, field, invalid)
+                    yield _parse_document(number, line, field, invalid)
         return
-    number = after
-    for data in _rows(unit, field, after):
+    number = skip_rows
+    for data in _read_rows(fragment, field, skip_rows):
         number += 1
-        yield _row(number, data, invalid)
+        yield _row_to_document(number, data, invalid)
 
 
-def lines(unit: Unit, columns: Sequence[str]) -> Iterator[tuple[int, bytes | Fault]]:
-    """Every line that is not blank; of rows the ``columns`` that they have, as a line of JSON.
+def read_lines(
+    fragment: FileFragment, columns: Sequence[str]
+) -> Iterator[tuple[int, bytes | InvalidRecord]]:
+    """Yield every line that is not blank; of rows, the existing ``columns`` as JSON.
 
     Raises:
-        InvalidConfig: the file cannot be read, or is not what its name says.
+        InvalidConfig: the file cannot be read, or does not match its suffix.
     """
-    if unit.kind == "jsonl":
-        with open_file(unit.file) as stream:
-            for number, line in _lines(unit, stream, 0):
-                if isinstance(line, Fault) or not line.isspace():
+    if fragment.kind == "jsonl":
+        with open_file(fragment.file) as stream:
+            for number, line in _read_lines(fragment, stream, 0):
+                if isinstance(line, InvalidRecord) or not line.isspace():
                     yield number, line
         return
     rows: Iterable[dict[str, Any]] = (
-        _mappings(unit, columns, 0)
-        if unit.kind in ("hub", "own")
-        else (row for table in _tables(unit, columns, 0) for row in table.to_pylist())
+        _read_mappings(fragment, columns, 0)
+        if fragment.kind in ("hub", "own")
+        else (row for table in _read_tables(fragment, columns, 0) for row in table.to_pylist())
     )
     for number, row in enumerate(rows, 1):
         try:
             yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except TypeError as error:
-            yield number, Fault(number, f"is no JSON: {error}")
+            yield number, InvalidRecord(number, f"is not JSON-serializable: {error}")
 
 
-def _lines(
-    unit: Unit, stream: BinaryIO, after: int
-) -> Iterator[tuple[int, bytes]] | Iterator[tuple[int, Fault]]:
-    """Lines that begin in the unit, with their numbers.
+def _read_lines(
+    fragment: FileFragment, stream: BinaryIO, skip_rows: int
+) -> Iterator[tuple[int, bytes]] | Iterator[tuple[int, InvalidRecord]]:
+    """Yield the lines that begin in the fragment, with their numbers.
 
     Raises:
-        InvalidConfig: the disk, or the store, fails while they are read.
+        InvalidConfig: reading fails.
     """
-    whole = is_compressed(unit.file.name)
-    number, place = 0, unit.begin
+    compressed = is_compressed(fragment.file.name)
+    number, offset = 0, fragment.begin
     try:
-        if whole:
-            stream = decompressed(stream, unit.file.name, unit.file.size_bytes)
-        elif unit.begin:
-            stream.seek(unit.begin - 1)
-            place -= 1
-            while place < unit.end:  # the rest of a line that begins before the unit
-                part = stream.readline(LINE_BYTES)
-                place += len(part)
-                if not part or part.endswith(b"\n"):
+        if compressed:
+            stream = decompress_stream(stream, fragment.file.name, fragment.file.size_bytes)
+        elif fragment.begin:
+            stream.seek(fragment.begin - 1)
+            offset -= 1
+            while offset < fragment.end:  # a line that begins before the fragment
+                data = stream.readline(MAX_LINE_BYTES)
+                offset += len(data)
+                if not data or data.endswith(b"\n"):
                     break
-        while whole or place < unit.end:
+        while compressed or offset < fragment.end:
             line, size = _read_line(stream)
             if not size:
                 break
-            if place == 0 and line.startswith(codecs.BOM_UTF8):
+            if offset == 0 and line.startswith(codecs.BOM_UTF8):
                 line = line[3:]
-            if place == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                yield 1, Fault(1, "the file is UTF-16, not UTF-8", last=True)
+            if offset == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                yield 1, InvalidRecord(1, "the file is UTF-16, not UTF-8", is_fatal=True)
                 return
             number += 1
-            place += size
-            if size > LINE_BYTES:
-                what = f"is longer than {LINE_BYTES >> 20} MiB; is each document a line?"
-                yield number, Fault(number, what, last=True)
+            offset += size
+            if size > MAX_LINE_BYTES:
+                reason = f"is longer than {MAX_LINE_BYTES >> 20} MiB; use one line per document"
+                yield number, InvalidRecord(number, reason, is_fatal=True)
                 return
-            if number > after:
+            if number > skip_rows:
                 yield number, line
-    except CutOff as error:
-        yield number + 1, Fault(number + 1, str(error), last=True)
+    except DecompressionError as error:
+        yield number + 1, InvalidRecord(number + 1, str(error), is_fatal=True)
     except OSError as error:
-        raise unreadable(unit.file, error) from error
+        raise unreadable_error(fragment.file, error) from error
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
-    """Return the next line and its size; nothing of a line that is longer than `LINE_BYTES`."""
+    """Return the next line and its size; no text if it exceeds `MAX_LINE_BYTES`."""
     parts: list[bytes] = []
     size = 0
-    while size <= LINE_BYTES:
-        part = stream.readline(min(LINE_BYTES + 1 - size, 1 << 20))
+    while size <= MAX_LINE_BYTES:
+        part = stream.readline(min(MAX_LINE_BYTES + 1 - size, 1 << 20))
         parts.append(part)
         size += len(part)
         if not part or part.endswith(b"\n"):
@@ -256,7 +264,9 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
 _decode = json.JSONDecoder().decode
 
 
-def _document(number: int, line: bytes, field: str, invalid: Invalid) -> Document | Fault:
+def _parse_document(
+    number: int, line: bytes, field: str, invalid: Invalid
+) -> Document | InvalidRecord:
     replaced = False
     try:
         text = line.decode()
@@ -264,36 +274,38 @@ def _document(number: int, line: bytes, field: str, invalid: Invalid) -> Documen
         if invalid == "skip":
             return Document(number, None)
         if invalid == "error":
-            return Fault(number, f"byte {error.start}: not UTF-8")
+            return InvalidRecord(number, f"byte {error.start}: not UTF-8")
         text, replaced = line.decode("utf-8", "replace"), True
     try:
-        found = _decode(text)
+        record = _decode(text)
     except json.JSONDecodeError as error:
-        return Fault(number, f"is not JSON: {error.msg} at character {error.pos + 1}")
+        return InvalidRecord(number, f"is not JSON: {error.msg} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
-        return Fault(number, f"is not JSON: {error}")
-    if not isinstance(found, dict):
-        return Fault(number, f"is {_type(found)}, not an object with a field {field!r}")
-    if field not in found:
-        return Fault(number, f"has no field {field!r}; {_fields(field, found)}")
-    value = found[field]
+        return InvalidRecord(number, f"is not JSON: {error}")
+    if not isinstance(record, dict):
+        return InvalidRecord(
+            number, f"is {_describe_type(record)}, not an object with a field {field!r}"
+        )
+    if field not in record:
+        return InvalidRecord(number, f"has no field {field!r}; {_describe_fields(field, record)}")
+    value = record[field]
     if value is None:
         return Document(number, b"")
     if not isinstance(value, str):
-        return Fault(number, f"the field {field!r} is {_type(value)}, not text")
+        return InvalidRecord(number, f"the field {field!r} is {_describe_type(value)}, not text")
     try:
         return Document(number, value.encode(), replaced)
-    except UnicodeEncodeError as error:  # half a pair of \uD800 and its like
+    except UnicodeEncodeError as error:  # a lone surrogate
         if invalid == "skip":
             return Document(number, None)
         if invalid == "error":
-            what = f"character {error.start} of the field {field!r} is half a character"
-            return Fault(number, what)
+            reason = f"character {error.start} of the field {field!r} is half a character"
+            return InvalidRecord(number, reason)
         repaired = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return Document(number, repaired.encode(), True)
 
 
-def _row(number: int, data: bytes | None, invalid: Invalid) -> Document | Fault:
+def _row_to_document(number: int, data: bytes | None, invalid: Invalid) -> Document | InvalidRecord:
     if not data:
         return Document(number, b"")
     try:
@@ -302,176 +314,186 @@ def _row(number: int, data: bytes | None, invalid: Invalid) -> Document | Fault:
         if invalid == "skip":
             return Document(number, None)
         if invalid == "error":
-            return Fault(number, f"byte {error.start}: not UTF-8")
+            return InvalidRecord(number, f"byte {error.start}: not UTF-8")
         return Document(number, data.decode("utf-8", "replace").encode(), True)
     return Document(number, data)
 
 
-def _type(value: object) -> str:
+def _describe_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     return names.get(type(value), "null" if value is None else "a number")
 
 
-def _fields(field: str, found: dict[str, Any]) -> str:
-    near = suggest(field, found)
-    return near if near.startswith("did") else f"it has {', '.join(list(found)[:8]) or 'none'}"
+def _describe_fields(field: str, record: dict[str, Any]) -> str:
+    suggestion = suggest(field, record)
+    return (
+        suggestion
+        if suggestion.startswith("did")
+        else f"it has {', '.join(list(record)[:8]) or 'none'}"
+    )
 
 
 # --------------------------------------------------------------------------- rows
 
 
-def _rows(unit: Unit, field: str, after: int) -> Iterator[bytes | None]:
-    """The fields of rows after the first ``after`` ones."""
-    if unit.kind not in ("hub", "own"):
-        for table in _tables(unit, [field], after):
-            yield from _values(table.column(field), unit, field)
+def _read_rows(fragment: FileFragment, field: str, skip_rows: int) -> Iterator[bytes | None]:
+    """Yield the field of each row after the first ``skip_rows``."""
+    if fragment.kind not in ("hub", "own"):
+        for table in _read_tables(fragment, [field], skip_rows):
+            yield from _column_to_bytes(table.column(field), fragment, field)
         return
-    part = f" of part {unit.begin}" if unit.kind == "hub" else ""
-    for number, row in enumerate(_mappings(unit, [field], after), after + 1):
+    location = f" of shard {fragment.begin}" if fragment.kind == "hub" else ""
+    for number, row in enumerate(_read_mappings(fragment, [field], skip_rows), skip_rows + 1):
         text = row.get(field)
         if text is not None and not isinstance(text, str):
-            raise _wrong(unit.file, f"row {number}{part}: the column {field!r} is no text")
+            raise _path_error(
+                fragment.file, f"row {number}{location}: the column {field!r} is not text"
+            )
         yield None if text is None else text.encode("utf-8", "surrogatepass")
 
 
-def _mappings(unit: Unit, columns: Sequence[str], after: int) -> Iterator[dict[str, Any]]:
-    """Rows, which come one by one, with those of the columns that they have."""
-    if unit.kind == "hub":
-        return hub_rows(unit.file, columns, unit.begin, unit.end, after)
-    return own_rows(unit.file, columns, after)
+def _read_mappings(
+    fragment: FileFragment, columns: Sequence[str], skip_rows: int
+) -> Iterator[dict[str, Any]]:
+    """Yield rows one by one, with the columns that exist."""
+    if fragment.kind == "hub":
+        return read_hub_rows(fragment.file, columns, fragment.begin, fragment.end, skip_rows)
+    return read_user_rows(fragment.file, columns, skip_rows)
 
 
-def _tables(unit: Unit, columns: Sequence[str], after: int) -> Iterator[Any]:
-    """Rows as pyarrow's tables, or batches, with those of the columns that there are."""
-    if unit.kind == "disk":
-        yield from saved_rows(unit.file, columns, unit.begin + after, unit.end)
+def _read_tables(fragment: FileFragment, columns: Sequence[str], skip_rows: int) -> Iterator[Any]:
+    """Yield rows as pyarrow tables or batches, with the columns that exist."""
+    if fragment.kind == "disk":
+        yield from read_saved_rows(fragment.file, columns, fragment.begin + skip_rows, fragment.end)
         return
-    with open_file(unit.file) as stream:
-        read = _parquet_tables if unit.kind == "parquet" else _arrow_tables
-        for table in _limited(unit, read(unit, stream, columns)):
-            if after < len(table):
-                yield table.slice(after)
-            after = max(0, after - len(table))
+    with open_file(fragment.file) as stream:
+        read = _read_parquet if fragment.kind == "parquet" else _read_arrow
+        for table in _limit_tables(fragment, read(fragment, stream, columns)):
+            if skip_rows < len(table):
+                yield table.slice(skip_rows)
+            skip_rows = max(0, skip_rows - len(table))
 
 
-def _limited(unit: Unit, tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield tables until they hold more than a file of that size may.
+def _limit_tables(fragment: FileFragment, tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield tables, up to the limit for a file of that size.
 
     Raises:
-        InvalidConfig: they do.
+        InvalidConfig: the tables exceed `max_content_bytes`.
     """
     import pyarrow.compute as pc
 
-    most = most_content(unit.file.size_bytes)
-    left = most
+    limit = max_content_bytes(fragment.file.size_bytes)
+    remaining = limit
     for table in tables:
         for column in table.columns:
-            lengths = _lengths(column)
+            lengths = _text_lengths(column)
             if lengths is None:
-                left -= column.nbytes
+                remaining -= column.nbytes
             else:
                 indices = getattr(column, "indices", None)
-                every = lengths if indices is None else lengths.take(indices)
-                left -= pc.sum(every).as_py() or 0
-        if left < 0:
-            rule = f"holds more than {most:,} bytes in {unit.file.size_bytes:,} bytes of file"
-            raise _wrong(unit.file, f"{rule}: a decompression bomb")
+                sizes = lengths if indices is None else lengths.take(indices)
+                remaining -= pc.sum(sizes).as_py() or 0
+        if remaining < 0:
+            rule = f"holds more than {limit:,} bytes in {fragment.file.size_bytes:,} bytes of file"
+            raise _path_error(fragment.file, f"{rule}: a decompression bomb")
         yield table
 
 
-def _values(column: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
-    """A column of text (pyarrow's array, chunked or not) as bytes."""
+def _column_to_bytes(column: Any, fragment: FileFragment, field: str) -> Iterator[bytes | None]:
+    """Yield a text column (a pyarrow array, chunked or not) as bytes."""
     import pyarrow as pa
 
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    if not any(is_text(kind) for is_text in texts):
-        raise _wrong(unit.file, f"the column {field!r} holds {kind}, not text")
-    if kind != column.type:
-        column = column.cast(kind)
-    # As bytes: whether they are UTF-8 is for invalid_utf8 to judge, not for Python to fail at.
+    text_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    is_text_type = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    if not any(is_type(text_type) for is_type in is_text_type):
+        raise _path_error(fragment.file, f"the column {field!r} holds {text_type}, not text")
+    if text_type != column.type:
+        column = column.cast(text_type)
+    # Bytes, because data.invalid_utf8 decides about invalid UTF-8.
     yield from column.cast(pa.large_binary()).to_pylist()
 
 
-def _check_footer(file: File, about: Any) -> None:
-    """Refuse a Parquet file whose columns are declared as far larger than they are stored.
+def _check_footer(file: File, metadata: Any) -> None:
+    """Reject a Parquet file that declares columns far larger than their stored size.
 
     Raises:
-        InvalidConfig: a size is negative, or more than `most_content` of what is stored.
+        InvalidConfig: a size is negative, or exceeds `max_content_bytes` of the stored size.
     """
-    for group in range(about.num_row_groups):
-        row_group = about.row_group(group)
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
         sizes = [row_group.num_rows, row_group.total_byte_size]
         for number in range(row_group.num_columns):
             column = row_group.column(number)
             stored, content = column.total_compressed_size, column.total_uncompressed_size
             sizes += [stored, content]
-            if content > most_content(min(stored, file.size_bytes)):
+            if content > max_content_bytes(min(stored, file.size_bytes)):
                 rule = (
                     f"row group {group + 1} declares {content:,} bytes of {column.path_in_schema} "
                     f"in {stored:,} stored bytes: a decompression bomb"
                 )
-                raise _wrong(file, rule)
+                raise _path_error(file, rule)
         if min(sizes) < 0:
-            raise _wrong(file, f"is damaged: row group {group + 1} has a negative size")
+            raise _path_error(file, f"is damaged: row group {group + 1} has a negative size")
 
 
-def _parquet(file: File, stream: BinaryIO, columns: Sequence[str] = ()) -> Any:
-    pa = _pyarrow(file)
+def _open_parquet(file: File, stream: BinaryIO, columns: Sequence[str] = ()) -> Any:
+    pa = _import_pyarrow(file)
     import pyarrow.parquet as pq
 
     try:
-        about = pq.read_metadata(stream)
-        plain = {about.schema.column(place).path for place in range(about.num_columns)}
-        # A text that comes again and again is held once.
-        repeated = [name for name in columns if name in plain]
-        return pq.ParquetFile(stream, metadata=about, read_dictionary=repeated)
+        metadata = pq.read_metadata(stream)
+        leaf_columns = {metadata.schema.column(index).path for index in range(metadata.num_columns)}
+        # Repeated texts are stored once.
+        text_columns = [name for name in columns if name in leaf_columns]
+        return pq.ParquetFile(stream, metadata=metadata, read_dictionary=text_columns)
     except (pa.ArrowException, OSError) as error:
-        raise _wrong(file, f"is not a Parquet file: {error}") from error
+        raise _path_error(file, f"is not a Parquet file: {error}") from error
 
 
-def _parquet_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
+def _read_parquet(
+    fragment: FileFragment, stream: BinaryIO, columns: Sequence[str]
+) -> Iterator[Any]:
     import pyarrow as pa
 
-    parquet = _parquet(unit.file, stream, columns)
-    present = _present(unit.file, columns, parquet.schema_arrow.names)
-    groups = range(unit.begin, unit.end)
+    parquet = _open_parquet(fragment.file, stream, columns)
+    names = _select_columns(fragment.file, columns, parquet.schema_arrow.names)
+    groups = range(fragment.begin, fragment.end)
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
-    at_once = max(1, min(4096, ROWS_BYTES * rows // max(1, unit.size_bytes)))
+    batch_rows = max(1, min(4096, DECODE_BYTES * rows // max(1, fragment.size_bytes)))
     try:
-        batches = parquet.iter_batches(at_once, row_groups=list(groups), columns=present)
-        yield from _in_slices(batches)
+        batches = parquet.iter_batches(batch_rows, row_groups=list(groups), columns=names)
+        yield from _slice_batches(batches)
     except (pa.ArrowException, OSError) as error:
-        raise _wrong(unit.file, f"is damaged: {error}") from error
+        raise _path_error(fragment.file, f"is damaged: {error}") from error
 
 
-def _in_slices(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches in slices that take some megabytes as Python's objects, or have one row.
+def _slice_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches in slices of a few megabytes (as Python objects), or one row.
 
     Raises:
-        pyarrow.ArrowException: offsets or indices point outside of a batch.
+        pyarrow.ArrowException: offsets or indices point outside a batch.
     """
     import pyarrow.compute as pc
 
     for batch in batches:
         longest = 1
         for column in batch.columns:
-            _validate(column)
-            lengths = _lengths(column)
+            _validate_column(column)
+            lengths = _text_lengths(column)
             if lengths is not None:
                 longest = max(longest, pc.max(lengths).as_py() or 0)
-        rows = max(1, ROWS_BYTES // longest)
+        rows = max(1, DECODE_BYTES // longest)
         for first in range(0, len(batch), rows):
             yield batch.slice(first, rows)
 
 
-def _validate(column: Any) -> None:
-    """Check the offsets and indices of an array; texts may be of any bytes."""
+def _validate_column(column: Any) -> None:
+    """Validate offsets and indices of an array, but not the encoding of its texts."""
     import pyarrow as pa
 
     plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     if pa.types.is_dictionary(column.type):
-        _validate(column.dictionary)
+        _validate_column(column.dictionary)
         if column.dictionary.type in plain:
             texts = column.dictionary.view(plain[column.dictionary.type])
             column = pa.DictionaryArray.from_arrays(column.indices, texts, safe=False)
@@ -480,8 +502,8 @@ def _validate(column: Any) -> None:
     column.validate(full=True)
 
 
-def _lengths(column: Any) -> Any:
-    """Return bytes of each text of an array, or of its dictionary; None: it holds no texts."""
+def _text_lengths(column: Any) -> Any:
+    """Return the bytes of each text of an array or its dictionary; None: no texts."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -490,46 +512,50 @@ def _lengths(column: Any) -> Any:
     return pc.binary_length(values) if values.type in texts else None
 
 
-def _arrow_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
-    """Of a file (also called Feather), or of a stream, which is what `datasets` writes."""
-    pa = _pyarrow(unit.file)
+def _read_arrow(fragment: FileFragment, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
+    """Read a file (Feather), or a stream, which is the format of `datasets`."""
+    pa = _import_pyarrow(fragment.file)
     try:
         try:
             file = pa.ipc.open_file(stream)
-            present = _present(unit.file, columns, file.schema.names)
+            names = _select_columns(fragment.file, columns, file.schema.names)
             for index in range(file.num_record_batches):
-                yield from _in_slices([file.get_batch(index).select(present)])
+                yield from _slice_batches([file.get_batch(index).select(names)])
         except pa.ArrowInvalid:
             stream.seek(0)
             reader = pa.ipc.open_stream(stream)
-            present = _present(unit.file, columns, reader.schema.names)
+            names = _select_columns(fragment.file, columns, reader.schema.names)
             for batch in reader:
-                yield from _in_slices([batch.select(present)])
+                yield from _slice_batches([batch.select(names)])
     except (pa.ArrowException, OSError) as error:
-        raise _wrong(unit.file, f"is not an Arrow file, or damaged: {error}") from error
+        raise _path_error(fragment.file, f"is not an Arrow file, or damaged: {error}") from error
 
 
-def _present(file: File, columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The columns that a file has; one at least."""
-    present = [column for column in columns if column in names]
-    if not present:
-        wanted = " or ".join(map(repr, columns))
-        raise _wrong(file, f"has no column {wanted}; {_fields(columns[0], dict.fromkeys(names))}")
-    return present
+def _select_columns(file: File, columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns that exist in a file, at least one."""
+    existing = [column for column in columns if column in names]
+    if not existing:
+        options = " or ".join(map(repr, columns))
+        raise _path_error(
+            file, f"has no column {options}; {_describe_fields(columns[0], dict.fromkeys(names))}"
+        )
+    return existing
 
 
-def _pyarrow(file: File) -> Any:
+def _import_pyarrow(file: File) -> Any:
     try:
         import pyarrow as pa
 
         return pa
     except ImportError as error:
-        rule, remedy = "needs pyarrow, which is not installed", "pip install 'weft[data]'"
+        rule, remedy = "needs pyarrow, which is not installed", "run pip install 'weft[data]'"
         raise InvalidConfig([ConfigError("data.path", file.path, rule, remedy)]) from error
 
 
-def _wrong(file: File, rule: str) -> InvalidConfig:
+def _path_error(file: File, rule: str) -> InvalidConfig:
     remedy = (
-        "name the column with the text in data.text_field" if "column" in rule else "replace it"
+        "set data.text_field to the column that holds the text"
+        if "column" in rule
+        else "replace it"
     )
     return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])

@@ -1,8 +1,7 @@
-"""Files that hold documents or tokens, on a disk or in an object store, and how they are opened.
+"""Find and open source files, on a disk or in an object store.
 
-What an object store holds is read through fsspec, as a stream: never wholly in memory, and never
-copied to the disk.  Credentials, region and endpoint are found where the store's own tools look
-for them; weft neither takes nor shows them.
+Files in an object store are streamed through fsspec: never fully in memory, and never copied to the
+disk.  fsspec finds credentials, region and endpoint as the store's own tools do.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from weft.config.errors import ConfigError, InvalidConfig
 
 Format = Literal["jsonl", "parquet", "arrow", "tokens"]
 
-ATTEMPTS = 8  # at a request that fails for a reason that passes
-READ_BYTES = 8 << 20  # of a remote file, asked for at once
-# A compressed file may hold so many times its size; a small one may hold FREE_BYTES.
-MOST_EXPANSION, FREE_BYTES = 1000, 256 << 20
-# Of a compressed stream, given to the library by one call: zlib returns at most 1032 times that,
-# zstandard a block of 128 KiB for every four bytes.
+MAX_ATTEMPTS = 8  # per request, if the error is transient
+READ_BYTES = 8 << 20  # per request to an object store
+# Limit of a compressed file: this multiple of its size, and at least the second number.
+MAX_EXPANSION, MIN_CONTENT_LIMIT = 1000, 256 << 20
+# Compressed bytes per call of the library: zlib returns at most 1032 times as many, zstandard a
+# block of 128 KiB per four bytes.
 INPUT_BYTES = 256
 
 _FORMATS: dict[str, Format] = {
@@ -39,16 +38,16 @@ _FORMATS: dict[str, Format] = {
     ".bin": "tokens",
 }
 _COMPRESSED = (".gz", ".zst")
-_CARDS = ("readme", "license", "licence")  # what lies beside the files of a data set
-_CARD_ENDINGS = (".md", ".json", ".idx", ".pkl")
-_MAGIC = set("*?[")
+_METADATA_PREFIXES = ("readme", "license", "licence")  # beside the files of a dataset
+_METADATA_SUFFIXES = (".md", ".json", ".idx", ".pkl")
+_GLOB_CHARS = set("*?[")
 
 
 @dataclass(frozen=True)
 class File:
-    """One file: its name below the path that was given, where it lies, and its size.
+    """Source file; ``name`` is relative to the source, ``path`` a path or URL.
 
-    ``version`` changes with the contents: the time of the last change, or what the store says.
+    ``version`` changes with the content: the modification time, or what the object store reports.
     """
 
     name: str
@@ -58,53 +57,53 @@ class File:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
+    """Return True if a path is a URL."""
     return "://" in path
 
 
 def is_glob(path: str) -> bool:
-    """Whether a path has one of the signs of a pattern; a file may be called so all the same."""
-    return bool(_MAGIC.intersection(path))
+    """Return True if a path has a glob character (which file names may have, too)."""
+    return bool(_GLOB_CHARS.intersection(path))
 
 
 def is_compressed(name: str) -> bool:
-    """Whether a file of that name is one that `decompressed` knows."""
+    """Return True if `decompress_stream` decompresses files of this name."""
     return name.lower().endswith(_COMPRESSED)
 
 
-def format_of(name: str, alone: bool = False) -> Format | None:
-    """What a file holds, by its name; None: text.
+def detect_format(name: str, explicit: bool = False) -> Format | None:
+    """Return the format of a file by its name; None: text.
 
     Args:
-        alone: it was named itself, or by a glob: ``.json`` is lines then, too.  In a folder it
-            is a data set's description, or a document like any other.
+        explicit: the user named the file, or its glob; ``.json`` then is JSON Lines.  In a
+            directory, ``.json`` may be metadata or any document.
     """
     name = name.lower()
-    for ending in _COMPRESSED:
-        if name.endswith(ending):
-            name = name.removesuffix(ending)
+    for suffix in _COMPRESSED:
+        if name.endswith(suffix):
+            name = name.removesuffix(suffix)
             return "jsonl" if name.endswith((".jsonl", ".ndjson", ".json")) else None
     if name.endswith(".json"):
-        return "jsonl" if alone else None
-    return next((kind for ending, kind in _FORMATS.items() if name.endswith(ending)), None)
+        return "jsonl" if explicit else None
+    return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
 
 
-def is_card(name: str) -> bool:
-    """Whether a file among those of a data set only describes them."""
+def is_metadata_file(name: str) -> bool:
+    """Return True if a file among those of a dataset only describes them."""
     last = name.rpartition("/")[2].lower()
-    return last.startswith((*_CARDS, "_", ".")) or last.endswith(_CARD_ENDINGS)
+    return last.startswith((*_METADATA_PREFIXES, "_", ".")) or last.endswith(_METADATA_SUFFIXES)
 
 
-def local_file(path: Path, name: str) -> File:
-    """A file on a disk as it is now; ``name`` is made fit for messages.
+def stat_local_file(path: Path, name: str) -> File:
+    """Return the current state of a local file, with a printable name.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file does not exist.
     """
     stat = path.stat()
-    # A file name need not be text; the name goes into hashes and messages, so it is made text.
-    shown = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return File(shown, str(path), stat.st_size, str(stat.st_mtime_ns))
+    # A file name need not be UTF-8, but hashes and messages need text.
+    safe_name = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return File(safe_name, str(path), stat.st_size, str(stat.st_mtime_ns))
 
 
 # --------------------------------------------------------------------------- object stores
@@ -112,58 +111,58 @@ def local_file(path: Path, name: str) -> File:
 
 @cache
 def _filesystem(scheme: str) -> Any:
-    options: dict[str, Any] = {"use_listings_cache": False}  # which hides what others wrote
+    options: dict[str, Any] = {"use_listings_cache": False}  # a cache hides new files
     if scheme == "s3":
-        options["config_kwargs"] = {"retries": {"max_attempts": ATTEMPTS, "mode": "standard"}}
+        options["config_kwargs"] = {"retries": {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}}
     try:
         import fsspec
 
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
         rule = f"cannot be read without another package: {error}"
-        remedy = "pip install 'weft[s3]' for s3://, or what fsspec names for others"
+        remedy = "run pip install 'weft[s3]' for s3://; for others, the package that fsspec names"
     except ValueError as error:
         rule, remedy = str(error), "use a path, s3://bucket/prefix or hf://org/name"
     raise InvalidConfig([ConfigError("data.path", f"{scheme}://", rule, remedy)])
 
 
-def remote_files(url: str) -> list[File]:
-    """The files that a URL names: itself, those below it, or those that its glob matches.
+def list_remote_files(url: str) -> list[File]:
+    """List the files at a URL, below it, or matching its glob.
 
     Raises:
-        InvalidConfig: it cannot be listed.
+        InvalidConfig: the files cannot be listed.
     """
     scheme = url.partition("://")[0]
     fs = _filesystem(scheme)
     root = fs._strip_protocol(url)
-    # What goes wrong on the way there has a type of its own in every library.
+    # Every library has other exception types.
     try:
         if is_glob(url):
-            found = fs.glob(root, detail=True)
-            root = root[: min(root.find(c) for c in _MAGIC if c in root)].rpartition("/")[0]
+            entries = fs.glob(root, detail=True)
+            root = root[: min(root.find(c) for c in _GLOB_CHARS if c in root)].rpartition("/")[0]
         else:
-            found = fs.find(root, detail=True)
+            entries = fs.find(root, detail=True)
     except Exception as error:
         rule = f"cannot be listed: {type(error).__name__}: {error}"
-        remedy = "check name, credentials and endpoint"
+        remedy = "check the name, the credentials and the endpoint"
         raise InvalidConfig([ConfigError("data.path", url, rule, remedy)]) from error
     files = []
-    for path, about in sorted(found.items()):
-        if about.get("type", "file") != "file":
+    for path, info in sorted(entries.items()):
+        if info.get("type", "file") != "file":
             continue
-        if about.get("size") is None:  # of a web server, which lists nothing
-            about = fs.info(path)
+        if info.get("size") is None:  # web servers do not list sizes
+            info = fs.info(path)
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
-        address = path if is_remote(path) else f"{scheme}://{path.lstrip('/')}"
-        files.append(File(name, address, int(about.get("size") or 0), _version(about)))
+        file_url = path if is_remote(path) else f"{scheme}://{path.lstrip('/')}"
+        files.append(File(name, file_url, int(info.get("size") or 0), _version(info)))
     return files
 
 
-def _version(about: dict[str, Any]) -> str:
-    known = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
-    found = next((about[name] for name in known if about.get(name)), "")
-    # Listing a folder and asking for a file may tell the same time in different types.
-    return str(found.timestamp() if isinstance(found, datetime) else found)
+def _version(info: dict[str, Any]) -> str:
+    keys = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
+    value = next((info[name] for name in keys if info.get(name)), "")
+    # Listing a directory and querying a file may return the time in different types.
+    return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
 # --------------------------------------------------------------------------- opening
@@ -171,101 +170,104 @@ def _version(about: dict[str, Any]) -> str:
 
 @contextmanager
 def open_file(file: File) -> Iterator[BinaryIO]:
-    """Its bytes as they lie there, from the beginning on; may be sought in.
+    """Open a file in binary mode, seekable.
 
     Raises:
-        InvalidConfig: it cannot be read, or is no longer the one that was found.
+        InvalidConfig: the file cannot be read, or has changed since it was found.
     """
-    # Not around the yield: what goes wrong in the caller's hands is not this file's.
+    # Not around the yield: errors of the caller are not errors of this file.
     try:
         if is_remote(file.path):
             fs = _filesystem(file.path.partition("://")[0])
-            about = fs.info(file.path)
-            found = int(about.get("size") or 0), _version(about)
+            info = fs.info(file.path)
+            state = int(info.get("size") or 0), _version(info)
             stream: BinaryIO
             remote = fs.open(file.path, "rb", block_size=READ_BYTES)
-            # Whose readline takes a limit.
+            # Its readline accepts a limit.
             stream = cast(BinaryIO, io.BufferedReader(remote, 1 << 20))
         else:
             stream = open(file.path, "rb", buffering=1 << 20)  # noqa: SIM115 closed below
             stat = os.fstat(stream.fileno())
-            found = stat.st_size, str(stat.st_mtime_ns)
-    except Exception as error:  # of the store's library, whatever that raises
-        raise unreadable(file, error) from error
+            state = stat.st_size, str(stat.st_mtime_ns)
+    except Exception as error:  # any type, of the library of the store
+        raise unreadable_error(file, error) from error
     with stream:
-        if found != (file.size_bytes, file.version):
-            raise changed(file)
+        if state != (file.size_bytes, file.version):
+            raise changed_error(file)
         yield stream
 
 
-def unreadable(file: File, error: Exception) -> InvalidConfig:
-    """For a file of the user's of which opening or reading failed."""
-    told = error.strerror if isinstance(error, OSError) and error.strerror else error
-    remedy = "give files that can be read"
-    return InvalidConfig([ConfigError("data.path", file.path, f"cannot be read: {told}", remedy)])
+def unreadable_error(file: File, error: Exception) -> InvalidConfig:
+    """Return the error for a source file that cannot be opened or read."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    remedy = "make the file readable, or give other files"
+    return InvalidConfig([ConfigError("data.path", file.path, f"cannot be read: {reason}", remedy)])
 
 
-def changed(file: File) -> InvalidConfig:
-    """For a file that is no longer what it was when it was found, or first read."""
-    rule, remedy = "changed while it was being prepared", "start again once it is complete"
+def changed_error(file: File) -> InvalidConfig:
+    """Return the error for a file that changed after it was found or first read."""
+    rule, remedy = "changed while it was being prepared", "run again when the file is complete"
     return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
 
 
-class CutOff(Exception):
-    """A compressed file that ends early, or is none."""
+class DecompressionError(Exception):
+    """Compressed file that is truncated, damaged, or a decompression bomb."""
 
 
-def most_content(size_bytes: int) -> int:
-    """Return how many bytes of content a file of ``size_bytes`` may hold: more is a decompression
-    bomb, not text."""
-    return max(FREE_BYTES, MOST_EXPANSION * size_bytes)
+def max_content_bytes(size_bytes: int) -> int:
+    """Return the content limit of a compressed file; more is a decompression bomb."""
+    return max(MIN_CONTENT_LIMIT, MAX_EXPANSION * size_bytes)
 
 
-def decompressed(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
-    """The contents of a stream that ``name`` says how to decompress.
+def decompress_stream(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
+    """Return the decompressed content of a stream, by the suffix of ``name``.
 
-    One call of the library returns some megabytes at most.  Reading raises `CutOff` where the
-    contents end too early, are damaged, or are more than `most_content`.
+    One call of the library returns a few megabytes at most.  Reading raises `DecompressionError` if
+    the content ends early, is damaged, or exceeds `max_content_bytes`.
 
     Args:
-        size_bytes: of the compressed file.
+        size_bytes: size of the compressed file.
     """
     name = name.lower()
     if name.endswith(".gz"):
-        return _frames(stream, partial(zlib.decompressobj, wbits=31), zlib.error, size_bytes)
+        return _buffer_frames(stream, partial(zlib.decompressobj, wbits=31), zlib.error, size_bytes)
     if name.endswith(".zst"):
         try:
             import zstandard
         except ImportError as error:
-            rule, remedy = "needs zstandard, which is not installed", "pip install 'weft[data]'"
+            rule, remedy = "needs zstandard, which is not installed", "run pip install 'weft[data]'"
             raise InvalidConfig([ConfigError("data.path", ".zst", rule, remedy)]) from error
-        # The window is memory: a small file has no use for a large one.
+        # The window costs memory, and a small file needs no large one.
         window = min(1 << 31, max(1 << 27, 64 * size_bytes))
-        new = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
-        return _frames(stream, new, zstandard.ZstdError, size_bytes)
+        new_decoder = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
+        return _buffer_frames(stream, new_decoder, zstandard.ZstdError, size_bytes)
     return stream
 
 
-def _frames(
-    stream: BinaryIO, new: Callable[[], Any], error: type[Exception], size_bytes: int
+def _buffer_frames(
+    stream: BinaryIO, new_decoder: Callable[[], Any], error: type[Exception], size_bytes: int
 ) -> BinaryIO:
-    frames = _Frames(stream, new, error, most_content(size_bytes))
+    frames = _FrameReader(stream, new_decoder, error, max_content_bytes(size_bytes))
     return cast(BinaryIO, io.BufferedReader(frames, 1 << 20))
 
 
-class _Frames(io.RawIOBase):
-    """Frame after frame, what is whole up to the piece that has an error: that tells about where.
+class _FrameReader(io.RawIOBase):
+    """Raw stream that decompresses frames, and returns all data before an error.
 
-    Of the libraries' own readers gzip's forgets what came before it, and zstandard's takes a
-    frame that is cut off for its end.
+    The reader of gzip discards the data before an error; that of zstandard treats a truncated frame
+    as the end.
     """
 
     def __init__(
-        self, stream: BinaryIO, new: Callable[[], Any], error: type[Exception], most: int
+        self,
+        stream: BinaryIO,
+        new_decoder: Callable[[], Any],
+        error: type[Exception],
+        limit_bytes: int,
     ) -> None:
-        self._stream, self._new, self._error = stream, new, error
-        self._most = self._left = most  # bytes that may still come out
-        self._frame: Any = None
+        self._stream, self._new_decoder, self._error = stream, new_decoder, error
+        self._limit_bytes = self._remaining_bytes = limit_bytes
+        self._decoder: Any = None
         self._input = b""
         self._output = memoryview(b"")
 
@@ -274,28 +276,28 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            if self._frame is None:
+            if self._decoder is None:
                 self._input = self._input.lstrip(b"\0")  # padding between frames
             self._input = self._input or self._stream.read(INPUT_BYTES)
             if not self._input:
-                if self._frame is not None:
-                    raise CutOff("the compressed file is cut off")
+                if self._decoder is not None:
+                    raise DecompressionError("the compressed file is truncated")
                 return 0
-            self._frame = self._frame or self._new()
+            self._decoder = self._decoder or self._new_decoder()
             try:
-                self._output = memoryview(self._frame.decompress(self._input))
+                self._output = memoryview(self._decoder.decompress(self._input))
             except self._error as error:
-                raise CutOff(f"the compressed file is damaged: {error}") from error
-            self._left -= len(self._output)
-            if self._left < 0:
-                raise CutOff(
-                    f"the file holds more than {self._most:,} bytes, over {MOST_EXPANSION} times "
-                    "its size: a decompression bomb"
+                raise DecompressionError(f"the compressed file is damaged: {error}") from error
+            self._remaining_bytes -= len(self._output)
+            if self._remaining_bytes < 0:
+                raise DecompressionError(
+                    f"the file holds more than {self._limit_bytes:,} bytes, over {MAX_EXPANSION} "
+                    "times its size: a decompression bomb"
                 )
-            ended = self._frame.eof
-            self._input = self._frame.unused_data if ended else b""
+            ended = self._decoder.eof
+            self._input = self._decoder.unused_data if ended else b""
             if ended:
-                self._frame = None
+                self._decoder = None
         size = min(len(buffer), len(self._output))
         buffer[:size] = self._output[:size]
         self._output = self._output[size:]

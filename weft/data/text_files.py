@@ -1,17 +1,16 @@
-"""Text files, each a document: whether they are text, what of them is held out, and their shards.
+"""Text files, each of which is one document: validate, split and encode them.
 
-A *scan* reads a document once, in blocks, and keeps what the later steps need: a hash of its
-content, the first place where it is not text, and where it can be cut.  A *piece* is a range of
-bytes between two cuts, small enough to hold and never ending inside a character, so that a file of
-any size is tokenised in bounded memory.  A *part* is the range of a document that belongs to one
-split: the whole, its beginning, or its tail.  A shard is made of pieces, of one document or many.
+A *scan* reads a document once, in blocks, and records a hash, the first invalid byte, and the
+possible cuts.  A *chunk* is a byte range between two cuts, small enough for memory and without
+split characters, so that memory is bounded for files of any size.  A *part* is the range of a
+document in one split: all of it, its beginning, or its tail.  A shard is a sequence of chunks.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
@@ -24,55 +23,55 @@ from weft.config.schema import DataSection
 from weft.data.prepared_cache import (
     Progress,
     Report,
-    cache_problems,
-    counting,
+    convert_cache_errors,
+    progress_counter,
     read_scans,
     write_scans,
 )
-from weft.data.source_files import File, changed, open_file, unreadable
+from weft.data.source_files import File, changed_error, open_file, unreadable_error
 from weft.data.token_shards import (
-    PIECE_BYTES,
-    Batches,
-    Built,
+    CHUNK_BYTES,
+    BatchEncoder,
+    BuiltSplits,
     Encoder,
     IncompleteTail,
     Tokens,
-    cut_at,
-    finished_shard,
-    too_little,
+    find_cut,
+    insufficient_data_error,
+    load_finished_shard,
     write_shard,
 )
 from weft.data.token_store import SPLITS, Split, SplitName, hash_json
 from weft.data.workers import Advance
 
-FORMAT = 2  # of a scan in the cache
+FORMAT = 2  # of cached scans
 BLOCK_BYTES = 1 << 20
-WHOLE_DOCUMENTS = 20  # from this many on, whole documents are held out instead of tails
+MIN_WHOLE_DOCUMENTS = 20  # with fewer, the validation set consists of tails
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The first byte of a document that is not text; ``line`` counts from 1."""
+class InvalidText:
+    """First byte of a document that is not text; ``line`` counts from 1."""
 
     offset: int
     line: int
-    what: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Scan:
-    """What one reading of a document found.
+class TextScan:
+    """Result of scanning a document.
 
-    ``cuts`` are ascending byte offsets; pieces lie between neighbours, and the first cut comes
-    after a byte order mark.  ``tail`` is the offset from which the document is held out when
-    tails are.
+    ``cuts`` are ascending byte offsets that delimit chunks; the first follows a byte order mark.
+    ``tail_start`` is the offset of the part for validation, if the validation set consists of
+    tails.
     """
 
     file: File
     content_hash: str
     cuts: list[int]
-    tail: int
-    fault: Fault | None
+    tail_start: int
+    error: InvalidText | None
 
     @property
     def text_bytes(self) -> int:
@@ -80,10 +79,10 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The bytes ``begin:end`` of a document, all of one split."""
+class DocumentPart:
+    """Bytes ``begin:end`` of a document, all in one split."""
 
-    scan: Scan
+    scan: TextScan
     begin: int
     end: int
 
@@ -91,124 +90,133 @@ class Part:
     def text_bytes(self) -> int:
         return self.end - self.begin
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Consecutive byte ranges that make up the part; none ends inside a character."""
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield consecutive byte ranges of the part, without split characters."""
         for begin, end in pairwise(self.scan.cuts):
             if begin < self.end and end > self.begin:
                 yield max(begin, self.begin), min(end, self.end)
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- corpus
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Text files that were read once: a `weft.data.token_shards.Reading`."""
+class TextCorpus:
+    """Scanned text files: a `weft.data.token_shards.Corpus`."""
 
-    kept: list[Scan]
-    train: list[Part]
-    validation: list[Part]
-    odd: IncompleteTail  # an empty file is no document, and counts for none
+    scans: list[TextScan]
+    train: list[DocumentPart]
+    validation: list[DocumentPart]
+    skip_counts: IncompleteTail  # does not count empty files
     shard_bytes: int
 
     @property
-    def content(self) -> object:
-        return [(scan.file.name, scan.content_hash) for scan in self.kept]
+    def cache_key(self) -> object:
+        return [(scan.file.name, scan.content_hash) for scan in self.scans]
 
     @property
     def text_bytes(self) -> int:
         return sum(part.text_bytes for part in self.train)
 
-    def training_texts(self, most_bytes: int) -> Iterator[str]:
-        """At most so much of the train text, evenly spread over it."""
+    def sample_texts(self, max_bytes: int) -> Iterator[str]:
+        """Yield at most ``max_bytes`` of the train text, evenly spread."""
         total = self.text_bytes
         seen = taken = 0
         for part in self.train:
-            for begin, end in part.pieces():
+            for begin, end in part.chunks():
                 seen += end - begin
-                if (taken + end - begin) * total <= seen * most_bytes:
+                if (taken + end - begin) * total <= seen * max_bytes:
                     taken += end - begin
-                    yield read_piece(part.scan, begin, end)
+                    yield read_chunk(part.scan, begin, end)
 
-    def build(self, folder: Path, encoder: Encoder, report: Report) -> Built:
+    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         total = sum(part.text_bytes for part in (*self.train, *self.validation))
-        advance = counting(report, "tokenising", total)
+        advance = progress_counter(report, "tokenizing", total)
         train, validation = (
-            _build_split(folder, name, parts, self.shard_bytes, encoder, advance)
+            _build_split(directory, name, parts, self.shard_bytes, encoder, advance)
             for name, parts in zip(SPLITS, (self.train, self.validation), strict=True)
         )
-        return Built(train, validation, encoder.dtype)
+        return BuiltSplits(train, validation, encoder.dtype)
 
 
-def read_texts(
+def read_text_corpus(
     section: DataSection, files: Sequence[File], cache: Path, shard_bytes: int, report: Report
-) -> Texts:
-    """Read every file once, unless that was done before.
+) -> TextCorpus:
+    """Scan every file, unless cached scans exist.
 
     Args:
-        shard_bytes: of text in a shard, at most (by one piece).
+        shard_bytes: text per shard, at most (plus one chunk).
 
     Raises:
-        InvalidConfig: a file cannot be read, or is no text, or there is too little of it.
+        InvalidConfig: a file cannot be read or is not text, or there is too little text.
     """
-    scans = _scan_all(files, section.validation_fraction, cache, report)
-    kept = keep_text(scans, section.invalid_utf8, section.path)
-    train, validation = split(kept, section.validation_fraction)
+    scans = _scan_files(files, section.validation_fraction, cache, report)
+    valid = select_text(scans, section.invalid_utf8, section.path)
+    train, validation = split_documents(valid, section.validation_fraction)
     if not train or not validation:
-        size = sum(scan.text_bytes for scan in kept)
-        raise too_little(section, f"has too little text ({size} bytes)", bool(train))
-    faulty = [scan.file.name for scan in scans if scan.fault and scan.text_bytes]
-    skipped = faulty if section.invalid_utf8 == "skip" else []
+        size = sum(scan.text_bytes for scan in valid)
+        raise insufficient_data_error(section, f"has too little text ({size} bytes)", bool(train))
+    invalid = [scan.file.name for scan in scans if scan.error and scan.text_bytes]
+    skipped = invalid if section.invalid_utf8 == "skip" else []
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        report(Progress(f"left out {len(skipped)} files that are not UTF-8 text: {names}"))
-    odd = IncompleteTail(len(skipped), len(faulty) - len(skipped))
-    return Texts(kept, train, validation, odd, shard_bytes)
+        report(Progress(f"skipped {len(skipped)} files that are not UTF-8 text: {names}"))
+    skip_counts = IncompleteTail(len(skipped), len(invalid) - len(skipped))
+    return TextCorpus(valid, train, validation, skip_counts, shard_bytes)
 
 
-def _scan_all(
+def _scan_files(
     files: Sequence[File], validation_fraction: float, cache: Path, report: Report
-) -> list[Scan]:
-    """Of all files; what was read before is not read again while no file seems changed."""
+) -> list[TextScan]:
+    """Scan all files, or load cached scans if no file has changed."""
     files = [file for file in files if file.size_bytes]
-    seen = []
+    states = []
     for file in files:
-        try:  # the inode's time is changed by whoever sets the other one back, too
+        try:  # ctime also changes if a program resets mtime
             changed_ns = Path(file.path).stat().st_ctime_ns
         except OSError as error:
-            raise unreadable(file, error) from error
-        seen.append([file.path, file.size_bytes, file.version, changed_ns])
-    known = cache / "scans" / f"{hash_json([FORMAT, PIECE_BYTES, validation_fraction, seen])}.json"
-    if (rows := read_scans(known)) is not None:
+            raise unreadable_error(file, error) from error
+        states.append([file.path, file.size_bytes, file.version, changed_ns])
+    cache_file = (
+        cache / "scans" / f"{hash_json([FORMAT, CHUNK_BYTES, validation_fraction, states])}.json"
+    )
+    if (rows := read_scans(cache_file)) is not None:
         return [
-            Scan(file, content_hash, cuts, tail, Fault(**fault) if fault else None)
-            for file, (content_hash, cuts, tail, fault) in zip(files, rows, strict=True)
+            TextScan(
+                file, content_hash, cuts, tail, InvalidText(*error.values()) if error else None
+            )
+            for file, (content_hash, cuts, tail, error) in zip(files, rows, strict=True)
         ]
-    advance = counting(report, "reading the text", sum(file.size_bytes for file in files))
+    advance = progress_counter(report, "reading the text", sum(file.size_bytes for file in files))
     scans = []
     for file in files:
-        scans.append(scan(file, validation_fraction))
+        scans.append(scan_file(file, validation_fraction))
         advance(file.size_bytes)
-    rows = [[s.content_hash, s.cuts, s.tail, s.fault and asdict(s.fault)] for s in scans]
-    with cache_problems(cache):
-        write_scans(known, rows)
+    rows = [
+        [s.content_hash, s.cuts, s.tail_start, s.error and _error_to_dict(s.error)] for s in scans
+    ]
+    with convert_cache_errors(cache):
+        write_scans(cache_file, rows)
     return scans
+
+
+def _error_to_dict(error: InvalidText) -> dict[str, int | str]:
+    return {"offset": error.offset, "line": error.line, "what": error.reason}
 
 
 # --------------------------------------------------------------------------- scanning
 
 
-def scan(file: File, validation_fraction: float) -> Scan:
+def scan_file(file: File, validation_fraction: float) -> TextScan:
     """Read a document once, in blocks.
 
     Args:
-        file: what to read.
-        validation_fraction: share of the document that its tail should have.
+        validation_fraction: fraction of the document in its tail.
 
     Raises:
         InvalidConfig: the file cannot be read.
     """
-    content, text = xxh3_128(), _TextCheck()
+    hasher, validator = xxh3_128(), _TextValidator()
     size = 0
     cuts: list[int] = []
     pending = b""  # the bytes since the last cut
@@ -220,48 +228,48 @@ def scan(file: File, validation_fraction: float) -> Scan:
                     pending = block[cuts[0] :]
                 else:
                     pending += block
-                content.update(block)
-                text.feed(block, size)
+                hasher.update(block)
+                validator.feed(block, size)
                 size += len(block)
-                while len(pending) > PIECE_BYTES:
-                    cut = cut_at(pending, 0, PIECE_BYTES)
+                while len(pending) > CHUNK_BYTES:
+                    cut = find_cut(pending, 0, CHUNK_BYTES)
                     cuts.append(cuts[-1] + cut)
                     pending = pending[cut:]
-            text.feed(b"", size, final=True)
+            validator.feed(b"", size, final=True)
             cuts = cuts or [0]
             if pending:
                 cuts.append(size)
-            tail = _tail(stream, cuts[0], size, validation_fraction)
+            tail_start = _find_tail(stream, cuts[0], size, validation_fraction)
         except OSError as error:
-            raise unreadable(file, error) from error
-    return Scan(file, content.hexdigest(), cuts, tail, text.fault)
+            raise unreadable_error(file, error) from error
+    return TextScan(file, hasher.hexdigest(), cuts, tail_start, validator.error)
 
 
-class _TextCheck:
-    """Finds the first byte that is not UTF-8 text, over blocks that may cut characters."""
+class _TextValidator:
+    """Incremental search for the first byte that is not UTF-8 text."""
 
     def __init__(self) -> None:
-        self.fault: Fault | None = None
+        self.error: InvalidText | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._newlines = 0
 
     def feed(self, block: bytes, position: int, final: bool = False) -> None:
-        if self.fault:
+        if self.error:
             return
-        offset, what = None, ""
+        offset, reason = None, ""
         undecoded = len(self._decoder.getstate()[0])
         try:
             self._decoder.decode(block, final)
         except UnicodeDecodeError as error:
             offset = position - undecoded + error.start
-            what = "UTF-16 byte order mark" if _is_utf16(error.object, offset) else "not UTF-8"
-        # UTF-8 allows NUL, but no text has it: this is a binary file.
+            reason = "UTF-16 byte order mark" if _is_utf16(error.object, offset) else "not UTF-8"
+        # UTF-8 allows NUL, but only binary files contain it.
         nul = block.find(0)
         if nul >= 0 and (offset is None or position + nul < offset):
-            offset, what = position + nul, "NUL, as in a binary file"
+            offset, reason = position + nul, "NUL, as in a binary file"
         if offset is not None:
             line = self._newlines + block.count(b"\n", 0, max(0, offset - position)) + 1
-            self.fault = Fault(offset, line, what)
+            self.error = InvalidText(offset, line, reason)
         self._newlines += block.count(b"\n")
 
 
@@ -269,146 +277,161 @@ def _is_utf16(data: bytes, offset: int) -> bool:
     return offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
-def _tail(file: BinaryIO, begin: int, size: int, validation_fraction: float) -> int:
-    """Offset at which the last ``validation_fraction`` of the text begins: at most twice that, by lines."""
-    held = int((size - begin) * validation_fraction)
-    if held <= 0:
+def _find_tail(file: BinaryIO, begin: int, size: int, validation_fraction: float) -> int:
+    """Return the offset of the last ``validation_fraction`` of the text.
+
+    The cut is at a line if that makes the tail at most twice as long.
+    """
+    tail_bytes = int((size - begin) * validation_fraction)
+    if tail_bytes <= 0:
         return size
-    mark = size - held
-    low = max(begin, mark - max(4, min(held, BLOCK_BYTES)))  # 4: the longest character
+    mark = size - tail_bytes
+    low = max(begin, mark - max(4, min(tail_bytes, BLOCK_BYTES)))  # 4: longest UTF-8 character
     file.seek(low)
-    return low + cut_at(file.read(mark - low + 1), 0, mark - low)
+    return low + find_cut(file.read(mark - low + 1), 0, mark - low)
 
 
-def keep_text(
-    scans: Sequence[Scan], invalid_utf8: Literal["error", "replace", "skip"], path: str
-) -> list[Scan]:
-    """The scans to go on with: those that hold text, and under ``replace`` the faulty ones too.
+def select_text(
+    scans: Sequence[TextScan], invalid_utf8: Literal["error", "replace", "skip"], path: str
+) -> list[TextScan]:
+    """Return the scans that contain text, valid or to be repaired.
 
     Raises:
-        InvalidConfig: under ``error``, one problem that lists the files that are not text.
+        InvalidConfig: with ``error``, one error that lists the files that are not text.
     """
     scans = [scan for scan in scans if scan.text_bytes]
-    faulty = [(scan.file.name, scan.fault) for scan in scans if scan.fault]
-    if not faulty or invalid_utf8 == "replace":
+    invalid = [(scan.file.name, scan.error) for scan in scans if scan.error]
+    if not invalid or invalid_utf8 == "replace":
         return scans
     if invalid_utf8 == "skip":
-        return [scan for scan in scans if not scan.fault]
-    lines = [f"{name}: byte {f.offset}, line {f.line}: {f.what}" for name, f in faulty]
-    count = "a file is" if len(faulty) == 1 else f"{len(faulty)} files are"
+        return [scan for scan in scans if not scan.error]
+    lines = [
+        f"{name}: byte {error.offset}, line {error.line}: {error.reason}" for name, error in invalid
+    ]
+    count = "a file is" if len(invalid) == 1 else f"{len(invalid)} files are"
     raise InvalidConfig(
         [
             ConfigError(
                 "data.path",
                 path,
                 f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
-                "use --data.invalid_utf8 skip to leave out such files (best for binary ones), "
-                "--data.invalid_utf8 replace to put U+FFFD for the bad bytes, "
-                "or give a path that holds only text",
+                "set data.invalid_utf8=skip to skip such files (best for binary files), "
+                "data.invalid_utf8=replace to replace invalid bytes by U+FFFD, "
+                "or give a path with only text",
             )
         ]
     )
 
 
-def read_piece(scan: Scan, begin: int, end: int) -> str:
-    """The text of bytes ``begin:end`` as they stand (newlines untouched), bad bytes as U+FFFD.
+def read_chunk(scan: TextScan, begin: int, end: int) -> str:
+    """Return the text of bytes ``begin:end``, with invalid bytes as U+FFFD.
 
     Raises:
-        InvalidConfig: the file cannot be read, or is no longer the one that was scanned.
+        InvalidConfig: the file cannot be read, or changed after the scan.
     """
     with open_file(scan.file) as stream:
         try:
             stream.seek(begin)
             data = stream.read(end - begin)
         except OSError as error:
-            raise unreadable(scan.file, error) from error
+            raise unreadable_error(scan.file, error) from error
     if len(data) != end - begin:
-        raise changed(scan.file)
+        raise changed_error(scan.file)
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
-# --------------------------------------------------------------------------- holding out
+# --------------------------------------------------------------------------- validation split
 
 
-def split(scans: Sequence[Scan], validation_fraction: float) -> tuple[list[Part], list[Part]]:
-    """Train and validation parts, without a byte in both.  A pure function of its arguments.
+def split_documents(
+    scans: Sequence[TextScan], validation_fraction: float
+) -> tuple[list[DocumentPart], list[DocumentPart]]:
+    """Return disjoint train and validation parts; a pure function of its arguments.
 
-    From ``WHOLE_DOCUMENTS`` documents on, whole documents are held out, chosen by a hash of
-    their names (so that one more document hardly changes the choice); copies of the same
-    content stay on the same side.  With fewer documents, or where whole ones cannot make up
-    about ``validation_fraction`` of the bytes, the tail of each is held out.
+    From ``MIN_WHOLE_DOCUMENTS`` documents on, the validation set consists of whole documents,
+    selected by a hash of their names (one more document hardly changes the selection).  Copies of
+    the same content are in the same split.  With fewer documents, or if whole documents cannot make
+    up about ``validation_fraction`` of the bytes, it consists of the tail of each document.
     """
-    held = _whole_documents(scans, validation_fraction)
+    validation_hashes = _select_validation_documents(scans, validation_fraction)
     train, validation = [], []
     for scan in scans:
         begin, end = scan.cuts[0], scan.cuts[-1]
-        middle = scan.tail if not held else begin if scan.content_hash in held else end
-        train.append(Part(scan, begin, middle))
-        validation.append(Part(scan, middle, end))
-    return [p for p in train if p.begin < p.end], [p for p in validation if p.begin < p.end]
+        cut = (
+            scan.tail_start
+            if not validation_hashes
+            else begin
+            if scan.content_hash in validation_hashes
+            else end
+        )
+        train.append(DocumentPart(scan, begin, cut))
+        validation.append(DocumentPart(scan, cut, end))
+    return [part for part in train if part.begin < part.end], [
+        part for part in validation if part.begin < part.end
+    ]
 
 
-def _whole_documents(scans: Sequence[Scan], validation_fraction: float) -> set[str]:
-    """Content hashes of the documents to hold out whole; empty to hold out tails."""
-    if len(scans) < WHOLE_DOCUMENTS:
+def _select_validation_documents(scans: Sequence[TextScan], validation_fraction: float) -> set[str]:
+    """Return the content hashes of validation documents; empty: use tails."""
+    if len(scans) < MIN_WHOLE_DOCUMENTS:
         return set()
     bytes_by_content: dict[str, int] = {}
     for scan in sorted(scans, key=lambda s: (xxh3_64_hexdigest(s.file.name.encode()), s.file.name)):
-        known = bytes_by_content.get(scan.content_hash, 0)
-        bytes_by_content[scan.content_hash] = known + scan.text_bytes
-    wanted = validation_fraction * sum(bytes_by_content.values())
-    held: set[str] = set()
-    held_bytes = 0
+        size = bytes_by_content.get(scan.content_hash, 0)
+        bytes_by_content[scan.content_hash] = size + scan.text_bytes
+    target_bytes = validation_fraction * sum(bytes_by_content.values())
+    selected: set[str] = set()
+    selected_bytes = 0
     for content, size in bytes_by_content.items():
-        # One huge document must not become the validation text.
-        if held_bytes < wanted and held_bytes + size <= 1.5 * wanted:
-            held.add(content)
-            held_bytes += size
-    return held if held_bytes >= 0.5 * wanted else set()
+        # One huge document must not become the validation set.
+        if selected_bytes < target_bytes and selected_bytes + size <= 1.5 * target_bytes:
+            selected.add(content)
+            selected_bytes += size
+    return selected if selected_bytes >= 0.5 * target_bytes else set()
 
 
 # --------------------------------------------------------------------------- shards
 
 
-class _Piece(NamedTuple):
-    scan: Scan
+class _Chunk(NamedTuple):
+    scan: TextScan
     begin: int
     end: int
-    last: bool  # of its part, so that the separator comes after it
+    ends_part: bool  # a separator follows it
 
 
-def _shards(parts: Sequence[Part], shard_bytes: int) -> Iterator[list[_Piece]]:
-    """The pieces of each shard, in order."""
-    shard: list[_Piece] = []
+def _group_chunks(parts: Sequence[DocumentPart], shard_bytes: int) -> Iterator[list[_Chunk]]:
+    """Yield the chunks of each shard, in order."""
+    shard: list[_Chunk] = []
     size = 0
     for part in parts:
-        for begin, end in part.pieces():
+        for begin, end in part.chunks():
             if shard and size + end - begin > shard_bytes:
                 yield shard
                 shard, size = [], 0
-            shard.append(_Piece(part.scan, begin, end, end == part.end))
+            shard.append(_Chunk(part.scan, begin, end, end == part.end))
             size += end - begin
     yield shard
 
 
 def _build_split(
-    folder: Path,
+    directory: Path,
     name: SplitName,
-    parts: Sequence[Part],
+    parts: Sequence[DocumentPart],
     shard_bytes: int,
     encoder: Encoder,
     advance: Advance,
 ) -> Split:
     shards = []
-    for index, pieces in enumerate(_shards(parts, shard_bytes)):
-        file = folder / f"{name}-{index:05d}.bin"
-        if shard := finished_shard(file, encoder):
-            advance(sum(piece.end - piece.begin for piece in pieces))
+    for index, chunks in enumerate(_group_chunks(parts, shard_bytes)):
+        file = directory / f"{name}-{index:05d}.bin"
+        if shard := load_finished_shard(file, encoder):
+            advance(sum(chunk.end - chunk.begin for chunk in chunks))
         else:
             tokens: list[Tokens] = []
-            batches = Batches(encoder, advance)
-            for scan, begin, end, last in pieces:
-                batches.add(read_piece(scan, begin, end), end - begin, last, tokens)
+            batches = BatchEncoder(encoder, advance)
+            for scan, begin, end, ends_part in chunks:
+                batches.add(read_chunk(scan, begin, end), end - begin, ends_part, tokens)
             batches.flush()
             shard = write_shard(file, np.concatenate(tokens), encoder)
         shards.append(shard)

@@ -1,8 +1,8 @@
-"""Text to shards of tokens, of which an interrupted preparation finds again what is whole.
+"""Encode text into token shards, and resume an interrupted preparation.
 
-What goes into each shard is decided beforehand, from the text alone, so shards do not depend on
-each other.  Each is written beside its place, flushed and renamed, and then gets a *receipt*
-(``train-00000.json``) with its hash.  The next attempt keeps those whose receipt is true.
+The text alone determines the content of each shard, so shards do not depend on each other.  weft
+writes a shard to a temporary file, flushes and renames it, and then writes a *receipt*
+(``train-00000.json``) with its hash.  The next attempt keeps the shards whose receipt matches.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
-from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
+from weft.data.tokenizer import find_separator, load_tokenizer, required_vocab_size
 from weft.data.workers import Advance
 
-BATCH_BYTES = 4 << 20  # of text encoded by one call, over all cores
-COUNTED = 1 << 24  # tokens at a time
-PIECE_BYTES = 1 << 17  # a batch of these keeps every core busy; far longer strings encode slowly
+BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores
+COUNT_TOKENS = 1 << 24  # per call of bincount
+CHUNK_BYTES = 1 << 17  # a batch of these uses all cores; far longer strings encode slowly
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-# --------------------------------------------------------------------------- what is prepared
+# --------------------------------------------------------------------------- corpus
 
 
-class Built(NamedTuple):
+class BuiltSplits(NamedTuple):
     """Both splits, and the dtype of their tokens."""
 
     train: Split
@@ -44,10 +44,9 @@ class Built(NamedTuple):
 
 
 class IncompleteTail(NamedTuple):
-    """How many files, or documents where a file has many, were not taken as they are.
+    """Numbers of files (or documents of larger files) that were not used unchanged.
 
-    ``skipped`` ones are not UTF-8 and were left out; of ``replaced`` ones the bad bytes were
-    replaced; ``empty`` ones have no text and were left out.
+    ``skipped`` are not UTF-8; ``replaced`` had invalid bytes replaced; ``empty`` have no text.
     """
 
     skipped: int = 0
@@ -55,37 +54,39 @@ class IncompleteTail(NamedTuple):
     empty: int = 0
 
 
-class Reading(Protocol):
-    """What lies at a path, read (or looked at) once."""
+class Corpus(Protocol):
+    """Data at a path, after one reading."""
 
     @property
-    def content(self) -> object:
-        """What decides the store beside the settings, in JSON's types."""
+    def cache_key(self) -> object:
+        """Return what determines the store besides the settings, as JSON types."""
         ...
 
     @property
     def text_bytes(self) -> int:
-        """About how much text there is to learn a tokenizer from."""
+        """Return the approximate amount of text for training a tokenizer."""
         ...
 
     @property
-    def odd(self) -> IncompleteTail: ...
-
-    def training_texts(self, most_bytes: int) -> Iterator[str]:
-        """About ``most_bytes`` of the train text, for a tokenizer to learn from."""
+    def skip_counts(self) -> IncompleteTail:
+        """Return how many files or documents were not used unchanged."""
         ...
 
-    def build(self, folder: Path, encoder: Encoder, report: Report) -> Built:
-        """Make every shard that is not in ``folder`` yet."""
+    def sample_texts(self, max_bytes: int) -> Iterator[str]:
+        """Yield about ``max_bytes`` of the train text, for training a tokenizer."""
+        ...
+
+    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+        """Write all shards that ``directory`` does not have yet."""
         ...
 
 
-def too_little(section: DataSection, rule: str, train: bool) -> InvalidConfig:
-    """Nothing is left to hold out, or (not ``train``) even to train on."""
-    what = "left to hold out for evaluation" if train else "left to train on"
-    remedy = "give more text" + (", or a larger data.validation_fraction" if train else "")
+def insufficient_data_error(section: DataSection, rule: str, has_train: bool) -> InvalidConfig:
+    """Return the error for too little data for validation, or even for training."""
+    missing = "left for the validation set" if has_train else "left for training"
+    remedy = "give more text" + (", or set a larger data.validation_fraction" if has_train else "")
     return InvalidConfig(
-        [ConfigError("data.path", section.path, f"{rule}: nothing is {what}", remedy)]
+        [ConfigError("data.path", section.path, f"{rule}: none is {missing}", remedy)]
     )
 
 
@@ -93,7 +94,7 @@ def too_little(section: DataSection, rule: str, train: bool) -> InvalidConfig:
 
 
 class Encoder(NamedTuple):
-    """A tokenizer, and what a store tells of it."""
+    """Tokenizer, and its properties that a store records."""
 
     tokenizer: Tokenizer
     hash: str
@@ -103,75 +104,77 @@ class Encoder(NamedTuple):
 
 
 def load_encoder(file: Path) -> Encoder:
-    """That of a ``tokenizer.json``.
+    """Load a ``tokenizer.json``.
 
     Raises:
-        InvalidConfig: it cannot be read, or has no separator.
+        InvalidConfig: the file cannot be read, or has no separator.
     """
     tokenizer, digest = load_tokenizer(file)
-    entries = vocab_entries(tokenizer)
-    separator = separator_id(tokenizer, file)
+    entries = required_vocab_size(tokenizer)
+    separator = find_separator(tokenizer, file)
     return Encoder(tokenizer, digest, separator, entries, token_dtype(entries))
 
 
-def cut_at(data: bytes, begin: int, size: int) -> int:
-    """Where to cut ``data``, which is longer, at most ``size`` bytes behind ``begin``: after the
-    last newline, or at a character."""
+def find_cut(data: bytes, begin: int, size: int) -> int:
+    """Return where to cut ``data`` at most ``size`` bytes after ``begin``.
+
+    The cut follows the last newline, or else does not split a character; ``data`` must be longer.
+    """
     limit = begin + size
     newline = data.rfind(b"\n", begin, limit)
     if newline >= 0:
         return newline + 1
     cut = limit
-    while cut > max(begin, limit - 3) and data[cut] & 0xC0 == 0x80:  # a continuation byte
+    while cut > max(begin, limit - 3) and data[cut] & 0xC0 == 0x80:  # continuation byte
         cut -= 1
     return cut
 
 
-def in_pieces(data: bytes) -> Iterator[tuple[int, int]]:
-    """A document in ranges that are quick to encode; none ends inside a character."""
+def split_chunks(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield byte ranges of a document that encode fast and split no character."""
     begin = 0
-    while len(data) - begin > PIECE_BYTES:
-        end = cut_at(data, begin, PIECE_BYTES)
+    while len(data) - begin > CHUNK_BYTES:
+        end = find_cut(data, begin, CHUNK_BYTES)
         yield begin, end
         begin = end
     yield begin, len(data)
 
 
-class Batches:
-    """Encodes pieces of text, many by one call; each on its own, whatever batch it falls into."""
+class BatchEncoder:
+    """Encodes chunks of text in batches; the result does not depend on the batches."""
 
     def __init__(self, encoder: Encoder, advance: Advance) -> None:
         self._encoder, self._advance = encoder, advance
-        self._pieces: list[tuple[str, bool, list[Tokens]]] = []
+        self._chunks: list[tuple[str, bool, list[Tokens]]] = []
         self._size_bytes = 0
 
-    def add(self, text: str, size_bytes: int, last: bool, to: list[Tokens]) -> None:
-        """Have the tokens of a piece appended to ``to``, at the latest by `flush`.
+    def add(self, text: str, size_bytes: int, ends_document: bool, output: list[Tokens]) -> None:
+        """Add a chunk, whose tokens are appended to ``output`` no later than in `flush`.
 
         Args:
-            last: it ends a document, so that the separator comes after it.
+            ends_document: append the separator.
 
         Raises:
-            InvalidConfig: the tokenizer cannot encode it.
+            InvalidConfig: the tokenizer cannot encode the text.
         """
-        self._pieces.append((text, last, to))
+        self._chunks.append((text, ends_document, output))
         self._size_bytes += size_bytes
         if self._size_bytes >= BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Encode what was added and is not encoded yet."""
+        """Encode all chunks that were added and are not encoded yet."""
         tokenizer, separator = self._encoder.tokenizer, self._encoder.separator
-        texts = [text for text, _, _ in self._pieces]
+        texts = [text for text, _, _ in self._chunks]
         try:
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises bare Exceptions
             rule = f"cannot encode the text: {error}"
             remedy = "use a tokenizer that covers every text, such as a byte-level one"
             raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
-        for (_, last, to), encoding in zip(self._pieces, encodings, strict=True):
-            to.append(np.array(encoding.ids + [separator] * last, self._encoder.dtype))
-        self._pieces.clear()
+        for (_, ends_document, output), encoding in zip(self._chunks, encodings, strict=True):
+            output.append(np.array(encoding.ids + [separator] * ends_document, self._encoder.dtype))
+        self._chunks.clear()
         self._advance(self._size_bytes)
         self._size_bytes = 0
 
@@ -179,48 +182,48 @@ class Batches:
 # --------------------------------------------------------------------------- files
 
 
-def describe(file: Path, tokens: Tokens) -> Shard:
-    """A file of the store that holds these tokens and nothing else."""
+def describe_shard(file: Path, tokens: Tokens) -> Shard:
+    """Return the entry of a shard file for the manifest."""
     return Shard(file.name, len(tokens), tokens.nbytes, hash_tokens(tokens))
 
 
 def write_shard(file: Path, tokens: Tokens, encoder: Encoder) -> Shard:
-    """Tokens into a file, and then its receipt."""
-    shard = describe(file, tokens)
+    """Write tokens to a file, and then its receipt."""
+    shard = describe_shard(file, tokens)
     write_durably(file, tokens.data)
-    write_durably(file.with_suffix(".json"), _receipt(shard, encoder))
+    write_durably(file.with_suffix(".json"), _make_receipt(shard, encoder))
     return shard
 
 
-def finished_shard(file: Path, encoder: Encoder) -> Shard | None:
-    """The shard that an earlier attempt has completed in a file; None: none has."""
+def load_finished_shard(file: Path, encoder: Encoder) -> Shard | None:
+    """Return the shard that an earlier attempt completed in a file, if any."""
     try:
         receipt = file.with_suffix(".json").read_bytes()
-        shard = describe(file, np.fromfile(file, encoder.dtype))
+        shard = describe_shard(file, np.fromfile(file, encoder.dtype))
     except FileNotFoundError:
         return None
-    return shard if receipt == _receipt(shard, encoder) else None
+    return shard if receipt == _make_receipt(shard, encoder) else None
 
 
-def _receipt(shard: Shard, encoder: Encoder) -> bytes:
+def _make_receipt(shard: Shard, encoder: Encoder) -> bytes:
     return json.dumps(asdict(shard) | {"tokenizer": encoder.hash}).encode()
 
 
 # --------------------------------------------------------------------------- statistics
 
 
-def unigram_entropy_nats(folder: Path, built: Built, vocab_size: int) -> float:
-    """Entropy of a train token: the loss of knowing only the tokens' frequencies."""
+def unigram_entropy_nats(directory: Path, splits: BuiltSplits, vocab_size: int) -> float:
+    """Return the loss of a unigram model on the train tokens."""
     frequency = np.zeros(vocab_size, np.int64)
-    for shard in built.train.shards:
-        tokens = map_shard(folder, built.dtype, shard)
-        for begin in range(0, len(tokens), COUNTED):  # counting makes 64 bits of each
-            piece = tokens[begin : begin + COUNTED]
-            frequency += np.bincount(piece, minlength=vocab_size)
+    for shard in splits.train.shards:
+        tokens = map_shard(directory, splits.dtype, shard)
+        for begin in range(0, len(tokens), COUNT_TOKENS):  # bincount converts to int64
+            chunk = tokens[begin : begin + COUNT_TOKENS]
+            frequency += np.bincount(chunk, minlength=vocab_size)
     return entropy_nats(frequency)
 
 
 def entropy_nats(frequency: NDArray[np.int64]) -> float:
-    """-sum p ln p of a distribution that is given by counts."""
+    """Return -sum p ln p of the distribution given by counts."""
     p = frequency[frequency > 0] / frequency.sum()
     return float(-(p * np.log(p)).sum())

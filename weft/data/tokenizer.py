@@ -1,7 +1,6 @@
-"""Text to token ids: byte-level BPE, trained here or loaded from a ``tokenizer.json``.
+"""Byte-level BPE tokenizers, trained here or loaded from a ``tokenizer.json``.
 
-Bytes are the smallest tokens of those trained here, so every text can be encoded and comes back
-unchanged.
+The smallest tokens of a trained tokenizer are bytes, so it encodes and restores every text exactly.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.data.document_tokens import END_OF_TEXT, add_start, tokens_beside
+from weft.data.document_tokens import END_OF_TEXT, add_start_token, load_document_tokens
 
-# How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
-# sign before them, numbers of up to three digits, signs, newlines, spaces.
-SPLIT = (
+# Merges do not cross these, as in Llama 3: contractions, words with the space or sign before
+# them, numbers of up to three digits, signs, newlines, spaces.
+PRETOKENIZE_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}{1,3}"
@@ -29,17 +28,17 @@ SPLIT = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer; the same texts give the same JSON, byte for byte.
+    """Train a byte-level BPE tokenizer; equal texts give equal JSON, byte for byte.
 
     Args:
-        texts: what to learn merges from, all of which is held as word counts.
-        vocab_size: entries, of which 257 are the bytes and the separator; fewer come out where
-            the texts offer no more merges.
+        texts: the training texts; memory holds their word counts.
+        vocab_size: entries, including 256 bytes and the separator; fewer if the texts offer no
+            more merges.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENIZE_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -52,57 +51,60 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     [end] = tokenizer.get_added_tokens_decoder()
-    add_start(tokenizer, end)  # as every document begins in training
-    return _plain(tokenizer)
+    add_start_token(tokenizer, end)  # every document in training starts with it
+    return _encode_literally(tokenizer)
 
 
 def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
-    """The tokenizer of a ``tokenizer.json``, and the xxh3_128 of that file in hexadecimal.
+    """Load a ``tokenizer.json``; return the tokenizer and the xxh3_128 of the file.
 
     Raises:
-        InvalidConfig: the file is missing or is not a tokenizer.
+        InvalidConfig: the file is missing, or is not a tokenizer.
     """
     file = Path(path).expanduser() if isinstance(path, str) else path
-    remedy = "give the path of a tokenizer.json, or train to make one from the text"
+    remedy = "give the path of a tokenizer.json, or use train"
     try:
         data = file.read_bytes()
-        return _plain(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
+        return _encode_literally(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
     except FileNotFoundError:
         rule = "does not exist"
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
-    except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
+    except Exception as error:  # tokenizers raises bare Exceptions
         rule = f"is not a tokenizer.json: {error}"
     raise InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
 
 
-def _plain(tokenizer: Tokenizer) -> Tokenizer:
-    """Encode text as what it is.  None of these settings can be relied on to be in the JSON."""
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the token
+def _encode_literally(tokenizer: Tokenizer) -> Tokenizer:
+    """Encode special tokens in text as text; the JSON may say otherwise."""
+    tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def separator_id(tokenizer: Tokenizer, path: str | Path) -> int:
-    """Return the id of the token that ends a document, by the files beside a ``tokenizer.json``.
+def find_separator(tokenizer: Tokenizer, path: str | Path) -> int:
+    """Return the id of the separator, from the files beside a ``tokenizer.json``.
 
-    Text that looks like a special token is not encoded to it, unless the model's own vocabulary has
-    that text, too (as Unigram's may; byte-level BPE's does not).  See
+    Text that looks like a special token is not encoded to it, unless the ordinary vocabulary also
+    has that text (possible with Unigram, not with byte-level BPE).  See
     `weft.data.document_tokens`.
 
     Raises:
-        InvalidConfig: nothing names one, or one that does not exist; ``path`` is in the message.
+        InvalidConfig: no file names a separator, or a file names one that does not exist; the
+            message contains ``path``.
     """
-    return tokens_beside(tokenizer, path).separator
+    return load_document_tokens(tokenizer, path).separator
 
 
-def padded_beyond(entries: int, vocab_size: int) -> bool:
-    """Whether a model has more rows for tokens than a tokenizer's and what is usual for padding:
-    Qwen3's 0.2 percent and Phi-2's 1.8 are the most that is known."""
+def has_excess_padding(entries: int, vocab_size: int) -> bool:
+    """Return True if a model's vocabulary is padded beyond what is usual.
+
+    The largest known padding is 0.2 percent for Qwen3 and 1.8 percent for Phi-2.
+    """
     return entries < 0.9 * vocab_size
 
 
-def vocab_entries(tokenizer: Tokenizer) -> int:
-    """Rows that an embedding needs: the largest id plus one (ids may have gaps)."""
+def required_vocab_size(tokenizer: Tokenizer) -> int:
+    """Return the rows that an embedding needs: the largest id plus one."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

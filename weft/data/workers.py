@@ -1,4 +1,4 @@
-"""The same work on many things, by as many processes as there are cores."""
+"""Map a function over items with one process per core."""
 
 from __future__ import annotations
 
@@ -20,84 +20,83 @@ R = TypeVar("R")
 POLL_SECONDS = 0.2
 Advance = Callable[[int], None]
 
-_shared: Any = None  # of a worker: bytes done by all of them, and whether they are to stop
+_shared: Any = None  # in a worker: bytes done by all workers, and a stop flag
 
 
-class _Stopped(Exception):
-    """Something else failed; this one's work is not wanted any more."""
+class _Cancelled(Exception):
+    """Raised in a worker after another worker failed."""
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def processes_for(num_things: int, size_bytes: int, alone_bytes: int) -> int:
-    """As many as there are cores, if there is that much to do; one below ``alone_bytes``."""
-    return 1 if size_bytes < alone_bytes else max(1, min(num_things, num_cores()))
+def choose_num_processes(num_items: int, size_bytes: int, min_parallel_bytes: int) -> int:
+    """Return one process per core or item; 1 below ``min_parallel_bytes``."""
+    return 1 if size_bytes < min_parallel_bytes else max(1, min(num_items, num_cores()))
 
 
 def parallel_map(
-    work: Callable[[T, Advance], R],
-    things: Sequence[T],
+    function: Callable[[T, Advance], R],
+    items: Sequence[T],
     advance: Advance,
-    processes: int,
+    num_processes: int,
 ) -> Iterator[tuple[int, R]]:
-    """``work(thing, advance)`` for each thing, as ``(its place, result)`` in the order of ending.
+    """Yield ``(index, function(item, advance))`` in order of completion.
 
     Args:
-        work: a function of a module, so that another process can find it.  It calls its second
-            argument from time to time with what it has done since.
-        advance: is told what all of them have done.
-        processes: with 1 the work is done here.
+        function: picklable; calls its second argument with the bytes done since the last call.
+        advance: is called with the bytes that all workers have done since the last call.
+        num_processes: with 1, the caller's process runs ``function``.
 
     Raises:
-        InvalidConfig: what ``work`` raised first; the others are stopped.
-        WeftError: a process was killed.
+        InvalidConfig: the first one that ``function`` raises; the other workers stop.
+        WeftError: a worker was killed.
     """
-    if processes == 1:
-        for place, thing in enumerate(things):
-            yield place, work(thing, advance)
+    if num_processes == 1:
+        for index, item in enumerate(items):
+            yield index, function(item, advance)
         return
-    # Not forked: this process may have threads, and locks that they hold.
+    # Not fork: this process may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     shared = context.Array("q", 2)
-    threads = max(1, num_cores() // processes)
-    told = 0
+    threads = max(1, num_cores() // num_processes)
+    reported = 0
     with ProcessPoolExecutor(
-        processes, context, initializer=_begin, initargs=(shared, threads)
+        num_processes, context, initializer=_init_worker, initargs=(shared, threads)
     ) as pool:
         try:
-            places = {pool.submit(_guarded, work, thing): n for n, thing in enumerate(things)}
-            pending = set(places)
+            indices = {pool.submit(_run_item, function, item): n for n, item in enumerate(items)}
+            pending = set(indices)
             while pending:
                 done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-                now = shared[0]  # once: they go on meanwhile
-                advance(now - told)
-                told = now
+                current = shared[0]  # read once: workers change it meanwhile
+                advance(current - reported)
+                reported = current
                 for future in done:
                     result = future.result()
-                    if isinstance(result, _Refused):
+                    if isinstance(result, _ConfigFailure):
                         raise InvalidConfig(result.problems)
-                    yield places[future], result
+                    yield indices[future], result
         except BrokenProcessPool as error:
-            why = "a process that prepares the text was killed, perhaps for want of memory"
-            raise WeftError(f"{why}; the same command goes on") from error
+            reason = "a process that prepares the data was killed, possibly out of memory"
+            raise WeftError(f"{reason}; run the same command to resume") from error
         finally:
             shared[1] = 1
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(shared: Any, threads: int) -> None:
-    """A process begins; ``threads``: how many its tokenizers may have."""
+def _init_worker(shared: Any, threads: int) -> None:
+    """Initialize a worker, whose tokenizers may use ``threads`` threads."""
     global _shared
     _shared = shared
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one tells it
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this worker
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait_for([parent.sentinel])
@@ -106,19 +105,19 @@ def _die_with_parent() -> None:
 
 def _advance(size: int) -> None:
     if _shared[1]:
-        raise _Stopped
+        raise _Cancelled
     with _shared.get_lock():
         _shared[0] += size
 
 
-class _Refused(NamedTuple):
-    """What an InvalidConfig holds, which does not survive being pickled."""
+class _ConfigFailure(NamedTuple):
+    """Errors of an InvalidConfig, which cannot be pickled."""
 
     problems: list[ConfigError]
 
 
-def _guarded(work: Callable[[T, Advance], R], thing: T) -> R | _Refused:
+def _run_item(function: Callable[[T, Advance], R], item: T) -> R | _ConfigFailure:
     try:
-        return work(thing, _advance)
+        return function(item, _advance)
     except InvalidConfig as invalid:
-        return _Refused(invalid.problems)
+        return _ConfigFailure(invalid.problems)

@@ -1,1 +1,1 @@
-"""Memory and time of a run before it starts, from the code that will really run."""
+"""Memory and step time of a run before it starts, from the code that runs."""

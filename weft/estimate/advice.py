@@ -1,10 +1,10 @@
-"""What to change in a plan, and what that would do.
+"""Suggest changes of a recipe that make it fit or make it faster.
 
-Changes of the recipe, of one key or of some that belong together, are reckoned by the analytic
-twin; what it says of the change is applied to what was traced.  So their effects are estimates,
-mostly within a tenth.  Where a plan does not fit, that is too little to start a run on: there the
-first one is traced, and those that turn out not to fit either are left out.  Of models that the
-twin does not know (adapters, experts) some usual changes are traced.
+`weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
+belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
+too much for a plan that does not fit: the first suggestion is then traced, and suggestions that do
+not fit are dropped.  For models that `decoder_dims` does not support (adapters, experts), a few
+usual changes are traced.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from typing import Any
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.analytic import estimate_memory, estimate_step
 from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import Forecast, forecast, hardware_of
-from weft.estimate.plan_to_analytic import layout_of, sizes_of
+from weft.estimate.forecast import Forecast, build_hardware, forecast
+from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import Device
 from weft.plan.float8_rules import supports_float8
 from weft.plan.resolve import Machine, Plan, resolve
 
-# A change that gains less is not worth a line.
-WORTH = 0.02
-MOST = 3
+# A change with a smaller speedup is not listed.
+MIN_SPEEDUP = 0.02
+MAX_ADVICE = 3
 
-# Keys with their values, in the order in which people should read them.
+# Keys with their values, in display order.
 Change = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``faster``: of the speed, 0.2 is a fifth more.  ``bytes``: that a device then needs.
-    ``traced``: whether these are a trace's, or estimated."""
+    """A change of a recipe, and its effect.
+
+    ``speedup``: relative, 0.2 is 20 % faster.  ``memory_bytes``: needed per device.  ``is_traced``:
+    the numbers come from a trace, not from arithmetic.
+    """
 
     change: Change
-    faster: float
-    bytes: float
-    traced: bool = False
+    speedup: float
+    memory_bytes: float
+    is_traced: bool = False
 
     def __str__(self) -> str:
         return " ".join(
@@ -50,50 +53,62 @@ class Advice:
         )
 
 
-def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecast) -> list[Advice]:
-    """The best changes that fit: the fastest, or where the plan does not fit what costs least.
+def advise(
+    job: Job, plan: Plan, machine: Machine, device: Device, prediction: Forecast
+) -> list[Advice]:
+    """Return the best changes: the fastest that fit, or the cheapest that make it fit.
 
-    The first one of a plan that does not fit was traced, and fits.  Empty where nothing helps, or
-    the plan fits and the twin does not know the model.
+    The first change for a plan that does not fit was traced and fits.  The list is empty if nothing
+    helps, or if the plan fits and arithmetic does not support the model.
     """
-    # A change must not change how many ranks weft starts: it would be credited with them.
+    # Keep the number of ranks, so that a change is not credited with additional ranks.
     local = plan.local_world_size
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
-    before = _reckoned(job, plan, device)
-    if before is None:
-        return [] if seen.fits is not False else _usual(job, plan, machine, device, seen)
+    baseline = _estimate(job, plan, device)
+    if baseline is None:
+        return (
+            []
+            if prediction.fits is not False
+            else _traced_advice(job, plan, machine, device, prediction)
+        )
 
-    def tried(changes: Iterator[Change]) -> list[Advice]:
-        found = []
+    def evaluate(changes: Iterator[Change]) -> list[Advice]:
+        results = []
         for change in changes:
             try:
-                changed = changed_by(job, change)
-                after = _reckoned(changed, resolve(changed, machine), device)
+                new_job = apply_change(job, change)
+                estimate = _estimate(new_job, resolve(new_job, machine), device)
             except (InvalidConfig, ValueError):
-                continue  # not possible here
-            if after is None:
                 continue
-            needed = (seen.needed - seen.outside) * after[1] / before[1] + seen.outside
-            found.append(Advice(change, before[0] / after[0] - 1, needed))
-        # Of changes that are as fast the one of fewest keys, then the one that is tried first.
-        return sorted(found, key=lambda a: (-round(a.faster, 3), len(a.change)))
+            if estimate is None:
+                continue
+            scale = estimate[1] / baseline[1]
+            needed = (prediction.needed_bytes - prediction.outside_bytes) * scale
+            needed += prediction.outside_bytes
+            results.append(Advice(change, baseline[0] / estimate[0] - 1, needed))
+        # Among equally fast changes, fewer keys come first, then the earlier candidate.
+        return sorted(results, key=lambda a: (-round(a.speedup, 3), len(a.change)))
 
-    singles = tried(changes(job, plan, machine))
-    if seen.fits is not False:
-        fitting = [a for a in singles if seen.capacity is None or a.bytes <= seen.capacity]
-        return _distinct([a for a in fitting if a.faster >= WORTH])[:MOST]
-    found = _that_fit(job, machine, device, seen, singles)
-    if found:
-        return found
-    saving = [a.change for a in singles if a.bytes < seen.needed]
+    single_changes = evaluate(candidate_changes(job, plan, machine))
+    if prediction.fits is not False:
+        fitting = [
+            a
+            for a in single_changes
+            if prediction.capacity_bytes is None or a.memory_bytes <= prediction.capacity_bytes
+        ]
+        return _drop_supersets([a for a in fitting if a.speedup >= MIN_SPEEDUP])[:MAX_ADVICE]
+    results = _select_fitting(job, machine, device, prediction, single_changes)
+    if results:
+        return results
+    saving = [a.change for a in single_changes if a.memory_bytes < prediction.needed_bytes]
     pairs = (a | b for a, b in itertools.combinations(saving, 2) if not a.keys() & b.keys())
-    return _that_fit(job, machine, device, seen, tried(pairs))
+    return _select_fitting(job, machine, device, prediction, evaluate(pairs))
 
 
-def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
-    """What is worth a try, alone."""
+def candidate_changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
+    """Yield single changes to evaluate."""
     for kind in ("none", "selective", "full"):
-        # What selective recomputation keeps under tensor parallelism, the twin does not know.
+        # Arithmetic does not model selective recomputation with tensor parallelism.
         if (kind, 1) != (
             job.activation_checkpoint.mode,
             job.activation_checkpoint.every_n_layers,
@@ -103,55 +118,60 @@ def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
                 if job.activation_checkpoint.every_n_layers > 1
                 else {}
             )
-    rows = plan.microbatch
-    for more in sorted({4 * rows, 2 * rows, rows // 2, rows // 4, 1} - {0, rows}):
-        if plan.local_batch % more == 0:
-            yield {"train.microbatch_size": more}
-    # Float8 pays where casting is fused, and asynchronous products are the compiler's.
+    microbatch_size = plan.microbatch_size
+    for size in sorted(
+        {4 * microbatch_size, 2 * microbatch_size, microbatch_size // 2, microbatch_size // 4, 1}
+        - {0, microbatch_size}
+    ):
+        if plan.local_batch_size % size == 0:
+            yield {"train.microbatch_size": size}
+    # Float8 is fast only if the compiler fuses casts; async TP needs the compiler.
     compiled: Change = {} if job.compile.enable else {"compile.enable": True}
     if compiled:
         yield compiled
-    able = plan.compute_dtype == "bfloat16" and supports_float8("tensorwise", machine.capability)
-    if plan.float8 == "none" and able:
+    can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
+        "tensorwise", machine.capability
+    )
+    if plan.float8 == "none" and can_use_float8:
         yield compiled | {"precision.float8": "tensorwise"}
     if plan.tp > 1 and not job.parallel.async_tp:
         yield compiled | {"parallel.async_tp": True}
     if plan.pipeline is not None:
         for schedule in ("Interleaved1F1B", "1F1B"):
             if schedule != plan.pipeline.schedule:
-                each = job.pipeline.stages_per_rank
-                stages = {} if each == "auto" else {"pipeline.stages_per_rank": "auto"}
+                stages_per_rank = job.pipeline.stages_per_rank
+                stages = {} if stages_per_rank == "auto" else {"pipeline.stages_per_rank": "auto"}
                 yield {"pipeline.schedule": schedule} | stages
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
-        kept = plan.reshard_after_forward is False
-        yield {"parallel.reshard_after_forward": "always" if kept else "never"}
+        keeps_unsharded = plan.reshard_after_forward is False
+        yield {"parallel.reshard_after_forward": "always" if keeps_unsharded else "never"}
     if job.optim.name == "adamw":
-        lean = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
-        for states in lean.get(job.optim.state_dtype, ()):
-            yield {"optim.state_dtype": states}
-    yield from meshes(job, plan)
+        smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
+        for dtype in smaller_dtypes.get(job.optim.state_dtype, ()):
+            yield {"optim.state_dtype": dtype}
+    yield from mesh_changes(job, plan)
 
 
-def meshes(job: Job, plan: Plan) -> Iterator[Change]:
-    """Other degrees of one axis; the ranks that are left share the parameters."""
-    rest: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
+def mesh_changes(job: Job, plan: Plan) -> Iterator[Change]:
+    """Yield other degrees of one axis; the remaining ranks shard the parameters."""
+    auto_shard: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
     if plan.dp_replicate > 1:
-        yield {"parallel.dp_replicate": 1} | rest
-    sides = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
-    for axis, degree in sides.items():
-        most = {"tp": plan.local_world_size, "pp": 64, "cp": job.train.seq_len // 8192}[axis]
+        yield {"parallel.dp_replicate": 1} | auto_shard
+    degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
+    for axis, degree in degrees.items():
+        limit = {"tp": plan.local_world_size, "pp": 64, "cp": job.train.seq_len // 8192}[axis]
         for other in sorted({1, degree // 2, 2 * degree, 4 * degree} - {0, degree}):
-            if other <= max(1, most):
-                one = {"parallel.reshard_after_forward": "auto"} if axis == "pp" else {}
+            if other <= max(1, limit):
+                auto_reshard = {"parallel.reshard_after_forward": "auto"} if axis == "pp" else {}
                 yield (
                     {f"parallel.{axis}": other}
-                    | rest
-                    | (one if job.parallel.reshard_after_forward != "auto" else {})
+                    | auto_shard
+                    | (auto_reshard if job.parallel.reshard_after_forward != "auto" else {})
                 )
 
 
-def changed_by(job: Job, change: Change) -> Job:
-    """The job with a change.
+def apply_change(job: Job, change: Change) -> Job:
+    """Return the job with a change.
 
     Raises:
         ValueError: if a value is out of bounds.
@@ -163,28 +183,30 @@ def changed_by(job: Job, change: Change) -> Job:
     return replace_sections(job, **sections)
 
 
-def _usual(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecast) -> list[Advice]:
-    """Smaller microbatches and recomputation, the fastest first; both together if none fits."""
+def _traced_advice(
+    job: Job, plan: Plan, machine: Machine, device: Device, prediction: Forecast
+) -> list[Advice]:
+    """Trace smaller microbatches and recomputation; both together if none fits."""
 
-    def tried(changes: list[Change]) -> list[Advice]:
-        found = []
+    def evaluate(changes: list[Change]) -> list[Advice]:
+        results = []
         for change in changes:
             try:
-                changed = changed_by(job, change)
-                after = forecast(changed, resolve(changed, machine), machine, device)
+                new_job = apply_change(job, change)
+                new_prediction = forecast(new_job, resolve(new_job, machine), machine, device)
             except InvalidConfig:
-                continue  # not possible here
-            if after.fits:
-                found.append(_as_traced(Advice(change, 0.0, 0.0), seen, after))
-        return sorted(found, key=lambda advice: -advice.faster)
+                continue
+            if new_prediction.fits:
+                results.append(_with_trace(Advice(change, 0.0, 0.0), prediction, new_prediction))
+        return sorted(results, key=lambda advice: -advice.speedup)
 
-    fewer = sorted({plan.microbatch // 2, 1} - {0, plan.microbatch}, reverse=True)
+    sizes = sorted({plan.microbatch_size // 2, 1} - {0, plan.microbatch_size}, reverse=True)
     smaller: list[Change] = [
-        {"train.microbatch_size": rows} for rows in fewer if plan.local_batch % rows == 0
+        {"train.microbatch_size": size} for size in sizes if plan.local_batch_size % size == 0
     ]
-    again: list[Change] = []
+    recompute: list[Change] = []
     if (job.activation_checkpoint.mode, job.activation_checkpoint.every_n_layers) != ("full", 1):
-        again = [
+        recompute = [
             {"activation_checkpoint.mode": "full"}
             | (
                 {"activation_checkpoint.every_n_layers": 1}
@@ -192,44 +214,48 @@ def _usual(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
                 else {}
             )
         ]
-    both = [less | more for less in smaller[-1:] for more in again]
-    return tried(smaller + again) or tried(both)
+    pairs = [first | second for first in smaller[-1:] for second in recompute]
+    return evaluate(smaller + recompute) or evaluate(pairs)
 
 
-def _as_traced(advice: Advice, seen: Forecast, after: Forecast) -> Advice:
-    traced = replace(advice, bytes=after.needed, traced=True)
-    if seen.step_seconds is None or after.step_seconds is None:
-        return traced
-    return replace(traced, faster=seen.step_seconds / after.step_seconds - 1)
+def _with_trace(advice: Advice, prediction: Forecast, new_prediction: Forecast) -> Advice:
+    updated = replace(advice, memory_bytes=new_prediction.needed_bytes, is_traced=True)
+    if prediction.step_seconds is None or new_prediction.step_seconds is None:
+        return updated
+    return replace(updated, speedup=prediction.step_seconds / new_prediction.step_seconds - 1)
 
 
-def _that_fit(
-    job: Job, machine: Machine, device: Device, seen: Forecast, found: list[Advice]
+def _select_fitting(
+    job: Job, machine: Machine, device: Device, prediction: Forecast, advice_list: list[Advice]
 ) -> list[Advice]:
-    """Those that fit, the fastest first; what the first one does is traced."""
-    assert seen.capacity is not None
-    fitting = _distinct([advice for advice in found if advice.bytes <= seen.capacity])
-    for place, advice in enumerate(fitting[: 2 * MOST]):
-        changed = changed_by(job, advice.change)
-        after = forecast(changed, resolve(changed, machine), machine, device)
-        if after.fits:
-            return [_as_traced(advice, seen, after), *fitting[place + 1 :]][:MOST]
+    """Return the changes that fit, the fastest first; the first one is traced."""
+    assert prediction.capacity_bytes is not None
+    fitting = _drop_supersets(
+        [advice for advice in advice_list if advice.memory_bytes <= prediction.capacity_bytes]
+    )
+    for index, advice in enumerate(fitting[: 2 * MAX_ADVICE]):
+        new_job = apply_change(job, advice.change)
+        new_prediction = forecast(new_job, resolve(new_job, machine), machine, device)
+        if new_prediction.fits:
+            return [_with_trace(advice, prediction, new_prediction), *fitting[index + 1 :]][
+                :MAX_ADVICE
+            ]
     return []
 
 
-def _distinct(found: list[Advice]) -> list[Advice]:
-    """Without those that do more than another one and gain nothing by it."""
-    kept: list[Advice] = []
-    for advice in found:
-        if not any(better.change.items() <= advice.change.items() for better in kept):
-            kept.append(advice)
-    return kept
+def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
+    """Drop changes that contain an earlier change."""
+    distinct: list[Advice] = []
+    for advice in advice_list:
+        if not any(better.change.items() <= advice.change.items() for better in distinct):
+            distinct.append(advice)
+    return distinct
 
 
-def _reckoned(job: Job, plan: Plan, device: Device) -> tuple[float, float] | None:
-    """Seconds and bytes of the twin; the latter eager, as a trace tells them."""
-    sizes, layout = sizes_of(plan), layout_of(job, plan, device)
-    if sizes is None or layout is None:
+def _estimate(job: Job, plan: Plan, device: Device) -> tuple[float, float] | None:
+    """Return seconds and bytes by arithmetic; bytes of eager code, as in a trace."""
+    dims, layout = decoder_dims(plan), analytic_layout(job, plan, device)
+    if dims is None or layout is None:
         return None
-    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device)).total()
-    return seconds, sum(memory_of(sizes, replace(layout, fusion="eager")).values())
+    seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device)).total()
+    return seconds, sum(estimate_memory(dims, replace(layout, fusion="eager")).values())

@@ -1,21 +1,21 @@
-"""What PyTorch's caching allocator reserves for a log of allocations.
+"""Simulate PyTorch's CUDA caching allocator on a log of allocations.
 
-Live bytes are not what a device runs out of.  torch asks the driver for *segments*, cuts blocks
-from them, and keeps what is freed for later; what lies free in pieces that are too small is lost.
-The live bytes of a step are 13 to 20 % below what TorchTitan publishes of it.
+A device runs out of reserved, not of live bytes.  The allocator requests *segments* from the
+driver, splits them into blocks, and caches freed blocks; fragmentation wastes some of them.  Live
+bytes of a step are 13 to 20 % below the memory that TorchTitan publishes.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13):
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.13):
 
-* Sizes are rounded up to 512 bytes.  Up to 1 MiB a block comes from the small pool, whose segments
-  have 2 MiB; others from the large pool: segments of 20 MiB for blocks below 10 MiB, and above of
-  the size itself, rounded up to 2 MiB.
-* The smallest free block that is large enough is taken.  It is cut in two if in the small pool at
-  least 512 bytes remain, in the large one more than 1 MiB.
-* A block that is freed grows together with free neighbours of its segment.
-* When the device is full, segments without a live block go back to the driver first.
+* Sizes are rounded up to 512 bytes.  Blocks up to 1 MiB come from the small pool, with segments of
+  2 MiB.  Others come from the large pool: segments of 20 MiB for blocks below 10 MiB, and above
+  that of the block's size, rounded up to 2 MiB.
+* The allocator takes the smallest free block that is large enough.  It splits the block if the
+  remainder is at least 512 bytes in the small pool, or more than 1 MiB in the large one.
+* A freed block merges with free neighbors in its segment.
+* When the device is full, the allocator first returns segments without live blocks to the driver.
 
-Left out: streams (blocks of another stream are not reused; FSDP's gathers run on one of their own),
-and expandable segments, which weft's trainer does not ask for.
+Not simulated: streams (a stream does not reuse another's blocks; FSDP gathers on its own stream),
+and expandable segments, which weft does not enable.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 MIB = 2**20
-ROUND = 512
-SMALL = MIB  # the largest block of the small pool
-SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB
-OWN_SEGMENT = 10 * MIB  # from here on a block has a segment of its size
-PAGE = 2 * MIB
+MIN_BLOCK_SIZE = 512
+SMALL_SIZE = MIB  # the largest block of the small pool
+SMALL_BUFFER = 2 * MIB
+LARGE_BUFFER = 20 * MIB
+MIN_LARGE_ALLOC = 10 * MIB  # from here on a block has a segment of its size
+ROUND_LARGE = 2 * MIB
 
 
 @dataclass(slots=True)
@@ -37,88 +37,92 @@ class _Block:
     start: int
     size: int
     free: bool = False
-    before: _Block | None = field(default=None, repr=False)
-    after: _Block | None = field(default=None, repr=False)
+    prev: _Block | None = field(default=None, repr=False)
+    next: _Block | None = field(default=None, repr=False)
 
 
 class _Pool:
-    """Blocks of one pool; free ones by (size, start)."""
+    """Blocks of one size class; free ones sorted by (size, start)."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
         self.reserved = 0
         self.end = 0  # of the addresses in use
-        self.free: list[tuple[int, int]] = []
-        self.at: dict[int, _Block] = {}  # free blocks by start
+        self.free_list: list[tuple[int, int]] = []
+        self.free_by_start: dict[int, _Block] = {}  # free blocks by start
         self.segments: dict[int, int] = {}  # sizes by start
 
-    def take(self, size: int) -> _Block:
-        place = bisect_left(self.free, (size, 0))
-        if place < len(self.free):
-            _, start = self.free.pop(place)
-            block = self.at.pop(start)
+    def allocate(self, size: int) -> _Block:
+        index = bisect_left(self.free_list, (size, 0))
+        if index < len(self.free_list):
+            _, start = self.free_list.pop(index)
+            block = self.free_by_start.pop(start)
         else:
-            block = self._grow(size)
-        left = block.size - size
-        if left >= ROUND if self.small else left > SMALL:
-            rest = _Block(block.start + size, left, True, block, block.after)
-            if block.after:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            self._release(rest)
+            block = self._allocate_segment(size)
+        remaining = block.size - size
+        if remaining >= MIN_BLOCK_SIZE if self.small else remaining > SMALL_SIZE:
+            remainder = _Block(block.start + size, remaining, True, block, block.next)
+            if block.next:
+                block.next.prev = remainder
+            block.next, block.size = remainder, size
+            self._add_free(remainder)
         block.free = False
         return block
 
-    def give(self, block: _Block) -> None:
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._unlist(other)
-                first, second = (other, block) if other is block.before else (block, other)
+    def free_block(self, block: _Block) -> None:
+        for neighbor in (block.prev, block.next):
+            if neighbor is not None and neighbor.free:
+                self._remove_free(neighbor)
+                first, second = (neighbor, block) if neighbor is block.prev else (block, neighbor)
                 first.size += second.size
-                first.after = second.after
-                if second.after:
-                    second.after.before = first
+                first.next = second.next
+                if second.next:
+                    second.next.prev = first
                 block = first
-        self._release(block)
+        self._add_free(block)
 
-    def drop_unused(self) -> None:
-        """Segments without a live block go back."""
+    def release_unused(self) -> None:
+        """Return segments without live blocks to the driver."""
         for start, size in list(self.segments.items()):
-            block = self.at.get(start)
+            block = self.free_by_start.get(start)
             if block is not None and block.size == size:
-                self._unlist(block)
+                self._remove_free(block)
                 del self.segments[start]
                 self.reserved -= size
 
-    def _grow(self, size: int) -> _Block:
-        whole = size
+    def _allocate_segment(self, size: int) -> _Block:
+        segment_size = size
         if self.small:
-            whole = SMALL_SEGMENT
-        elif size < OWN_SEGMENT:
-            whole = LARGE_SEGMENT
+            segment_size = SMALL_BUFFER
+        elif size < MIN_LARGE_ALLOC:
+            segment_size = LARGE_BUFFER
         else:
-            whole = -(-size // PAGE) * PAGE
-        block = _Block(self.end, whole)
-        self.segments[self.end] = whole
-        self.end += whole
-        self.reserved += whole
+            segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
+        block = _Block(self.end, segment_size)
+        self.segments[self.end] = segment_size
+        self.end += segment_size
+        self.reserved += segment_size
         return block
 
-    def _release(self, block: _Block) -> None:
+    def _add_free(self, block: _Block) -> None:
         block.free = True
-        self.at[block.start] = block
-        insort(self.free, (block.size, block.start))
+        self.free_by_start[block.start] = block
+        insort(self.free_list, (block.size, block.start))
 
-    def _unlist(self, block: _Block) -> None:
-        del self.at[block.start]
-        self.free.pop(bisect_left(self.free, (block.size, block.start)))
+    def _remove_free(self, block: _Block) -> None:
+        del self.free_by_start[block.start]
+        self.free_list.pop(bisect_left(self.free_list, (block.size, block.start)))
 
 
-class Allocator:
-    """Takes and gives blocks; ``reserved`` is what the device sees, ``peak`` the most of it."""
+class CachingAllocator:
+    """Simulated allocator; ``peak`` is the maximum of ``reserved``."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        """``capacity``: bytes, from which on unused segments are given back; None: never."""
+        """Create an allocator.
+
+        Args:
+            capacity: bytes of the device; beyond it unused segments are released; None: never.
+        """
         self.capacity = capacity
         self.small, self.large = (_Pool(small) for small in (True, False))
         self.blocks: dict[int, tuple[_Pool, _Block]] = {}
@@ -129,16 +133,16 @@ class Allocator:
         return self.small.reserved + self.large.reserved
 
     def allocate(self, storage: int, size: int) -> None:
-        size = max(ROUND, -(-size // ROUND) * ROUND)
-        pool = self.small if size <= SMALL else self.large
+        size = max(MIN_BLOCK_SIZE, -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
+        pool = self.small if size <= SMALL_SIZE else self.large
         before = self.reserved
-        block = pool.take(size)
+        block = pool.allocate(size)
         if self.capacity is not None and before < self.reserved > self.capacity:
-            for each in (self.small, self.large):
-                each.drop_unused()
+            for cached_pool in (self.small, self.large):
+                cached_pool.release_unused()
         self.blocks[storage] = pool, block
         self.peak = max(self.peak, self.reserved)
 
-    def release(self, storage: int) -> None:
+    def free(self, storage: int) -> None:
         pool, block = self.blocks.pop(storage)
-        pool.give(block)
+        pool.free_block(block)

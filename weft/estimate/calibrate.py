@@ -1,13 +1,13 @@
-"""Learn from one finished run how much of the predicted speed a machine's software has.
+"""Calibrate a device's speed from one finished run.
 
-One number is fitted, so that the run's own time comes out: the one that its step hangs on.
+Calibration fits one number, the one that dominates the step time:
 
-    software    of computing, the part of the predicted speed that is reached
-    launch      of a step in which the device mostly waits for the host: seconds that a kernel costs
-    bandwidth   of a step that mostly moves memory: bytes/s
+    software    fraction of the predicted compute speed that the software reaches
+    launch      seconds per kernel, if the device mostly waits for the host
+    bandwidth   bytes/s, if the step mostly moves memory
 
-It is written into the user's ``calibrated.toml`` as an entry that says where it comes from; every
-later plan for the device goes by it.
+It writes the number and its source to the user's ``calibrated.toml``.  Later plans for the device
+use it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weft.config.files import read_json, reading, replace_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.cost import Hardware, Step, step_seconds
-from weft.estimate.forecast import hardware_of, priced, step_of
-from weft.estimate.trace import traces
+from weft.estimate.forecast import build_hardware, build_step, price_traces
+from weft.estimate.trace import trace_ranks
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.run_reader import WARMING, no_run
 from weft.plan.devices import (
+    BUILTIN_CLUSTERS,
     CPU_DEVICE,
     GIB,
-    BUILTIN_CLUSTERS,
     Device,
     load_clusters,
     read_clusters,
@@ -43,135 +43,140 @@ from weft.plan.devices import (
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.stages import format_columns
 
-What = Literal["software", "launch", "bandwidth"]
-LEAST = 3  # records of a start that are its steady state
-HEAD = (
-    "# What `weft plan --calibrate` has learnt; see docs/planner.md.  Remove an entry to forget it."
+DeviceParameter = Literal["software", "launch", "bandwidth"]
+MIN_RECORDS = 3  # steady-state records since the last start
+FILE_HEADER = (
+    "# Written by `weft plan --calibrate`; see docs/planner.md.  Remove an entry to undo it."
 )
-# A calibrated number is at most so many times away from the known one: more is another mistake.
-FARTHEST = 1000.0
+# Largest factor between the calibrated and the known number; more indicates another error.
+MAX_FACTOR = 1000.0
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run: ``seconds`` of a step without waiting for data, the median of ``records``;
-    ``memory``: bytes of the fullest rank."""
+class FinishedRun:
+    """Measurements of a finished run.
 
-    folder: Path
+    ``seconds``: of a step without waiting for data, the median of ``records``; ``memory_bytes``: of
+    the fullest rank.
+    """
+
+    run_dir: Path
     job: Job
     plan: Plan
     machine: Machine
     seconds: float
     records: int
-    memory: float
+    memory_bytes: float
     torch: str
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``what`` of the device named ``device`` is ``value``; seconds of a step before and after."""
+    """A fitted ``parameter`` of a device; predicted seconds before and after."""
 
     device: str
-    what: What
+    parameter: DeviceParameter
     value: float
-    run: Run
-    before: float
-    after: float
-    memory: int
+    run: FinishedRun
+    seconds_before: float
+    seconds_after: float
+    predicted_memory_bytes: int
 
     @property
     def provenance(self) -> str:
-        """Where the number comes from, in a line."""
+        """Source of the number, in one line."""
         run = self.run
         today = datetime.datetime.now(datetime.UTC).date()
         ranks = f"{run.plan.world_size} rank{'s' * (run.plan.world_size > 1)}"
-        return (
-            f"{run.folder.absolute()} on {ranks}, {run.records} records, torch {run.torch}, {today}"
-        )
+        run_dir = run.run_dir.absolute()
+        return f"{run_dir} on {ranks}, {run.records} records, torch {run.torch}, {today}"
 
     def to_dict(self) -> dict[str, object]:
         return {
             "device": self.device,
-            self.what: self.value,
+            self.parameter: self.value,
             "calibrated": self.provenance,
             "measured_step_seconds": self.run.seconds,
-            "step_seconds_before": self.before,
-            "step_seconds_after": self.after,
-            "measured_memory_gib": self.run.memory / GIB,
-            "memory_gib": self.memory / GIB,
+            "step_seconds_before": self.seconds_before,
+            "step_seconds_after": self.seconds_after,
+            "measured_memory_gib": self.run.memory_bytes / GIB,
+            "memory_gib": self.predicted_memory_bytes / GIB,
         }
 
 
-def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
-    """The job of a run, its plan, made again, and the machine that it ran on.
+def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
+    """Return the job of a run, a new plan of it, and its machine.
 
     Args:
-        key: of the command line, that named the folder.
+        key: of the command line that named the directory, for errors.
 
     Raises:
-        InvalidConfig: if it is no run, or there can be no plan of it any more.
+        InvalidConfig: if it is not a run, or its job is no longer valid.
     """
-    if not all((folder / name).is_file() for name in ("job.toml", "environment.json", "plan.json")):
-        raise InvalidConfig([no_run(folder, key)])
-    job, _, problems = read_job(str(folder / "job.toml"))
+    if not all(
+        (run_dir / name).is_file() for name in ("job.toml", "environment.json", "plan.json")
+    ):
+        raise InvalidConfig([no_run(run_dir, key)])
+    job, _, problems = read_job(str(run_dir / "job.toml"))
     if problems:
         raise InvalidConfig(problems)
-    environment, planned = (read_json(folder / f"{n}.json") for n in ("environment", "plan"))
-    with reading(folder / "plan.json"):
-        device: Literal["cpu", "cuda"] = "cuda" if planned["device"] == "cuda" else "cpu"
-        here, world = planned["local_world_size"], planned["world_size"]
-        if not all(type(size) is int and 0 < size < 1 << 20 for size in (here, world)):
-            raise ValueError("local_world_size and world_size must be whole numbers")
-    with reading(folder / "environment.json"):
+    environment, saved_plan = (read_json(run_dir / f"{n}.json") for n in ("environment", "plan"))
+    with reading(run_dir / "plan.json"):
+        device: Literal["cpu", "cuda"] = "cuda" if saved_plan["device"] == "cuda" else "cpu"
+        local_world_size, world = saved_plan["local_world_size"], saved_plan["world_size"]
+        if not all(type(size) is int and 0 < size < 1 << 20 for size in (local_world_size, world)):
+            raise ValueError("local_world_size and world_size must be positive integers")
+    with reading(run_dir / "environment.json"):
         name = str(environment["devices"][0]) if device == "cuda" else CPU_DEVICE
-        memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
+        memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs lack it
     machine = Machine(
         device,
-        devices=here,
+        devices=local_world_size,
         device_name=name,
         world_size=world,
-        local_world_size=here,
+        local_world_size=local_world_size,
         memory_bytes=memory,
     )
-    if known := machine.spec:
+    if spec := machine.spec:
         machine = replace(
             machine,
-            memory_bytes=memory or int(known.memory_gib * GIB) or None,
-            peer_access=known.link.peer_access,
-            capability=known.capability,
+            memory_bytes=memory or int(spec.memory_gib * GIB) or None,
+            peer_access=spec.link.peer_access,
+            capability=spec.capability,
         )
     return job, resolve(job, machine), machine
 
 
-def read_run(folder: Path) -> Run:
-    """A run by what lies in its folder.
+def read_run(run_dir: Path) -> FinishedRun:
+    """Read the measurements of a run.
 
     Raises:
-        InvalidConfig: if it is none, or too short to tell.
+        InvalidConfig: if it is not a run, or has too few records.
     """
 
     def missing(rule: str, remedy: str) -> InvalidConfig:
-        return InvalidConfig([ConfigError("--calibrate", str(folder), rule, remedy)])
+        return InvalidConfig([ConfigError("--calibrate", str(run_dir), rule, remedy)])
 
-    job, plan, machine = planned_again(folder, "--calibrate")
+    job, plan, machine = replan_run(run_dir, "--calibrate")
     needed = ("step_seconds", "data_seconds", "memory_peak_gib")
     records = [
         record
-        for record in read_records(folder / "metrics.jsonl")
-        if isinstance(record.get("time_breakdown"), dict) and all(is_number(record.get(n)) for n in needed)
+        for record in read_records(run_dir / "metrics.jsonl")
+        if isinstance(record.get("time_breakdown"), dict)
+        and all(is_number(record.get(n)) for n in needed)
     ]
-    # Of the last start only: an earlier one may have had another layout.
+    # Only the last start: an earlier one may have had another layout.
     starts = [r["time_breakdown"].get("restarting", 0.0) for r in records]
     last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
-    if len(last) < LEAST:
+    if len(last) < MIN_RECORDS:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
-        raise missing(rule, f"let it train until it has {LEAST}, or lower --monitor.log_interval")
+        raise missing(rule, f"train until it has {MIN_RECORDS}, or lower monitor.log_interval")
     if machine.spec is None:
-        rule = f"ran on {machine.device_name!r}, of which nothing is known"
-        raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")
-    environment = read_json(folder / "environment.json")
-    return Run(
-        folder,
+        rule = f"ran on {machine.device_name!r}, a device of unknown speed"
+        raise missing(rule, "add it to clusters.toml; benchmarks/device.py measures it")
+    environment = read_json(run_dir / "environment.json")
+    return FinishedRun(
+        run_dir,
         job,
         plan,
         machine,
@@ -182,79 +187,95 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def calibrate(run: Run) -> Calibration:
-    """Fit the number of the run's device that its step's time hangs on.
+def calibrate(run: FinishedRun) -> Calibration:
+    """Fit the parameter that dominates the step time of a run.
 
     Raises:
-        InvalidConfig: if no value of it gives the measured time.
+        InvalidConfig: if no value predicts the measured time.
     """
     plan, job = run.plan, run.job
-    of_ranks = traces(job, plan)
+    rank_traces = trace_ranks(job, plan)
     device = run.machine.spec
-    assert device is not None, "read_run has seen to it"
-    seen = priced(job, plan, run.machine, device, of_ranks)
-    before = seen.step_seconds
-    assert before is not None
-    step = step_of(job, plan, of_ranks, device)
-    new = shipped(device.name)  # fitted anew, not on top of an older calibration
-    what = hangs_on(step, hardware_of(plan, new))
-    sign = 1 if what == "launch" else -1  # more of it takes longer
+    assert device is not None, "read_run refuses unknown devices"
+    prediction = price_traces(job, plan, run.machine, device, rank_traces)
+    seconds_before = prediction.step_seconds
+    assert seconds_before is not None
+    step = build_step(job, plan, rank_traces, device)
+    shipped = shipped_device(device.name)  # fitted anew, not on top of an older calibration
+    parameter = dominant_parameter(step, build_hardware(plan, shipped))
+    sign = 1 if parameter == "launch" else -1  # a longer launch makes the step longer
 
-    def seconds(times: float) -> float:
-        changed = replace(new, **{what: getattr(new, what) * times})
-        return step_seconds(step, hardware_of(plan, changed)).total()
+    def seconds(factor: float) -> float:
+        changed = replace(shipped, **{parameter: getattr(shipped, parameter) * factor})
+        return step_seconds(step, build_hardware(plan, changed)).total()
 
-    times = solve(lambda more: seconds(more**sign), run.seconds, FARTHEST) ** sign
-    found = seconds(times)
-    if abs(found / run.seconds - 1) > 0.01:
-        end = "at least" if found > run.seconds else "at most"
-        rule = f"took {run.seconds:.4g} s a step, but with any {what} it is {end} {found:.4g} s"
-        remedy = "another part of the machine is not as known: measure it with benchmarks/device.py"
-        raise InvalidConfig([ConfigError("--calibrate", str(run.folder), rule, remedy)])
-    value = getattr(new, what) * times
-    return Calibration(device.name, what, value, run, before, found, seen.measured)
+    factor = bisect(lambda scale: seconds(scale**sign), run.seconds, MAX_FACTOR) ** sign
+    fitted_seconds = seconds(factor)
+    if abs(fitted_seconds / run.seconds - 1) > 0.01:
+        bound = "at least" if fitted_seconds > run.seconds else "at most"
+        rule = f"took {run.seconds:.4g} s per step, but any value of {parameter} predicts {bound} "
+        rule += f"{fitted_seconds:.4g} s"
+        remedy = "another property of the device is wrong: measure it with benchmarks/device.py"
+        raise InvalidConfig([ConfigError("--calibrate", str(run.run_dir), rule, remedy)])
+    value = getattr(shipped, parameter) * factor
+    return Calibration(
+        device.name,
+        parameter,
+        value,
+        run,
+        seconds_before,
+        fitted_seconds,
+        prediction.recorded_bytes,
+    )
 
 
-def shipped(name: str) -> Device:
-    """What is known of a device without what was calibrated."""
-    return read_clusters(BUILTIN_CLUSTERS, *(file for file in user_cluster_files()[:-1] if file.is_file()))[0][name]
+def shipped_device(name: str) -> Device:
+    """Return a device without its calibration."""
+    return read_clusters(
+        BUILTIN_CLUSTERS, *(file for file in user_cluster_files()[:-1] if file.is_file())
+    )[0][name]
 
 
-def hangs_on(step: Step, hardware: Hardware) -> What:
-    """What a step's time hangs on most, of what one run can tell."""
+def dominant_parameter(step: Step, hardware: Hardware) -> DeviceParameter:
+    """Return the parameter that dominates a step's time."""
     seconds = step_seconds(step, hardware)
     if seconds["host"] > seconds.total() / 2:
         return "launch"
     device = hardware.device
-    without = replace(hardware, device=replace(device, bandwidth=1e6 * device.bandwidth))
-    moving = 1 - step_seconds(step, without)["compute"] / max(seconds["compute"], 1e-12)
-    return "bandwidth" if moving > 0.5 else "software"
+    infinite_bandwidth = replace(hardware, device=replace(device, bandwidth=1e6 * device.bandwidth))
+    memory_fraction = 1 - step_seconds(step, infinite_bandwidth)["compute"] / max(
+        seconds["compute"], 1e-12
+    )
+    return "bandwidth" if memory_fraction > 0.5 else "software"
 
 
-def solve(function: Callable[[float], float], wanted: float, farthest: float) -> float:
-    """Where a rising function of a positive number has a value, or the nearest place to it."""
-    low, high = 1 / farthest, farthest
+def bisect(function: Callable[[float], float], target: float, max_factor: float) -> float:
+    """Return the nearest argument at which an increasing function reaches ``target``."""
+    low, high = 1 / max_factor, max_factor
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if function(middle) < wanted else (low, middle)
+        low, high = (middle, high) if function(middle) < target else (low, middle)
     return high
 
 
-def save(found: Calibration) -> Path:
-    """Write a calibration where every later plan finds it; returns the file."""
+def save_calibration(calibration: Calibration) -> Path:
+    """Write a calibration to the user's file; return its path."""
     path = user_cluster_files()[-1]
     entries = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
-    entry = {found.what: float(f"{found.value:.4g}"), "calibrated": found.provenance}
-    entries.setdefault("devices", {})[found.device] = entry
+    entry = {
+        calibration.parameter: float(f"{calibration.value:.4g}"),
+        "calibrated": calibration.provenance,
+    }
+    entries.setdefault("devices", {})[calibration.device] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, f"{HEAD}\n{tomli_w.dumps(entries)}")
+    replace_text(path, f"{FILE_HEADER}\n{tomli_w.dumps(entries)}")
     load_clusters.cache_clear()
     return path
 
 
-def told(found: Calibration, path: Path) -> str:
-    """What was found, for people."""
-    run = found.run
+def render_calibration(calibration: Calibration, path: Path) -> str:
+    """Render a calibration as text."""
+    run = calibration.run
     tokens = run.plan.tokens_per_step / run.plan.world_size
 
     def row(name: str, seconds: float) -> list[str]:
@@ -263,19 +284,22 @@ def told(found: Calibration, path: Path) -> str:
 
     rows = [
         ["measured", f"{run.seconds:.4g}", f"{tokens / run.seconds:,.0f}", ""],
-        row("predicted before", found.before),
-        row("predicted now", found.after),
+        row("predicted before", calibration.seconds_before),
+        row("predicted after", calibration.seconds_after),
     ]
-    unit = {"software": "", "launch": " s a kernel", "bandwidth": " bytes/s"}[found.what]
-    head = ["", "s a step", "tokens/s a device", "error"]
-    memory = f"{run.memory / GIB:.2f} GiB measured, {found.memory / GIB:.2f} predicted"
+    units = {"software": "", "launch": " s per kernel", "bandwidth": " bytes/s"}
+    value = f"{calibration.value:.4g}{units[calibration.parameter]}"
+    header = ["", "s/step", "tokens/s/device", "error"]
+    measured, predicted = run.memory_bytes / GIB, calibration.predicted_memory_bytes / GIB
+    memory = f"{measured:.2f} GiB measured, {predicted:.2f} predicted"
     return "\n".join(
         [
-            f"{found.device}: {found.what} = {found.value:.4g}{unit}, from {found.provenance}",
+            f"{calibration.device}: {calibration.parameter} = {value}, "
+            f"from {calibration.provenance}",
             "",
-            *format_columns(head, rows, left={0}),
+            *format_columns(header, rows, left={0}),
             "",
-            f"memory of the fullest rank: {memory} ({found.memory / run.memory - 1:+.1%})",
-            f"written to {path}; plans for this device go by it until it is removed there",
+            f"memory of the fullest rank: {memory} ({predicted / measured - 1:+.1%})",
+            f"written to {path}; plans for this device use the value until you remove it there",
         ]
     )

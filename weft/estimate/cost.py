@@ -1,24 +1,23 @@
-"""How long a training step takes on a cluster, from what is done in it.
+"""Step time on a cluster, from a description of the work in a step.
 
-What is done is data: matrix products by shape, attention, bytes swept by memory-bound kernels,
-collectives by kind, bytes and group, and a pipeline's timetable.  It may come from a trace of the
-real step or from arithmetic (`weft.estimate.analytic`); the price is the same.
+The work is data: matmuls by shape, attention, bytes moved by memory-bound kernels, collectives by
+kind, bytes and group, and a pipeline schedule.  It comes from a trace (`weft.estimate.trace`) or
+from arithmetic (`weft.estimate.analytic`); both are priced here by the same rules.
 
-* A matrix product takes as long as its arithmetic at the rate that the device reaches for the best
-  shape, or its memory traffic, whichever is longer.  A shape is worse than the best one by the
-  cores that idle in the last wave of tiles and by the start and end of every tile's loop over k.
-* Attention runs at the kernel's rate, and reaches it only where sequences are long.
-* Everything else is bytes over memory bandwidth.
-* A kernel costs the host its launch.  Where the host needs longer for a layer than the device, the
-  layer takes the host's time.
-* A collective is a ring: (g - 1)/g of the bytes at the bus bandwidth, and latency by its hops.  A
-  group inside a node uses its link.  One across nodes uses the adapters of its ranks in a node; the
-  other ranks' adapters belong to the groups of those ranks, which do the same at the same time.
-* What is prefetched (FSDP) hides behind the layer's compute up to that compute's length, but takes
-  `CONTENTION` of its own time from it, for both need the memory and some cores.
-* A pipeline is its timetable, run: an action starts when its rank is free and its inputs are there.
+* A matmul takes its arithmetic at the best rate of the device, or its memory traffic, whichever is
+  longer.  Idle cores in the last wave of tiles and the ramp of each tile's loop over k lower
+  the rate.
+* Attention runs at the kernel's rate, which needs long sequences.
+* All other operators take bytes over memory bandwidth.
+* Each kernel costs the host one launch.  A layer takes the host's time if that is longer.
+* A collective is a ring: (g - 1)/g of the bytes at the bus bandwidth, plus latency by hops.  A
+  group inside a node uses its link.  A group across nodes uses the network adapters of its ranks
+  in a node; the other adapters serve the groups of the other ranks at the same time.
+* Prefetched collectives (FSDP) hide behind the layer's compute, up to the length of that compute.
+  They slow it by `CONTENTION` of their own time, because both need memory bandwidth and cores.
+* A pipeline is simulated: an action starts when its rank is free and its inputs have arrived.
 
-The constants stand below, or beside their use.  None is fitted to a row of a table of results.
+No constant is fitted to published results.
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ from typing import Literal, NamedTuple
 from weft.plan.devices import Device, Network
 from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
 
-# Of a data sheet's memory bandwidth, what streaming kernels reach (STREAM and copies: 0.8 to 0.92).
-STREAMED = 0.85
-# Rows, columns of a tile of a matrix product, and the steps of k that its start and end cost.
+# Fraction of a data sheet's bandwidth that streaming kernels reach (STREAM, copies: 0.8 to 0.92).
+STREAM_EFFICIENCY = 0.85
+# Rows and columns of a matmul's tile, and the steps of k that its ramp costs.
 TILE = (128, 256)
 TILE_RAMP = 384
-# Keys at which an attention kernel reaches half its rate.
+# Number of keys at which an attention kernel reaches half its rate.
 ATTENTION_RAMP = 512
 # Seconds that a kernel costs the device beyond its work.
 KERNEL_GAP = 2e-6
-# Part of a hidden collective's time by which it slows what hides it.
+# Fraction of a hidden collective's time by which it slows the compute that hides it.
 CONTENTION = 0.15
-# Part of tensor-parallel communication that asynchronous (decomposed) products hide.
-ASYNC_HIDES = 0.75
-# Seconds of a collective beside its hops: launch, and the ranks' arrival.
-COLLECTIVE_START = 15e-6
-# Bytes/s between a device and the memory of a host on the same package (NVLink-C2C of Grace, two
-# devices a host: 225e9 each way by the data sheet, of which 0.9 arrive).
-HOST_LINK = 200e9
+# Fraction of tensor-parallel communication that asynchronous (decomposed) matmuls hide.
+ASYNC_TP_OVERLAP = 0.75
+# Seconds of a collective beyond its hops: launch and skew between ranks.
+COLLECTIVE_LAUNCH = 15e-6
+# Bytes/s between a device and host memory on one package (NVLink-C2C of Grace, two devices per
+# host: 225e9 each way by the data sheet, of which 0.9 arrive).
+HOST_LINK_BANDWIDTH = 200e9
 
 Precision = Literal["bf16", "float8", "float4"]
-# FlashAttention as first published, its second edition, and what is made for the device.
-Kernel = Literal["flash1", "flash", "attention"]
+# FlashAttention 1, FlashAttention 2, and the kernel made for the device.
+AttentionKernel = Literal["flash1", "flash", "attention"]
 Overlap = Literal["exposed", "async", "ring", "prefetch"]
 
 
-# --------------------------------------------------------------------------- what is done
+# --------------------------------------------------------------------------- work
 
 
 class Matmul(NamedTuple):
-    """``times`` products of (m, k) by (k, n); or of ``groups`` of them, in one kernel."""
+    """``times`` products of (m, k) by (k, n), or of ``groups`` of them in one kernel."""
 
     m: float
     k: float
@@ -72,20 +71,21 @@ class Matmul(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """FLOPs of what the kernel really computes; ``keys``: of one query, at most."""
+    """FLOPs that the kernel computes; ``keys``: the most keys of one query."""
 
     flops: float
     keys: float
     head_dim: int
     backward: bool = False
-    kernel: Kernel = "flash"
+    kernel: AttentionKernel = "flash"
 
 
 class Collective(NamedTuple):
-    """One on this rank: ``bytes`` are the gathered, or the not yet reduced, tensor's.
+    """A collective on this rank.
 
-    ``stride``: between neighbours of the group, in ranks.  A send has two ranks; on axis "offload"
-    the other one is the host's memory.
+    ``bytes``: size of the gathered, or not yet reduced, tensor.  ``stride``: distance between
+    neighbors of the group, in ranks.  A send has two ranks; on axis "offload" the peer is host
+    memory.
     """
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
@@ -99,11 +99,11 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does, without a wait for other work: a layer's forward, an optimizer's step."""
+    """Work of a rank that never waits for other work, such as a layer's forward."""
 
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
-    swept_bytes: float = 0.0
+    traffic_bytes: float = 0.0
     kernels: float = 0.0  # launched by the host
     collectives: tuple[Collective, ...] = ()
 
@@ -111,49 +111,57 @@ class Work:
         return Work(
             self.matmuls + other.matmuls,
             self.attention + other.attention,
-            self.swept_bytes + other.swept_bytes,
+            self.traffic_bytes + other.traffic_bytes,
             self.kernels + other.kernels,
             self.collectives + other.collectives,
         )
 
     @property
     def flops(self) -> float:
-        products = sum(2 * op.m * op.k * op.n * op.times * op.groups for op in self.matmuls)
-        return products + sum(op.flops for op in self.attention)
+        matmul_flops = sum(2 * op.m * op.k * op.n * op.times * op.groups for op in self.matmuls)
+        return matmul_flops + sum(op.flops for op in self.attention)
 
 
-# Works one after the other, each with how often.
-Works = tuple[tuple[Work, int], ...]
+# Works in sequence, each with its number of repetitions.
+WorkList = tuple[tuple[Work, int], ...]
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Of one microbatch; the synchronisations are of a step, hidden behind one microbatch."""
+    """Work of one stage for one microbatch.
 
-    forward: Works
-    backward: Works
-    before: Works = ()  # gathers weights, behind the first forward
-    after: Works = ()  # reduces gradients, behind the last backward
+    ``param_gather`` and ``grad_reduce`` happen once per step, hidden behind one microbatch.
+    """
+
+    forward: WorkList
+    backward: WorkList
+    param_gather: WorkList = ()  # gathers weights, behind the first forward
+    grad_reduce: WorkList = ()  # reduces gradients, behind the last backward
 
 
 @dataclass(frozen=True)
 class Step:
-    """``timetable``: of several stages; without one a single stage runs all microbatches."""
+    """A training step; without ``pipeline_schedule`` one stage runs all microbatches."""
 
     stages: tuple[StageWork, ...]
     microbatches: int
     tokens: float  # of all ranks
-    once: Work = field(default_factory=Work)  # clipping and optimizer, of the fullest rank
+    optimizer_work: Work = field(
+        default_factory=Work
+    )  # clipping and optimizer, of the fullest rank
     pipeline_schedule: PipelineSchedule | None = None
-    hop: Collective | None = None
+    p2p: Collective | None = None
 
 
-# --------------------------------------------------------------------------- what it costs
+# --------------------------------------------------------------------------- price
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """``software``: of the predicted speed, the part that this software reaches; 1: not known."""
+    """The devices and links of a run.
+
+    ``software``: fraction of the predicted speed that the software reaches; 1 if unknown.
+    """
 
     device: Device
     devices: int  # of one node
@@ -162,7 +170,7 @@ class Hardware:
 
 
 class Seconds(dict[str, float]):
-    """Of a rank, by what they are spent on: compute, host, bubble, communication by its axis."""
+    """Seconds of a rank by cause: compute, host, bubble, communication by axis."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -177,67 +185,69 @@ class Seconds(dict[str, float]):
 
 
 def matmul_seconds(op: Matmul, device: Device) -> float:
-    """Of ``op.times`` products one after the other."""
+    """Return the seconds of ``op.times`` products in sequence."""
     if min(op.m, op.k, op.n) <= 0:
         return 0.0
     width = {"bf16": 2, "float8": 1, "float4": 0.5}[op.precision]
     tiles = op.groups * math.ceil(op.m / TILE[0]) * math.ceil(op.n / TILE[1])
-    # Libraries split what leaves cores idle, at some cost: the last wave is never quite empty.
+    # Libraries split the last wave (stream-K), at some cost.
     waves = tiles / device.cores
-    filled = waves / math.ceil(waves) if waves < 1 else waves / (waves + 0.5 * (-waves % 1))
-    efficiency = device.sustained * max(filled, 0.1) * op.k / (op.k + TILE_RAMP)
-    arithmetic = 2 * op.m * op.k * op.n / (device.flops(op.precision) * efficiency)
-    moved = width * (op.m * op.k + op.k * op.n) + 2 * op.m * op.n
-    arithmetic, moved = arithmetic * op.groups, moved * op.groups
-    return op.times * (max(arithmetic, moved / (STREAMED * device.bandwidth)) + KERNEL_GAP)
+    utilization = waves / math.ceil(waves) if waves < 1 else waves / (waves + 0.5 * (-waves % 1))
+    efficiency = device.sustained * max(utilization, 0.1) * op.k / (op.k + TILE_RAMP)
+    compute = 2 * op.m * op.k * op.n / (device.flops(op.precision) * efficiency)
+    traffic = width * (op.m * op.k + op.k * op.n) + 2 * op.m * op.n
+    compute, traffic = compute * op.groups, traffic * op.groups
+    return op.times * (max(compute, traffic / (STREAM_EFFICIENCY * device.bandwidth)) + KERNEL_GAP)
 
 
 def attention_seconds(op: Attention, device: Device) -> float:
-    """Of one call of the kernel, forward or backward."""
+    """Return the seconds of one kernel call, forward or backward."""
     rates = device.attention if op.kernel == "attention" else device.flash
     # "2x faster than FlashAttention": FlashAttention-2's paper.
     rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1.0)
     rate *= op.keys / (op.keys + ATTENTION_RAMP)
-    if op.kernel != "flash1":  # made for heads of 64; later ones are best at 128
+    if op.kernel != "flash1":  # FlashAttention 1 suits heads of 64, later ones heads of 128
         rate *= min(1.0, op.head_dim / 128) ** 0.4
     return op.flops / rate
 
 
-def bus(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
-    """Bytes/s of one rank in a ring, and the seconds of a message once around it."""
+def ring_speed(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
+    """Return bytes/s of a rank in a ring, and the latency of one round in seconds."""
     link, network = hardware.device.link, hardware.network
     node = max(hardware.devices, link.domain)
     local = max(1, min(ranks, node // max(1, stride)))
     nodes = math.ceil(ranks / local)
-    # Where latency would rule, rings of many ranks are replaced by trees.
-    hops, inside = (min(n, 8 * math.log2(n + 1)) for n in (nodes - 1, ranks - nodes))
-    latency = hops * network.latency + inside * link.latency
+    # Trees replace rings of many ranks where latency dominates.
+    network_hops, local_hops = (min(n, 8 * math.log2(n + 1)) for n in (nodes - 1, ranks - nodes))
+    latency = network_hops * network.latency + local_hops * link.latency
     if nodes == 1:
         return link.bandwidth, latency
-    across = local * network.busbw(nodes * max(1, stride * local // node))
-    return (min(link.bandwidth, across) if local > 1 else across), latency
+    node_bandwidth = local * network.busbw(nodes * max(1, stride * local // node))
+    return (min(link.bandwidth, node_bandwidth) if local > 1 else node_bandwidth), latency
 
 
 def collective_seconds(op: Collective, hardware: Hardware) -> float:
-    """Of ``op.times`` collectives one after the other, with nothing to hide behind."""
+    """Return the seconds of ``op.times`` collectives in sequence, without overlap."""
     if op.ranks <= 1 or op.bytes <= 0:
         return 0.0
-    speed, latency = bus(op.ranks, op.stride, hardware)
+    speed, latency = ring_speed(op.ranks, op.stride, hardware)
     if op.axis == "offload":
-        speed, latency = HOST_LINK, 0.0
+        speed, latency = HOST_LINK_BANDWIDTH, 0.0
     if op.kind == "send":
-        return op.times * (op.bytes / speed + latency + COLLECTIVE_START)
+        return op.times * (op.bytes / speed + latency + COLLECTIVE_LAUNCH)
     rounds = 2 if op.kind == "all_reduce" else 1
-    moved = op.bytes * (op.ranks - 1) / op.ranks / speed
-    return op.times * (rounds * (moved + latency) + COLLECTIVE_START)
+    transfer = op.bytes * (op.ranks - 1) / op.ranks / speed
+    return op.times * (rounds * (transfer + latency) + COLLECTIVE_LAUNCH)
 
 
 def work_seconds(work: Work, hardware: Hardware) -> Seconds:
-    """A work's seconds by what they are spent on; its prefetches hidden as far as they can."""
+    """Return the seconds of a work by cause, with its prefetches hidden."""
     device = hardware.device
     attention = sum(attention_seconds(op, device) for op in work.attention)
     compute = attention + sum(matmul_seconds(op, device) for op in work.matmuls)
-    compute += work.swept_bytes / (STREAMED * device.bandwidth) + work.kernels * KERNEL_GAP
+    compute += (
+        work.traffic_bytes / (STREAM_EFFICIENCY * device.bandwidth) + work.kernels * KERNEL_GAP
+    )
     compute /= hardware.software
     spent = Seconds(compute=compute)
     prefetched = Seconds()
@@ -248,23 +258,25 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
         elif op.overlap == "ring":
             spent[op.axis] += max(CONTENTION * seconds, seconds - attention)
         else:
-            # What is hidden slows what hides it.
-            part = 1 - ASYNC_HIDES + CONTENTION * ASYNC_HIDES if op.overlap == "async" else 1
-            spent[op.axis] += seconds * part
+            # A hidden collective slows the compute that hides it.
+            exposed_fraction = (
+                1 - ASYNC_TP_OVERLAP + CONTENTION * ASYNC_TP_OVERLAP if op.overlap == "async" else 1
+            )
+            spent[op.axis] += seconds * exposed_fraction
     hidden = prefetched.total()
     busy = spent.total() + CONTENTION * hidden
     for axis, seconds in prefetched.items():
-        # Exposed is what is longer than the layer, and what it slows the layer by.
-        share = seconds / hidden if hidden else 0
-        spent[axis] += share * max(CONTENTION * hidden, hidden - (busy - CONTENTION * hidden))
+        # Exposed: the time beyond the layer's, and the time by which it slows the layer.
+        fraction = seconds / hidden if hidden else 0
+        spent[axis] += fraction * max(CONTENTION * hidden, hidden - (busy - CONTENTION * hidden))
     host = work.kernels * device.launch / hardware.software
     if host > spent.total():
         spent["host"] += host - spent.total()
     return spent
 
 
-def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
-    """Of works one after the other, each as often as it says."""
+def pass_seconds(works: WorkList, hardware: Hardware) -> Seconds:
+    """Return the seconds of repeated works in sequence."""
     total = Seconds()
     for work, count in works:
         total.add(work_seconds(work, hardware), count)
@@ -272,7 +284,7 @@ def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
 
 
 class Span(NamedTuple):
-    """An action of a rank of a pipeline, in seconds from the beginning of the first one."""
+    """An action of a pipeline rank; times in seconds from the start of the first."""
 
     rank: int
     stage: int
@@ -282,103 +294,111 @@ class Span(NamedTuple):
     end: float
 
 
-def spans(
-    timetable: PipelineSchedule, seconds: dict[tuple[int, str], float], hop: float
+def simulate_pipeline(
+    schedule: PipelineSchedule, seconds: dict[tuple[int, str], float], p2p_seconds: float
 ) -> tuple[Span, ...]:
-    """When the actions of a pipeline start and end, those of each rank in order.
+    """Return the start and end of every action of a pipeline.
 
     Args:
-        seconds: of an action by its stage and kind.
-        hop: from the end of a stage's action to where the next stage, on another rank, has it.
+        seconds: duration of an action, by stage and kind.
+        p2p_seconds: from the end of an action until its result reaches the next rank.
 
     Raises:
-        ValueError: where actions wait for each other forever.
+        ValueError: if actions wait for each other in a cycle.
     """
-    home = {action.stage: rank for rank, order in timetable.items() for action in order}
-    ended: dict[Dependency, float] = {}
-    clock = dict.fromkeys(timetable, 0.0)
-    found: list[Span] = []
-    for rank, (stage, kind, m), needs in execution_order(timetable):
+    rank_of_stage = {action.stage: rank for rank, order in schedule.items() for action in order}
+    end_times: dict[Dependency, float] = {}
+    clock = dict.fromkeys(schedule, 0.0)
+    spans: list[Span] = []
+    for rank, (stage, kind, m), dependencies in execution_order(schedule):
         start = clock[rank]
-        for need in needs:
-            start = max(start, ended[need] + (hop if home[need[0]] != rank else 0.0))
+        for dependency in dependencies:
+            start = max(
+                start,
+                end_times[dependency]
+                + (p2p_seconds if rank_of_stage[dependency[0]] != rank else 0.0),
+            )
         clock[rank] = start + seconds[stage, kind]
-        ended[stage, "B" if kind == "I" else kind, m] = clock[rank]
-        found.append(Span(rank, stage, kind, m, start, clock[rank]))
-    if len(found) < sum(map(len, timetable.values())):
+        end_times[stage, "B" if kind == "I" else kind, m] = clock[rank]
+        spans.append(Span(rank, stage, kind, m, start, clock[rank]))
+    if len(spans) < sum(map(len, schedule.values())):
         raise ValueError("the timetable never ends: its actions wait for each other")
-    return tuple(found)
+    return tuple(spans)
 
 
 def pipeline_spans(step: Step, hardware: Hardware) -> tuple[Span, ...]:
-    """When the actions of a step with a timetable start and end."""
+    """Return the start and end of the actions of a step with a pipeline."""
     forward = [pass_seconds(stage.forward, hardware) for stage in step.stages]
     backward = [pass_seconds(stage.backward, hardware) for stage in step.stages]
-    return _spans_of(step, forward, backward, hardware)
+    return _simulate_step(step, forward, backward, hardware)
 
 
-def _spans_of(
+def _simulate_step(
     step: Step, forward: Sequence[Seconds], backward: Sequence[Seconds], hardware: Hardware
 ) -> tuple[Span, ...]:
     assert step.pipeline_schedule is not None
     seconds_of = {(s, "F"): part.total() for s, part in enumerate(forward)}
     seconds_of |= {(s, "B"): part.total() for s, part in enumerate(backward)}
-    # Gradients of inputs and of weights take as long as each other.
+    # Input gradients and weight gradients take equally long.
     seconds_of |= {(s, kind): seconds_of[s, "B"] / 2 for s in range(len(backward)) for kind in "IW"}
-    hop = collective_seconds(step.hop, hardware) if step.hop else 0.0
-    return spans(step.pipeline_schedule, seconds_of, hop)
+    p2p_seconds = collective_seconds(step.p2p, hardware) if step.p2p else 0.0
+    return simulate_pipeline(step.pipeline_schedule, seconds_of, p2p_seconds)
 
 
 def step_seconds(step: Step, hardware: Hardware) -> Seconds:
-    """A step's seconds on its slowest rank, by what they are spent on."""
+    """Return the seconds of a step on its slowest rank, by cause."""
     forward = [pass_seconds(stage.forward, hardware) for stage in step.stages]
     backward = [pass_seconds(stage.backward, hardware) for stage in step.stages]
     spent = Seconds()
     if step.pipeline_schedule is None:
         for part in (*forward, *backward):
             spent.add(part, step.microbatches)
-        ranks: Iterable[Sequence[int]] = [range(len(step.stages))]
+        stages_by_rank: Iterable[Sequence[int]] = [range(len(step.stages))]
     else:
-        end = max(span.end for span in _spans_of(step, forward, backward, hardware))
-        busy: dict[int, Seconds] = {}
+        end = max(span.end for span in _simulate_step(step, forward, backward, hardware))
+        busy_by_rank: dict[int, Seconds] = {}
         for rank, order in step.pipeline_schedule.items():
-            busy[rank] = Seconds()
+            busy_by_rank[rank] = Seconds()
             for (s, kind), count in Counter((a.stage, a.kind) for a in order).items():
                 part = forward[s] if kind == "F" else backward[s]
-                busy[rank].add(part, count * (0.5 if kind in "IW" else 1.0))
-        worst = max(busy.values(), key=Seconds.total)
-        spent.add(worst)
-        spent["bubble"] += end - worst.total()
-        ranks = [sorted({a.stage for a in order}) for order in step.pipeline_schedule.values()]
-    spent.add(_sync(step, ranks, forward, backward, hardware))
-    return spent.add(work_seconds(step.once, hardware))
+                busy_by_rank[rank].add(part, count * (0.5 if kind in "IW" else 1.0))
+        slowest = max(busy_by_rank.values(), key=Seconds.total)
+        spent.add(slowest)
+        spent["bubble"] += end - slowest.total()
+        stages_by_rank = [
+            sorted({a.stage for a in order}) for order in step.pipeline_schedule.values()
+        ]
+    spent.add(_exposed_sync(step, stages_by_rank, forward, backward, hardware))
+    return spent.add(work_seconds(step.optimizer_work, hardware))
 
 
-def _sync(
+def _exposed_sync(
     step: Step,
-    ranks: Iterable[Sequence[int]],
+    stages_by_rank: Iterable[Sequence[int]],
     forward: Sequence[Seconds],
     backward: Sequence[Seconds],
     hardware: Hardware,
 ) -> Seconds:
-    """Once a step: what a microbatch's compute does not hide, on the rank where that is most."""
+    """Return the exposed seconds of once-per-step collectives on the worst rank."""
     worst = Seconds()
-    for stages in ranks:
-        mine = Seconds()
-        for name, behind in (("before", forward), ("after", backward)):
-            cover = sum(behind[s].total() for s in stages)
+    for stages in stages_by_rank:
+        exposed = Seconds()
+        for field_name, passes in (("param_gather", forward), ("grad_reduce", backward)):
+            cover = sum(passes[s].total() for s in stages)
             hidden = Seconds()
             for s in stages:
-                for work, count in getattr(step.stages[s], name):
+                for work, count in getattr(step.stages[s], field_name):
                     for op in work.collectives:
-                        taken = collective_seconds(op, hardware) * count
-                        (hidden if op.overlap == "prefetch" else mine)[op.axis] += taken
-                    mine["compute"] += (
-                        count * work.swept_bytes / (STREAMED * hardware.device.bandwidth)
+                        duration = collective_seconds(op, hardware) * count
+                        (hidden if op.overlap == "prefetch" else exposed)[op.axis] += duration
+                    exposed["compute"] += (
+                        count * work.traffic_bytes / (STREAM_EFFICIENCY * hardware.device.bandwidth)
                     )
             total = hidden.total()
-            for axis, taken in hidden.items():
-                mine[axis] += taken / total * max(CONTENTION * total, total - cover) if total else 0
-        if mine.total() > worst.total():
-            worst = mine
+            for axis, duration in hidden.items():
+                exposed[axis] += (
+                    duration / total * max(CONTENTION * total, total - cover) if total else 0
+                )
+        if exposed.total() > worst.total():
+            worst = exposed
     return worst

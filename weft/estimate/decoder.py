@@ -1,4 +1,7 @@
-"""A decoder and a layout in numbers alone, for `weft.estimate.analytic`: weft's own, and others'."""
+"""Dimensions and layout of a decoder as numbers, for `weft.estimate.analytic`.
+
+They describe weft's own models and those of published runs of other systems.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.estimate.cost import Overlap, Precision
-from weft.plan.pipeline_schedule import PipelineSchedule, single_stage_schedule, build_schedule
+from weft.plan.pipeline_schedule import PipelineSchedule, build_schedule, single_stage_schedule
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a decoder: ``gated`` feed-forward has three matrices, else two."""
+class DecoderDims:
+    """Dimensions of a decoder.
+
+    ``gated``: the feed-forward has three matrices, else two.
+    """
 
     layers: int
     hidden: int
@@ -46,13 +52,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained.  ``zero``: 0 replicas, 1 sharded optimizer, 2 and 3 sharded gradients
-    and weights, gathered once a step or in every microbatch.
+    """Parallelism, precision and memory options of a run.
 
-    ``activation_checkpoint``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
-    of the layers, ``activation_checkpoint_part``, is computed again; ``attention``: only scores are; ``full``:
-    every layer is.
-    ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
+    ``zero``: 0 replicates; 1 shards optimizer states; 2 also shards gradients and gathers weights
+    once per step; 3 gathers weights in every microbatch.
+    ``activation_checkpoint``: ``none``; ``selective``: save attention and half of the matmuls;
+    ``block``: recompute ``activation_checkpoint_fraction`` of the layers; ``attention``: recompute
+    attention scores; ``full``: recompute every layer.
+    ``tp_overlap``: overlap of tensor-parallel collectives; ``overlap_dp_comm``: hide gathers of
+    weights and reductions of gradients behind compute.
     """
 
     seq_len: int
@@ -67,34 +75,34 @@ class Layout:
     schedule: str = "1F1B"
     precision: Precision = "bf16"
     activation_checkpoint: Literal["none", "selective", "block", "attention", "full"] = "none"
-    activation_checkpoint_part: float = 0.5
+    activation_checkpoint_fraction: float = 0.5
     fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
     kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
     zero: int = 3
     sequence_parallel: bool = True
     tp_overlap: Overlap = "exposed"
-    hide_sync: bool = True
+    overlap_dp_comm: bool = True
     gradient_bytes: int = 4  # as reduced
-    state_bytes: float = 16.0  # of a parameter, over its shards: weight, gradient, moments
-    kept_bytes: float = 0.0  # of a parameter, on every rank
+    state_bytes: float = 16.0  # per parameter, sharded: weight, gradient, moments
+    unsharded_bytes: float = 0.0  # per parameter, on every rank
     chunked_loss: bool = False
-    reserved: bool = True  # memory as the allocator reserves it, or as it lives
-    stage_layers: tuple[int, ...] = ()  # of each stage; empty: as `layers_of_stages` deals them
-    offload_part: float = 0.0  # of the layers: their activations wait in the host's memory
-    scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
-    recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
-    output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
-    # What a collective has read is free for reuse only when the device has come to it.
-    late_frees: bool = False
-    gathered_bytes: int = 2  # of an element that tensor parallelism gathers
+    include_reserved: bool = True  # count memory that the allocator reserves, not only live bytes
+    stage_layers: tuple[int, ...] = ()  # per stage; empty: `split_layers`
+    offload_fraction: float = 0.0  # of the layers whose activations are in host memory
+    scatter_p2p: bool = False  # each tensor-parallel rank sends a shard of the hidden states
+    recv_buffers: bool = True  # one per microbatch, as in torch.distributed.pipelining
+    output_bytes: int = 0  # per logit that the last stage keeps until the end of the step
+    # A collective's input is reusable only once the device has reached the collective.
+    uses_record_stream: bool = False
+    tp_gather_bytes: int = 2  # per element that tensor parallelism gathers
 
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def owners(self) -> int:
-        """Ranks that a parameter's optimizer state is divided among."""
+    def optimizer_shards(self) -> int:
+        """Number of ranks that share a parameter's optimizer state."""
         return {0: 1, 1: self.dp * self.cp}.get(self.zero, self.dp_shard * self.cp)
 
     @property
@@ -103,16 +111,20 @@ class Layout:
 
     @property
     def tokens(self) -> float:
-        """Of one microbatch on one rank."""
+        """Tokens of one microbatch on one rank."""
         return self.microbatch * self.seq_len / self.cp
 
 
-def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Even; where only that makes it so, the first and last give a layer for embedding and head."""
+def split_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage, as even as possible.
+
+    The first and last stages give up one layer each, for embedding and head, if that makes the
+    split even.
+    """
     if layers % stages and (layers + 2) % stages == 0 and stages > 1:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    # The middle ones take what is left over, for the ends have the tables.
+        per_stage = (layers + 2) // stages
+        return [per_stage - 1, *[per_stage] * (stages - 2), per_stage - 1]
+    # The middle stages take the remainder, because the ends have embedding and head.
     counts = [layers // stages] * stages
     first = (stages - layers % stages + 1) // 2
     for stage in range(first, first + layers % stages):
@@ -120,17 +132,17 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     return counts
 
 
-def layers_of(sizes: Sizes, lay: Layout) -> Sequence[int]:
-    """Layers of each stage."""
-    return lay.stage_layers or layers_of_stages(sizes.layers, lay.pp * lay.stages_per_rank)
+def layers_per_stage(dims: DecoderDims, layout: Layout) -> Sequence[int]:
+    """Return the number of layers of each stage."""
+    return layout.stage_layers or split_layers(dims.layers, layout.pp * layout.stages_per_rank)
 
 
-def timetable_of(lay: Layout) -> PipelineSchedule:
-    """What each rank of the pipeline does; without one in two microbatches, which tell all.
+def layout_schedule(layout: Layout) -> PipelineSchedule:
+    """Return the pipeline schedule; without a pipeline, of at most two microbatches.
 
     Raises:
-        ValueError: where the schedule does not allow the numbers.
+        ValueError: if the schedule does not allow the numbers.
     """
-    if lay.pp == 1:
-        return single_stage_schedule(min(2, lay.microbatches))
-    return build_schedule(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)
+    if layout.pp == 1:
+        return single_stage_schedule(min(2, layout.microbatches))
+    return build_schedule(layout.schedule, layout.pp, layout.stages_per_rank, layout.microbatches)

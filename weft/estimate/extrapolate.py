@@ -1,26 +1,25 @@
-"""A step of many blocks and microbatches, from the recording of one of a few.
+"""Extrapolate a step of many blocks and microbatches from a recorded one.
 
-All blocks of a stage but those at its ends are alike, and so are all microbatches but the first
-ones and the last one.  What a *middle* one does, and what it refers to in its own block and in
-those around it, is taken from the recording and repeated.  Four blocks and four microbatches are
-mostly enough: the ends, and two middle ones that are compared with each other.  The comparison
-tells two things.  If they differ, blocks are not alike, and nothing is extrapolated (`HeterogeneousLayers`).
-And a storage that both touch is shared by all, while otherwise each touches its own.
+All blocks of a stage except those at its ends are alike, and so are all microbatches except the
+first and last ones.  The extrapolation repeats a *middle* one, with its references to storages of
+its own and of neighboring blocks.  Four blocks and four microbatches usually suffice: the ends,
+and two middle ones to compare.  The comparison shows two facts.  If the two differ, nothing is
+extrapolated (`HeterogeneousLayers`).  A storage that both touch is shared by all; any other storage
+belongs to one block.
 
     recorded blocks            0   1   2   3
-    forward of n blocks        0   1   2   2   2 ... 2   3        2 is repeated, and like 1
-    backward                   3   2   1   1   1 ... 1   0        1 is repeated, and like 2
-    m microbatches             0   1   2   2   2 ... 2   3        2 is repeated, and like 1
+    forward of n blocks        0   1   2   2   2 ... 2   3        repeats 2, which is like 1
+    backward                   3   2   1   1   1 ... 1   0        repeats 1, which is like 2
+    m microbatches             0   1   2   2   2 ... 2   3        repeats 2, which is like 1
 
-A repetition has storages of its own.  What happens while no block runs (clipping, the optimizer,
-the end of a pass) belongs to the block whose storage it touches.  It is repeated for all blocks if
-it happens to both middle ones; otherwise it is an end's.
+Each repetition has its own storages.  An event outside running blocks (clipping, the optimizer, the
+end of a pass) belongs to the block whose storage it touches.  It is repeated for all blocks if
+both middle blocks have it; otherwise it belongs to an end.
 
-In a pipeline the actions come in the order of the timetable, whatever their order was in the
-recording.  Nor need the stages of a rank be the recorded ones: it is put together from stages that
-were recorded together, each taken as often as it is needed.  What happens in the passes of one to
-what is another's (weights that are gathered for the next pass, messages that are let go at the end)
-then goes to that stage's next pass, or to the end.
+In a pipeline, actions follow the order of the schedule, not of the recording.  The stages of a rank
+may be combined from stages that were recorded together.  An event in the pass of one stage may
+belong to another stage, such as a gather for the next pass or the release of a message.  It then
+moves to that stage's next pass, or to the end.
 """
 
 from __future__ import annotations
@@ -31,450 +30,518 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from weft.estimate.op_recorder import AROUND, Block, Call, Event, OpTrace, Where
+from weft.estimate.op_recorder import OUTSIDE_BLOCKS, BlockIndex, Event, OpCall, OpLocation, OpTrace
 
 ACTIONS = ("F", "B", "I", "W")
-BUFFER = "buffer"  # in the place of an action: made for each microbatch before the first one
-AFTER = ("clip", "optimizer", "end")
-DOWNWARD = ("B", "I")  # go through the blocks from the last to the first
+BUFFER = "buffer"  # instead of an action: allocated per microbatch before the first one
+AFTER_ACTIONS = ("clip", "optimizer", "end")
+REVERSED_KINDS = ("B", "I")  # run the blocks from last to first
 
 Segment = tuple[int, str, int]  # stage, kind, count
-KEPT: Segment = (0, "kept", 0)
-NO_STAGE = -1  # in the place of a stage: of the rank
+INITIAL: Segment = (0, "kept", 0)
+NO_STAGE = -1  # instead of a stage: belongs to the rank
 
 
 class HeterogeneousLayers(ValueError):
-    """Middle blocks or microbatches do different things."""
+    """Middle blocks or microbatches differ."""
 
 
-class Name(NamedTuple):
-    """A storage: the ``number``-th of its size, from the end, that began in a segment and block.
+class StorageName(NamedTuple):
+    """Identity of a storage: segment and block that allocated it, size and index.
 
-    From the end, for the first block of a pass does what the others do, and something before it.
+    The index counts from the end, because the first block of a pass may allocate more at its
+    beginning.
     """
 
     segment: Segment
-    block: Block | None
+    block: BlockIndex | None
     bytes: int
-    number: int
+    index_from_end: int
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """``blocks``: of each stage of the rank; ``microbatches``: of a step; ``like``: the recorded
-    stage that each is like, mostly the one at its place."""
+class StepSize:
+    """Blocks of each stage of a rank, and microbatches of a step.
+
+    ``source_stages``: recorded stage for each stage; empty: the one at the same index.
+    """
 
     blocks: tuple[int, ...]
     microbatches: int
-    like: tuple[int, ...] = ()
+    source_stages: tuple[int, ...] = ()
 
 
-class Expansion:
-    """The whole step.
+class Extrapolation:
+    """The extrapolated step of a rank.
 
-    ``kept``: storages that are there before it, with their bytes; `events`: what changes of that;
-    `works`: what is computed and exchanged.
+    ``initial_bytes``: storages that exist before the step, with their bytes.
     """
 
-    def __init__(self, recording: OpTrace, recorded: Sizes, whole: Sizes) -> None:
-        """
+    def __init__(self, op_trace: OpTrace, recorded: StepSize, target: StepSize) -> None:
+        """Extrapolate a trace.
+
+        Args:
+            recorded: blocks and microbatches of the trace.
+            target: blocks and microbatches of the step.
+
         Raises:
-            NotAlike: if blocks or microbatches that should be alike are not.
+            HeterogeneousLayers: if blocks or microbatches that should be alike differ.
         """
-        self._recording, self._recorded, self.whole = recording, recorded, whole
-        self._like = whole.like or tuple(range(len(recorded.blocks)))
-        self._names: dict[int, Name] = {}
+        self._op_trace, self._recorded_size, self.target_size = op_trace, recorded, target
+        self._source_stages = target.source_stages or tuple(range(len(recorded.blocks)))
+        self._storage_names: dict[int, StorageName] = {}
         self._segments: dict[Segment, list[Event]] = defaultdict(list)
-        self._ids: dict[Name, int] = {}
-        self._name_all(recording)
-        self._place = {id(event): place for place, event in enumerate(recording.events)}
-        self._divide(recording.events)
-        self._shared_by_blocks: set[int] = set()  # storages
-        self._shared_by_microbatches: set[int] = set()
-        self._ends: set[int] = set()  # ids of events that are not repeated
-        self._compare()
-        self._kept_to_the_end = self._find_kept()
-        self._runs: dict[Segment, list[tuple[Block | None, bool, list[Event]]]] = {}
-        self._calls: dict[Segment, dict[tuple[Block | None, bool], list[tuple[int, Call]]]] = {}
+        self._target_ids_by_name: dict[StorageName, int] = {}
+        self._name_storages(op_trace)
+        self._event_index = {id(event): index for index, event in enumerate(op_trace.events)}
+        self._split_segments(op_trace.events)
+        self._block_shared: set[int] = set()  # storages
+        self._microbatch_shared: set[int] = set()
+        self._end_events: set[int] = set()  # ids of events that are not repeated
+        self._compare_repeated()
+        self._late_freed = self._find_late_freed()
+        self._runs: dict[Segment, list[tuple[BlockIndex | None, bool, list[Event]]]] = {}
+        self._calls: dict[
+            Segment, dict[tuple[BlockIndex | None, bool], list[tuple[int, OpCall]]]
+        ] = {}
         for segment, events in self._segments.items():
             for event in events:
                 if event.call is not None:
-                    of, block = self._calls.setdefault(segment, {}), event.where.block
-                    if block == (segment[0], AROUND) and segment[1] in ACTIONS:
+                    calls_by_block, block = (
+                        self._calls.setdefault(segment, {}),
+                        event.location.block,
+                    )
+                    if block == (segment[0], OUTSIDE_BLOCKS) and segment[1] in ACTIONS:
                         block = None
-                    key = block, id(event) in self._ends
-                    of.setdefault(key, []).append((self._place[id(event)], event.call))
-        self.kept = {
-            real: size
-            for storage, size in recording.kept.items()
-            for real in self._all(self._names[storage])
+                    key = block, id(event) in self._end_events
+                    calls_by_block.setdefault(key, []).append(
+                        (self._event_index[id(event)], event.call)
+                    )
+        self.initial_bytes = {
+            target_id: size
+            for storage, size in op_trace.initial_bytes.items()
+            for target_id in self._target_ids(self._storage_names[storage])
         }
 
-    def segment(self, segment: Segment) -> Iterator[Event]:
-        """What is allocated and freed in an action of the whole step, or in ``start``, ``clip``,
-        ``optimizer`` or ``end``."""
-        stage, kind, count = segment
-        source = self.source(segment)
-        if source not in self._runs:
-            events = [event for event in self._segments.get(source, []) if event.call is None]
-            grouped = groupby(events, lambda e: (e.where.block, id(e) in self._ends))
-            self._runs[source] = [(*key, list(run)) for key, run in grouped]
-        for block, is_end, run in self._runs[source]:
-            for place in self._stages(block, segment):
-                for real in self._reals(block, kind, place, is_end):
-                    wheres = [Where(stage, kind, count, real, running) for running in (False, True)]
+    def segment_events(self, segment: Segment) -> Iterator[Event]:
+        """Yield allocations and frees of a segment of the target step."""
+        stage, kind, ordinal = segment
+        source_segment = self.source_segment(segment)
+        if source_segment not in self._runs:
+            events = [
+                event for event in self._segments.get(source_segment, []) if event.call is None
+            ]
+            grouped = groupby(events, lambda e: (e.location.block, id(e) in self._end_events))
+            self._runs[source_segment] = [(*key, list(run)) for key, run in grouped]
+        for block, is_end, run in self._runs[source_segment]:
+            for target_stage in self._stages_of_block(block, segment):
+                for target_block in self._event_blocks(block, kind, target_stage, is_end):
+                    locations = [
+                        OpLocation(stage, kind, ordinal, target_block, running)
+                        for running in (False, True)
+                    ]
                     for event in run:
-                        where = wheres[event.where.running]
-                        for storage in self._touched(event, real, place, count):
-                            yield Event(where, storage, event.bytes)
+                        event_location = locations[event.location.is_in_block]
+                        for storage in self._touched_storages(
+                            event, target_block, target_stage, ordinal
+                        ):
+                            yield Event(event_location, storage, event.bytes)
 
-    def category_of(self, storages: dict[int, str]) -> dict[int, str]:
-        """What is told of recorded storages, of those of the whole that they stand for."""
+    def expand_categories(self, storages: dict[int, str]) -> dict[int, str]:
+        """Return the categories of target storages, from those of recorded ones."""
         return {
-            real: told
-            for storage, told in storages.items()
-            if storage in self._names
-            for real in self._all(self._names[storage])
+            target_id: category
+            for storage, category in storages.items()
+            if storage in self._storage_names
+            for target_id in self._target_ids(self._storage_names[storage])
         }
 
     def events(self, order: Sequence[Segment]) -> Iterator[Event]:
-        """All that is allocated and freed, with the ids of the whole's storages.
+        """Yield all allocations and frees of the target step.
 
         Args:
-            order: the actions of the whole step: stage, kind, count.
+            order: the actions of the step.
         """
-        for segment in ((0, "start", 0), *order, *((0, kind, 0) for kind in AFTER)):
-            yield from self.segment(segment)
+        for segment in ((0, "start", 0), *order, *((0, kind, 0) for kind in AFTER_ACTIONS)):
+            yield from self.segment_events(segment)
 
-    def counts(self, stage: int) -> dict[str, list[int]]:
-        """Of a stage of the whole, by kind the recorded actions that it is like."""
-        found: dict[str, list[int]] = {}
-        for recorded, kind, count in self._segments:
-            if kind in ACTIONS and recorded == self._like[stage]:
-                found.setdefault(kind, []).append(count)
-        return found
+    def recorded_ordinals(self, stage: int) -> dict[str, list[int]]:
+        """Return the recorded actions for a target stage, by kind."""
+        ordinals_by_kind: dict[str, list[int]] = {}
+        for recorded, kind, ordinal in self._segments:
+            if kind in ACTIONS and recorded == self._source_stages[stage]:
+                ordinals_by_kind.setdefault(kind, []).append(ordinal)
+        return ordinals_by_kind
 
-    def works(self, segment: Segment) -> Iterator[tuple[list[tuple[int, Call]], int]]:
-        """The calls of a segment with their places in the recording, in groups, and how often each
-        group is done.
+    def segment_calls(self, segment: Segment) -> Iterator[tuple[list[tuple[int, OpCall]], int]]:
+        """Yield groups of a segment's calls, with their number of repetitions.
+
+        A call comes with its index in the trace.
 
         Args:
-            segment: of the whole by its stage, but of the recording by its count.
+            segment: with a target stage and a recorded ordinal.
         """
-        stage, kind, count = segment
-        source = (self._like[stage], kind, count) if kind in ACTIONS else segment
-        for (block, is_end), calls in self._calls.get(source, {}).items():
-            places = self._stages(block, segment)
-            times = sum(len(self._reals(block, kind, place, is_end)) for place in places)
+        stage, kind, ordinal = segment
+        source_segment = (self._source_stages[stage], kind, ordinal) if kind in ACTIONS else segment
+        for (block, is_end), calls in self._calls.get(source_segment, {}).items():
+            target_stages = self._stages_of_block(block, segment)
+            times = sum(
+                len(self._event_blocks(block, kind, stage_index, is_end))
+                for stage_index in target_stages
+            )
             if times:
                 yield calls, times
 
-    def repeats(self, storage: int) -> int:
-        """How many storages of the whole's blocks a recorded one stands for."""
-        name = self._names.get(storage)
+    def count_copies(self, storage: int) -> int:
+        """Return the number of blocks' storages that a recorded storage stands for."""
+        name = self._storage_names.get(storage)
         if name is None:
             return 1
-        return sum(len(self._blocks(name.block, "F", place)) for place in self._places_of(name))
+        return sum(
+            len(self._target_blocks(name.block, "F", target_stage))
+            for target_stage in self._stages_of_storage(name)
+        )
 
     # ------------------------------------------------------------------- names
 
-    def _name_all(self, recording: OpTrace) -> None:
-        counts: Counter[tuple[Segment, Block | None, int]] = Counter()
+    def _name_storages(self, op_trace: OpTrace) -> None:
+        counts: Counter[tuple[Segment, BlockIndex | None, int]] = Counter()
 
-        def name(storage: int, segment: Segment, block: Block | None, size: int) -> None:
+        def name(storage: int, segment: Segment, block: BlockIndex | None, size: int) -> None:
             if block is not None and segment[1] in ACTIONS:
-                segment = block[0], *segment[1:]  # wherever it was gathered
+                segment = block[0], *segment[1:]  # another stage may have gathered it
             key = segment, block, size
-            self._names[storage] = Name(*key, counts[key])
+            self._storage_names[storage] = StorageName(*key, counts[key])
             counts[key] += 1
 
-        for storage, size in recording.kept.items():
-            row = recording.rows.get(storage)
-            kept = KEPT if row is None else (NO_STAGE, BUFFER, row)
-            name(storage, kept, recording.owner.get(storage), size)
-        for storage, size, microbatch, stage in self._buffers(recording.events):
+        for storage, size in op_trace.initial_bytes.items():
+            microbatch_index = op_trace.input_microbatches.get(storage)
+            segment_of_storage = (
+                INITIAL if microbatch_index is None else (NO_STAGE, BUFFER, microbatch_index)
+            )
+            name(storage, segment_of_storage, op_trace.storage_blocks.get(storage), size)
+        for storage, size, microbatch, stage in self._find_buffers(op_trace.events):
             name(storage, (stage, BUFFER, microbatch), None, size)
-        for event in recording.events:
-            stage, kind, count, block, _ = event.where
-            if event.call is None and event.storage not in self._names:
-                name(event.storage, (stage, kind, count), block, event.bytes)
-        for storage, known in self._names.items():
-            total = counts[known[:3]]
-            self._names[storage] = known._replace(number=total - 1 - known.number)
+        for event in op_trace.events:
+            stage, kind, ordinal, block, _ = event.location
+            if event.call is None and event.storage not in self._storage_names:
+                name(event.storage, (stage, kind, ordinal), block, event.bytes)
+        for storage, storage_name in self._storage_names.items():
+            total = counts[storage_name[:3]]
+            self._storage_names[storage] = storage_name._replace(
+                index_from_end=total - 1 - storage_name.index_from_end
+            )
 
-    def _divide(self, events: Sequence[Event]) -> None:
-        """Into segments."""
-        composed = self._like != tuple(range(len(self._recorded.blocks)))
-        waiting: dict[int, list[Event]] = defaultdict(list)  # for a stage's next action
+    def _split_segments(self, events: Sequence[Event]) -> None:
+        """Split the events into segments."""
+        is_recombined = self._source_stages != tuple(range(len(self._recorded_size.blocks)))
+        pending: dict[int, list[Event]] = defaultdict(list)  # for a stage's next action
         for event in events:
-            segment = event.where[:3]
+            segment = event.location[:3]
             stage = self._stage_of_event(event)
-            if composed and _in_action(event) and stage != event.where.stage:
-                freed = event.call is None and event.bytes < 0
-                if stage != NO_STAGE or freed:
-                    waiting[stage].append(event)
+            if is_recombined and _is_in_action(event) and stage != event.location.stage:
+                is_free = event.call is None and event.bytes < 0
+                if stage != NO_STAGE or is_free:
+                    pending[stage].append(event)
                     continue
-            if _in_action(event) or segment[1] in AFTER:
-                for its in (event.where.stage,) if _in_action(event) else tuple(waiting):
-                    for other in waiting.pop(its, ()):
-                        self._segments[segment].append(self._moved(other, event.where))
+            if _is_in_action(event) or segment[1] in AFTER_ACTIONS:
+                for pending_stage in (
+                    (event.location.stage,) if _is_in_action(event) else tuple(pending)
+                ):
+                    for other in pending.pop(pending_stage, ()):
+                        self._segments[segment].append(self._move_event(other, event.location))
             self._segments[segment].append(event)
 
-    def _moved(self, event: Event, there: Where) -> Event:
-        """It happens before what happens there, while no block runs."""
-        where = Where(there.stage, there.kind, there.turn, event.where.block)
-        moved = event._replace(where=where)
-        self._place[id(moved)] = self._place[id(event)]
+    def _move_event(self, event: Event, destination: OpLocation) -> Event:
+        """Move an event to the start of an action, outside running blocks."""
+        location = OpLocation(
+            destination.stage, destination.kind, destination.ordinal, event.location.block
+        )
+        moved = event._replace(location=location)
+        self._event_index[id(moved)] = self._event_index[id(event)]
         return moved
 
     def _stage_of_event(self, event: Event) -> int:
-        """The recorded stage that it belongs to, wherever it happens."""
-        if event.where.block is not None:
-            return event.where.block[0]
+        """Return the recorded stage that an event belongs to."""
+        if event.location.block is not None:
+            return event.location.block[0]
         if event.call is not None:
-            return event.where.stage
-        return _stage_of(self._names[event.storage])
+            return event.location.stage
+        return _storage_stage(self._storage_names[event.storage])
 
-    def _buffers(self, events: Sequence[Event]) -> Iterator[tuple[int, int, int, int]]:
-        """What is made at the start for each microbatch and stays, as a pipeline's buffers to
-        receive in: storage, bytes, microbatch, and the stage that receives.
+    def _find_buffers(self, events: Sequence[Event]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield per-microbatch buffers that are allocated at the start and stay.
 
-        Either one run of storages of a size is one microbatch's, or a run has one for each.
+        A pipeline's receive buffers are an example.  Yield storage, bytes, microbatch, receiving
+        stage. A run of equal sizes is one microbatch's, or has one buffer per microbatch.
         """
-        each = self._recorded.microbatches
-        used: dict[int, int] = {}
+        num_microbatches = self._recorded_size.microbatches
+        user_stage: dict[int, int] = {}
         for event in events:
-            if event.call is not None and _in_action(event):
+            if event.call is not None and _is_in_action(event):
                 for storage, _ in (*event.call.reads, *event.call.writes):
-                    used.setdefault(storage, event.where.stage)
-        start = [e for e in events if e.where.kind == "start" and e.call is None]
+                    user_stage.setdefault(storage, event.location.stage)
+        start = [e for e in events if e.location.kind == "start" and e.call is None]
         freed = {event.storage for event in start if event.bytes < 0}
-        made = [event for event in start if event.bytes > 0]
-        runs: dict[tuple[Block | None, int], list[list[Event]]] = defaultdict(list)
-        for key, run in groupby(made, lambda event: (event.where.block, event.bytes)):
+        allocated = [event for event in start if event.bytes > 0]
+        runs: dict[tuple[BlockIndex | None, int], list[list[Event]]] = defaultdict(list)
+        for key, run in groupby(allocated, lambda event: (event.location.block, event.bytes)):
             runs[key].append(list(run))
-        for (block, size), alike in runs.items():
-            if block is not None or each == 1:
+        for (block, size), runs_of_size in runs.items():
+            if block is not None or num_microbatches == 1:
                 continue
-            for number, of_size in enumerate(alike):
-                for place, event in enumerate(of_size):
-                    if len(of_size) % each == 0:
-                        microbatch = place % each
-                    elif len(alike) == each:
-                        microbatch = number
+            for run_index, run_events in enumerate(runs_of_size):
+                for index, event in enumerate(run_events):
+                    if len(run_events) % num_microbatches == 0:
+                        microbatch = index % num_microbatches
+                    elif len(runs_of_size) == num_microbatches:
+                        microbatch = run_index
                     else:
                         break
                     if event.storage not in freed:
-                        stage = used.get(event.storage, NO_STAGE)
+                        stage = user_stage.get(event.storage, NO_STAGE)
                         yield event.storage, size, microbatch, stage
 
-    def _id(self, name: Name) -> int:
-        return self._ids.setdefault(name, len(self._ids))
+    def _assign_id(self, name: StorageName) -> int:
+        return self._target_ids_by_name.setdefault(name, len(self._target_ids_by_name))
 
-    def _all(self, name: Name) -> list[int]:
-        """Every storage of the whole that a recorded one stands for."""
-        _, kind, count = name.segment
-        counts = self._counts(count) if kind in (*ACTIONS, BUFFER) else [count]
+    def _target_ids(self, name: StorageName) -> list[int]:
+        """Return the ids of all target storages that a recorded one stands for."""
+        _, kind, ordinal = name.segment
+        ordinals = self._target_ordinals(ordinal) if kind in (*ACTIONS, BUFFER) else [ordinal]
         return [
-            self._id(_at(name, place, c, b))
-            for place in self._places_of(name)
-            for c in counts
-            for b in self._blocks(name.block, "F", place)
+            self._assign_id(_target_name(name, target_stage, target_ordinal, target_block))
+            for target_stage in self._stages_of_storage(name)
+            for target_ordinal in ordinals
+            for target_block in self._target_blocks(name.block, "F", target_stage)
         ]
 
-    # ------------------------------------------------------------------- comparing
+    # ------------------------------------------------------------------- comparison
 
-    def _compare(self) -> None:
-        """Are the middle ones alike, and which storages do they share?"""
+    def _compare_repeated(self) -> None:
+        """Check that the middle blocks and microbatches are alike; find shared storages."""
         for segment, events in self._segments.items():
-            stage, kind, count = segment
-            for s, recorded in enumerate(self._recorded.blocks):
-                if any(recorded < self.whole.blocks[place] for place in self._places(s)):
+            stage, kind, ordinal = segment
+            for s, recorded in enumerate(self._recorded_size.blocks):
+                if any(
+                    recorded < self.target_size.blocks[target_stage]
+                    for target_stage in self._target_stages(s)
+                ):
                     self._compare_blocks(segment, s, events)
-            recorded = self._recorded.microbatches
-            if recorded < self.whole.microbatches and count == _last_middle(recorded):
-                twin = self._segments.get((stage, kind, count - 1), [])
-                self._align(twin, events, self._shared_by_microbatches, segment)
+            recorded = self._recorded_size.microbatches
+            if recorded < self.target_size.microbatches and ordinal == _repeated_index(recorded):
+                previous = self._segments.get((stage, kind, ordinal - 1), [])
+                self._check_alike(previous, events, self._microbatch_shared, segment)
 
     def _compare_blocks(self, segment: Segment, stage: int, events: list[Event]) -> None:
-        recorded = self._recorded.blocks[stage]
-        last = _last_middle(recorded)
-        lead = recorded - 1 - last
-        twins = (lead, lead + 1) if segment[1] in DOWNWARD else (last - 1, last)
+        recorded = self._recorded_size.blocks[stage]
+        last = _repeated_index(recorded)
+        mirrored = recorded - 1 - last
+        pair = (mirrored, mirrored + 1) if segment[1] in REVERSED_KINDS else (last - 1, last)
         first, second = (
-            [e for e in events if e.where.block == (stage, place) and e.where.running]
-            for place in twins
+            [e for e in events if e.location.block == (stage, index) and e.location.is_in_block]
+            for index in pair
         )
-        self._align(first, second, self._shared_by_blocks, segment)
-        # Around the running blocks only what happens to both is repeated.
-        around = [
-            [e for e in events if e.where.block == (stage, place) and not e.where.running]
-            for place in twins
+        self._check_alike(first, second, self._block_shared, segment)
+        # Outside running blocks, only events that both blocks have are repeated.
+        outside = [
+            [e for e in events if e.location.block == (stage, index) and not e.location.is_in_block]
+            for index in pair
         ]
-        counts = [Counter(map(_does, some)) for some in around]
-        both = counts[0] & counts[1]
-        for some in around:
-            left = both.copy()
-            for event in some:
-                left[_does(event)] -= 1
-                if left[_does(event)] < 0:
-                    self._ends.add(id(event))
+        signature_counts = [Counter(map(_signature, block_events)) for block_events in outside]
+        common = signature_counts[0] & signature_counts[1]
+        for block_events in outside:
+            remaining = common.copy()
+            for event in block_events:
+                remaining[_signature(event)] -= 1
+                if remaining[_signature(event)] < 0:
+                    self._end_events.add(id(event))
 
-    def _find_kept(self) -> set[int]:
-        """Storages of microbatches that are all let go in the last one's actions, as messages are
-        that a schedule waits for when it is through."""
-        recorded = self._recorded.microbatches
-        if recorded == self.whole.microbatches:
+    def _find_late_freed(self) -> set[int]:
+        """Return per-microbatch storages that the last microbatch frees for all.
+
+        Messages are an example: a schedule waits for them at its end.
+        """
+        recorded = self._recorded_size.microbatches
+        if recorded == self.target_size.microbatches:
             return set()
-        freed: dict[int, int] = {}  # the turn in which a storage was freed last
-        for event in self._recording.events:
-            if event.call is None and event.bytes < 0 and event.where.kind in ACTIONS:
-                freed[event.storage] = event.where.turn
-        of_name = {name: storage for storage, name in self._names.items()}
-        found = set()
-        for storage, name in self._names.items():
-            stage, kind, count = name.segment
-            if kind in ACTIONS and count == _last_middle(recorded):
-                twin = of_name.get(name._replace(segment=(stage, kind, count - 1)))
-                both = {freed.get(storage), freed.get(twin) if twin is not None else None}
-                if twin is not None and both == {recorded - 1}:
-                    found |= {storage, twin}
-        return found
+        last_freed: dict[int, int] = {}  # ordinal of each storage's last free
+        for event in self._op_trace.events:
+            if event.call is None and event.bytes < 0 and event.location.kind in ACTIONS:
+                last_freed[event.storage] = event.location.ordinal
+        storage_by_name = {name: storage for storage, name in self._storage_names.items()}
+        late_freed = set()
+        for storage, name in self._storage_names.items():
+            stage, kind, ordinal = name.segment
+            if kind in ACTIONS and ordinal == _repeated_index(recorded):
+                previous = storage_by_name.get(name._replace(segment=(stage, kind, ordinal - 1)))
+                freed_ordinals = {
+                    last_freed.get(storage),
+                    last_freed.get(previous) if previous is not None else None,
+                }
+                if previous is not None and freed_ordinals == {recorded - 1}:
+                    late_freed |= {storage, previous}
+        return late_freed
 
-    def _align(
+    def _check_alike(
         self, first: list[Event], second: list[Event], shared: set[int], segment: Segment
     ) -> None:
         for a, b in zip(first, second, strict=False):
-            if _does(a) != _does(b):
-                raise HeterogeneousLayers(f"{segment}: {_does(a)} and {_does(b)}")
+            if _signature(a) != _signature(b):
+                raise HeterogeneousLayers(f"{segment}: {_signature(a)} and {_signature(b)}")
             if a.call is None and a.storage == b.storage:
                 shared.add(a.storage)
         if len(first) != len(second):
             raise HeterogeneousLayers(f"{segment}: {len(first)} and {len(second)} events")
 
-    # ------------------------------------------------------------------- places
+    # ------------------------------------------------------------------- correspondence
 
-    def _places(self, stage: int) -> list[int]:
-        """The stages of the whole that are like a recorded one."""
-        return [place for place, like in enumerate(self._like) if like == stage]
+    def _target_stages(self, stage: int) -> list[int]:
+        """Return the target stages that a recorded stage stands for."""
+        return [
+            target_stage
+            for target_stage, source_stage in enumerate(self._source_stages)
+            if source_stage == stage
+        ]
 
-    def _places_of(self, name: Name) -> list[int]:
-        stage = _stage_of(name)
-        return [NO_STAGE] if stage == NO_STAGE else self._places(stage)
+    def _stages_of_storage(self, name: StorageName) -> list[int]:
+        stage = _storage_stage(name)
+        return [NO_STAGE] if stage == NO_STAGE else self._target_stages(stage)
 
-    def _stages(self, block: Block | None, segment: Segment) -> list[int]:
-        """The stages of the whole to which happens in a segment what was recorded of a block."""
+    def _stages_of_block(self, block: BlockIndex | None, segment: Segment) -> list[int]:
+        """Return the target stages of the events of a recorded block."""
         if block is None:
             return [segment[0] if segment[1] in ACTIONS else NO_STAGE]
-        there = self._places(block[0])
-        return [segment[0]] if segment[1] in ACTIONS and segment[0] in there else there
+        target_stages = self._target_stages(block[0])
+        return (
+            [segment[0]] if segment[1] in ACTIONS and segment[0] in target_stages else target_stages
+        )
 
-    def _blocks(self, block: Block | None, kind: str, stage: int) -> list[Block | None]:
-        """The blocks of a stage of the whole that a recorded one stands for, in the order of their
-        use."""
+    def _target_blocks(
+        self, block: BlockIndex | None, kind: str, stage: int
+    ) -> list[BlockIndex | None]:
+        """Return the target blocks that a recorded one stands for, in execution order."""
         if block is None:
             return [None]
-        place = block[1]
-        recorded, whole = self._recorded.blocks[block[0]], self.whole.blocks[stage]
-        if recorded == whole or place == AROUND:
-            return [(stage, place)]
-        if kind in DOWNWARD:  # the same seen from the other end
-            mirrored = _stands_for(recorded - 1 - place, recorded, whole)
-            return [(stage, whole - 1 - real) for real in mirrored]
-        return [(stage, real) for real in _stands_for(place, recorded, whole)]
+        index = block[1]
+        recorded, target = self._recorded_size.blocks[block[0]], self.target_size.blocks[stage]
+        if recorded == target or index == OUTSIDE_BLOCKS:
+            return [(stage, index)]
+        if kind in REVERSED_KINDS:  # count from the other end
+            mirrored = _target_indices(recorded - 1 - index, recorded, target)
+            return [(stage, target - 1 - target_index) for target_index in mirrored]
+        return [(stage, target_index) for target_index in _target_indices(index, recorded, target)]
 
-    def _reals(
-        self, block: Block | None, kind: str, stage: int, is_end: bool
-    ) -> list[Block | None]:
-        """`_blocks`, but an end's is one: by its distance from where the pass has ended."""
+    def _event_blocks(
+        self, block: BlockIndex | None, kind: str, stage: int, is_end: bool
+    ) -> list[BlockIndex | None]:
+        """Return `_target_blocks`; for an end event, the block at the same end."""
         if block is None or not is_end:
-            return self._blocks(block, kind, stage)
-        place = block[1]
-        if kind not in DOWNWARD:
-            place += self.whole.blocks[stage] - self._recorded.blocks[block[0]]
-        return [(stage, place)]
+            return self._target_blocks(block, kind, stage)
+        index = block[1]
+        if kind not in REVERSED_KINDS:
+            index += self.target_size.blocks[stage] - self._recorded_size.blocks[block[0]]
+        return [(stage, index)]
 
-    def _counts(self, count: int) -> list[int]:
-        """The microbatches that a recorded one stands for."""
-        return list(_stands_for(count, self._recorded.microbatches, self.whole.microbatches))
+    def _target_ordinals(self, ordinal: int) -> list[int]:
+        """Return the microbatches that a recorded one stands for."""
+        return list(
+            _target_indices(
+                ordinal, self._recorded_size.microbatches, self.target_size.microbatches
+            )
+        )
 
-    def source(self, segment: Segment) -> Segment:
-        """The recorded action that one is like."""
-        stage, kind, count = segment
+    def source_segment(self, segment: Segment) -> Segment:
+        """Return the recorded segment that a target segment repeats."""
+        stage, kind, ordinal = segment
         if kind not in ACTIONS:
             return segment
-        recorded, whole = self._recorded.microbatches, self.whole.microbatches
-        if recorded < whole:
-            count = max(min(count, _last_middle(recorded)), count - whole + recorded)
-        return self._like[stage], kind, count
+        recorded, target = self._recorded_size.microbatches, self.target_size.microbatches
+        if recorded < target:
+            ordinal = max(min(ordinal, _repeated_index(recorded)), ordinal - target + recorded)
+        return self._source_stages[stage], kind, ordinal
 
-    # ------------------------------------------------------------------- repeating
+    # ------------------------------------------------------------------- repetition
 
-    def _touched(self, event: Event, block: Block | None, stage: int, count: int) -> list[int]:
-        """The storages of an event that happens in ``block`` of ``stage`` of the whole, and in the
-        microbatch ``count``.
+    def _touched_storages(
+        self, event: Event, block: BlockIndex | None, stage: int, ordinal: int
+    ) -> list[int]:
+        """Return the target storages of an event.
 
-        One, but outside of actions those of all microbatches that it stands for.
+        Within actions it is one storage; outside, one for each microbatch that it stands for.
+
+        Args:
+            block, stage, ordinal: target block, stage and microbatch of the event.
         """
-        name = self._names[event.storage]
-        (_, kind, its_count), its_block, _, _ = name
-        here, its_stage = event.where, _stage_of(name)
-        ours = here.block[0] if here.block is not None else here.stage
-        same = stage != NO_STAGE and its_stage == ours
-        stages = [stage] if same else self._places_of(name)
-        if its_block is not None and block is not None and here.block is not None:
-            away = its_block[1] - here.block[1]
-            if not same or event.storage in self._shared_by_blocks:
-                its_block = self._blocks(its_block, "F", stages[-1])[-1]
-            elif AROUND not in (its_block[1], here.block[1]):
-                its_block = (block[0], block[1] + away)
-        counts = [its_count]
+        name = self._storage_names[event.storage]
+        (_, kind, storage_ordinal), storage_block, _, _ = name
+        event_location, storage_stage = event.location, _storage_stage(name)
+        event_stage = (
+            event_location.block[0] if event_location.block is not None else event_location.stage
+        )
+        is_same_stage = stage != NO_STAGE and storage_stage == event_stage
+        stages = [stage] if is_same_stage else self._stages_of_storage(name)
+        if storage_block is not None and block is not None and event_location.block is not None:
+            offset = storage_block[1] - event_location.block[1]
+            if not is_same_stage or event.storage in self._block_shared:
+                storage_block = self._target_blocks(storage_block, "F", stages[-1])[-1]
+            elif OUTSIDE_BLOCKS not in (storage_block[1], event_location.block[1]):
+                storage_block = (block[0], block[1] + offset)
+        ordinals = [storage_ordinal]
         if kind in (*ACTIONS, BUFFER):
-            away = its_count - here.turn
-            at_end = here.turn == self._recorded.microbatches - 1
-            if here.kind not in ACTIONS or (at_end and event.storage in self._kept_to_the_end):
-                counts = self._counts(its_count)
-            elif event.storage in self._shared_by_microbatches or abs(away) > 2:
-                counts = self._counts(its_count)[-1:]
+            offset = storage_ordinal - event_location.ordinal
+            is_last_microbatch = event_location.ordinal == self._recorded_size.microbatches - 1
+            if event_location.kind not in ACTIONS or (
+                is_last_microbatch and event.storage in self._late_freed
+            ):
+                ordinals = self._target_ordinals(storage_ordinal)
+            elif event.storage in self._microbatch_shared or abs(offset) > 2:
+                ordinals = self._target_ordinals(storage_ordinal)[-1:]
             else:
-                counts = [count + away]
-        return [self._id(_at(name, place, c, its_block)) for place in stages for c in counts]
+                ordinals = [ordinal + offset]
+        return [
+            self._assign_id(_target_name(name, target_stage, target_ordinal, storage_block))
+            for target_stage in stages
+            for target_ordinal in ordinals
+        ]
 
 
-def _in_action(event: Event) -> bool:
-    return event.where.kind in ACTIONS
+def _is_in_action(event: Event) -> bool:
+    return event.location.kind in ACTIONS
 
 
-def _stage_of(name: Name) -> int:
-    """The recorded stage that a storage is of."""
+def _storage_stage(name: StorageName) -> int:
+    """Return the recorded stage of a storage."""
     (stage, kind, _), block, _, _ = name
     if block is not None:
         return block[0]
     return stage if kind in (*ACTIONS, BUFFER) else NO_STAGE
 
 
-def _at(name: Name, stage: int, count: int, block: Block | None) -> Name:
-    """A storage of the whole, by a recorded one's name."""
-    (_, kind, _), _, size, number = name
+def _target_name(
+    name: StorageName, stage: int, ordinal: int, block: BlockIndex | None
+) -> StorageName:
+    """Return the name of a target storage."""
+    (_, kind, _), _, size, index_from_end = name
     if block is not None:
         block = stage, block[1]
-    return Name((max(stage, 0), kind, count), block, size, number)
+    return StorageName((max(stage, 0), kind, ordinal), block, size, index_from_end)
 
 
-def _last_middle(recorded: int) -> int:
-    """Of so many, the one that is repeated: there are as many before the middle as after it."""
+def _repeated_index(recorded: int) -> int:
+    """Return the index that is repeated, the last one of the middle."""
     return recorded - 1 - (recorded - 2) // 2
 
 
-def _stands_for(place: int, recorded: int, whole: int) -> Sequence[int]:
-    """The places of the whole that a recorded one stands for."""
-    middle, more = _last_middle(recorded), whole - recorded
-    if place == middle:
-        return range(place, place + more + 1)
-    return [place + more * (place > middle)]
+def _target_indices(index: int, recorded: int, target: int) -> Sequence[int]:
+    """Return the target indices that a recorded index stands for."""
+    repeated, added = _repeated_index(recorded), target - recorded
+    if index == repeated:
+        return range(index, index + added + 1)
+    return [index + added * (index > repeated)]
 
 
-def _does(event: Event) -> tuple[object, ...]:
-    """What happens, but for where and to which storage."""
+def _signature(event: Event) -> tuple[object, ...]:
+    """Return an event without location and storage, for comparison."""
     call = event.call
     return (event.bytes,) if call is None else (call.name, call.shapes, call.group, call.flops)

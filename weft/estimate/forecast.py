@@ -1,6 +1,7 @@
-"""Does a plan fit, how fast is it, and what takes its time?
+"""Predict memory, step time and its breakdown for a plan.
 
-Every rank of the pipeline is traced; memory is the fullest one's, time the slowest one's.
+`forecast` traces every pipeline rank.  Memory is that of the fullest rank, time that of the
+slowest.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from weft.estimate.cost import (
     pipeline_spans,
     step_seconds,
 )
-from weft.estimate.trace import Trace, exchanged_bytes, traces
-from weft.estimate.trace_memory import Memory, fullest, live_peak
-from weft.estimate.trace_to_cost import Pricer, Setting
+from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
+from weft.estimate.trace_memory import RankMemory, find_fullest_rank, peak_live_bytes
+from weft.estimate.trace_to_cost import PricingOptions, TracePricer
 from weft.plan.devices import GIB, Device
 from weft.plan.resolve import Machine, Plan
 
-# On a GPU outside of torch's allocator: the CUDA context (0.5 GiB) and NCCL's buffers.  On a CPU
-# the interpreter with torch.
-OUTSIDE = {"cuda": int(1.25 * GIB), "cpu": int(0.4 * GIB)}
-# Of a step's predicted time, the error that nine of ten published runs stay within; see
-# docs/planner.md.
+# Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
+# interpreter with PyTorch.
+OUTSIDE_ALLOCATOR = {"cuda": int(1.25 * GIB), "cpu": int(0.4 * GIB)}
+# Relative error of the step time that nine of ten published runs stay within; see docs/planner.md.
 ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
-CONTEXT_ERROR = 1.1  # TorchTitan's three runs of 405B with context parallelism: 51, 65 and 106 %
-# Over more nodes another cluster's network tells nothing of this one; see docs/planner.md.
+# TorchTitan's three runs of 405B with context parallelism: 51, 65 and 106 %.
+CONTEXT_PARALLEL_ERROR = 1.1
+# On more nodes, networks of different clusters are not comparable; see docs/planner.md.
 KNOWN_NODES = 32
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Of one rank in a step, along one axis."""
+class AxisCommunication:
+    """Communication of one rank per step along one mesh axis."""
 
     collectives: int
     bytes: int
@@ -50,45 +51,43 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is predicted of a plan.
+    """The predicted memory and speed of a plan.
 
-    ``capacity``: bytes of one device, None where unknown; ``memory`` is the fullest rank's, which
-    is ``rank``; ``live``: the most that lives on each rank of the pipeline.  ``seconds``: of the
-    slowest rank by what they are spent on; None without a known device.  ``error``: of the time, up
-    and down, as a fraction.  ``timeline``: when the actions of a pipeline run; None without one, or
-    without ``seconds``.
+    ``memory``: of the fullest rank, ``rank``; ``live_peaks``: peak of live bytes of each pipeline
+    rank; ``capacity_bytes``: memory of one device, None if unknown; ``time_breakdown``: seconds of
+    the slowest rank by cause, None for an unknown device; ``error``: relative error of the time;
+    ``timeline``: actions of the pipeline, None without a pipeline or a time.
     """
 
     plan: Plan
-    memory: Memory
+    memory: RankMemory
     rank: int
-    live: tuple[int, ...]
-    capacity: int | None
-    outside: int
-    seconds: Seconds | None
-    exchanges: dict[str, Exchange]
+    live_peaks: tuple[int, ...]
+    capacity_bytes: int | None
+    outside_bytes: int
+    time_breakdown: Seconds | None
+    communication: dict[str, AxisCommunication]
     error: float
-    doubts: tuple[str, ...]
+    caveats: tuple[str, ...]
     timeline: tuple[Span, ...] | None = None
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes that the device must have."""
-        return self.memory.reserved + self.outside
+        return self.memory.reserved + self.outside_bytes
 
     @property
-    def measured(self) -> int:
-        """Bytes that a run's record has for it: on a GPU what torch has reserved, on a CPU what is
-        resident."""
-        return self.memory.reserved + (self.outside if self.plan.device == "cpu" else 0)
+    def recorded_bytes(self) -> int:
+        """Bytes that a run records: on a GPU reserved by PyTorch, on a CPU resident."""
+        return self.memory.reserved + (self.outside_bytes if self.plan.device == "cpu" else 0)
 
     @property
     def fits(self) -> bool | None:
-        return None if self.capacity is None else self.needed <= self.capacity
+        return None if self.capacity_bytes is None else self.needed_bytes <= self.capacity_bytes
 
     @property
     def step_seconds(self) -> float | None:
-        return None if self.seconds is None else self.seconds.total()
+        return None if self.time_breakdown is None else self.time_breakdown.total()
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
@@ -105,207 +104,220 @@ class Forecast:
 
     @property
     def bubble_fraction(self) -> float | None:
-        if self.seconds is None:
+        if self.time_breakdown is None:
             return None
-        return self.seconds["bubble"] / self.seconds.total()
+        return self.time_breakdown["bubble"] / self.time_breakdown.total()
 
-    def by_category(self) -> dict[str, float]:
-        """GiB on the fullest rank, when most is live; what the allocator holds beyond, and what
-        lies outside of it."""
-        found = {name: size / GIB for name, size in self.memory.live.items()}
-        found["allocator"] = (self.memory.reserved - sum(self.memory.live.values())) / GIB
-        return found | {"outside": self.outside / GIB}
+    def gib_by_category(self) -> dict[str, float]:
+        """Return GiB of the fullest rank at its peak, by category.
+
+        ``allocator``: reserved beyond the live bytes; ``outside``: outside the allocator.
+        """
+        categories = {name: size / GIB for name, size in self.memory.live_bytes.items()}
+        categories["allocator"] = (
+            self.memory.reserved - sum(self.memory.live_bytes.values())
+        ) / GIB
+        return categories | {"outside": self.outside_bytes / GIB}
 
     @property
-    def limits(self) -> list[str]:
-        """What keeps it from fitting, what its time goes into, and what is doubtful."""
-        found = []
+    def bottlenecks(self) -> list[str]:
+        """Lines on missing memory, the largest causes of time, and caveats."""
+        lines = []
         if self.fits is False:
-            most = max(self.by_category().items(), key=lambda part: part[1])
-            assert self.capacity is not None
-            needed, there = self.needed / GIB, self.capacity / GIB
-            found.append(
-                f"memory: {needed:.1f} GiB of {there:.1f}, {most[1]:.1f} of it for {most[0]}"
-            )
-        if self.seconds is not None:
-            total = self.seconds.total()
-            parts = sorted(self.seconds.items(), key=lambda part: -part[1])
-            found += [
-                f"{part / total:.0%} {name_of(n)}" for n, part in parts if part > 0.05 * total
+            largest = max(self.gib_by_category().items(), key=lambda part: part[1])
+            assert self.capacity_bytes is not None
+            needed, capacity = self.needed_bytes / GIB, self.capacity_bytes / GIB
+            name, size = largest
+            lines.append(f"memory: {needed:.1f} GiB of {capacity:.1f}, {size:.1f} of it for {name}")
+        if self.time_breakdown is not None:
+            total = self.time_breakdown.total()
+            parts = sorted(self.time_breakdown.items(), key=lambda part: -part[1])
+            lines += [
+                f"{part / total:.0%} {cause_label(n)}" for n, part in parts if part > 0.05 * total
             ]
-        return [*found, *self.doubts]
+        return [*lines, *self.caveats]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "fits": self.fits,
-            "peak_memory_gib": self.needed / GIB,
-            "memory_gib": self.by_category(),
-            "capacity_gib": None if self.capacity is None else self.capacity / GIB,
+            "peak_memory_gib": self.needed_bytes / GIB,
+            "memory_gib": self.gib_by_category(),
+            "capacity_gib": None if self.capacity_bytes is None else self.capacity_bytes / GIB,
             "fullest_rank": self.rank,
-            "live_gib_of_pipeline_ranks": [size / GIB for size in self.live],
+            "live_gib_of_pipeline_ranks": [size / GIB for size in self.live_peaks],
             "step_seconds": self.step_seconds,
-            "seconds": None if self.seconds is None else dict(self.seconds),
+            "seconds": None if self.time_breakdown is None else dict(self.time_breakdown),
             "error": self.error,
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
             "communication": {
                 axis: {
-                    "collectives": exchange.collectives,
-                    "gib": exchange.bytes / GIB,
-                    "exposed_seconds": exchange.exposed_seconds,
+                    "collectives": traffic.collectives,
+                    "gib": traffic.bytes / GIB,
+                    "exposed_seconds": traffic.exposed_seconds,
                 }
-                for axis, exchange in self.exchanges.items()
+                for axis, traffic in self.communication.items()
             },
-            "limits": self.limits,
+            "limits": self.bottlenecks,
         }
 
 
-def device_of(plan: Plan, machine: Machine) -> Device | None:
-    """What is known of the machine's devices; of a CPU nothing that was not measured."""
+def device_spec(plan: Plan, machine: Machine) -> Device | None:
+    """Return the machine's device; None for a CPU that was not calibrated."""
     device = machine.spec
     measured = device is not None and device.calibrated
     return device if plan.device == "cuda" or measured else None
 
 
-def name_of(spent: str) -> str:
-    """What seconds are spent on, for people."""
-    others = {"compute": "computing", "host": "waiting for the host", "bubble": "pipeline bubble"}
-    return others.get(spent, f"exposed {spent}")
+def cause_label(cause: str) -> str:
+    """Return the label of a cause of time, for people."""
+    labels = {"compute": "compute", "host": "host overhead", "bubble": "pipeline bubble"}
+    return labels.get(cause, f"exposed {cause}")
 
 
 def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> Forecast:
     """Trace a plan and price it.
 
     Args:
-        machine: that the plan is for.
-        device: what is known of it; None: only memory is predicted.
+        machine: target machine.
+        device: its device; None: predict only memory.
     """
-    return priced(job, plan, machine, device, traces(job, plan))
+    return price_traces(job, plan, machine, device, trace_ranks(job, plan))
 
 
-def priced(
-    job: Job, plan: Plan, machine: Machine, device: Device | None, of_ranks: Sequence[Trace]
+def price_traces(
+    job: Job, plan: Plan, machine: Machine, device: Device | None, rank_traces: Sequence[RankTrace]
 ) -> Forecast:
-    """What `forecast` says of a plan that is traced already."""
+    """Return the `forecast` of a traced plan."""
     on_gpu = plan.device == "cuda"
-    capacity = machine.memory_of_rank(plan.local_world_size)
-    outside = OUTSIDE[plan.device]
-    room = None if capacity is None else capacity - outside
-    live = tuple(live_peak(trace) for trace in of_ranks)
-    place, memory = fullest(of_ranks, live, on_gpu, room, job.parallel.cpu_offload)
-    seconds = timeline = None
+    capacity = machine.memory_per_rank(plan.local_world_size)
+    outside = OUTSIDE_ALLOCATOR[plan.device]
+    allocator_capacity = None if capacity is None else capacity - outside
+    live = tuple(peak_live_bytes(trace) for trace in rank_traces)
+    index, memory = find_fullest_rank(
+        rank_traces, live, on_gpu, allocator_capacity, job.parallel.cpu_offload
+    )
+    time_breakdown = timeline = None
     if device is not None:
-        hardware = hardware_of(plan, device)
-        step = step_of(job, plan, of_ranks, device)
-        seconds = step_seconds(step, hardware)
+        hardware = build_hardware(plan, device)
+        step = build_step(job, plan, rank_traces, device)
+        time_breakdown = step_seconds(step, hardware)
         timeline = pipeline_spans(step, hardware) if step.pipeline_schedule else None
-    doubts = doubts_of(plan, device)
+    caveats = find_caveats(plan, device)
     error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
-    if doubts:
-        error = max(error, CONTEXT_ERROR if plan.cp > 1 else LOW_CONFIDENCE_ERROR)
+    if caveats:
+        error = max(error, CONTEXT_PARALLEL_ERROR if plan.cp > 1 else LOW_CONFIDENCE_ERROR)
     return Forecast(
         plan,
         memory,
-        of_ranks[place].rank,
+        rank_traces[index].rank,
         live,
         capacity,
         outside,
-        seconds,
-        exchanges_of(of_ranks[place], seconds),
+        time_breakdown,
+        communication_by_axis(rank_traces[index], time_breakdown),
         error,
-        doubts,
+        caveats,
         timeline,
     )
 
 
-def hardware_of(plan: Plan, device: Device) -> Hardware:
-    """What the arithmetic of a step needs to know of the plan's devices and links."""
+def build_hardware(plan: Plan, device: Device) -> Hardware:
+    """Return the plan's devices and links, as `weft.estimate.cost` takes them."""
     return Hardware(device, plan.local_world_size, device.network, device.software)
 
 
-def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
-    """Why a prediction of time is of low confidence."""
-    doubts = []
+def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
+    """Return reasons for low confidence in a predicted time."""
+    caveats = []
     if device is not None and plan.device == "cpu":
-        doubts.append("how well times on CPUs are predicted was not measured")
+        caveats.append("the error of predicted times on CPUs was not measured")
     if device is not None and plan.cp > 1:
-        doubts.append("context parallelism was predicted up to 106 % too fast")
+        caveats.append("predictions for context parallelism were up to 106 % too fast")
     if device is not None and plan.num_active_params < plan.num_params:
-        doubts.append("mixtures of experts were not measured, and are taken as perfectly balanced")
+        caveats.append("experts were not measured, and are assumed to be perfectly balanced")
     nodes = plan.world_size // max(1, plan.local_world_size)
     if device is not None and nodes > KNOWN_NODES:
-        doubts.append(f"the network was not measured over {nodes} nodes")
-    return tuple(f"low confidence: {doubt}" for doubt in doubts)
+        caveats.append(f"the network was not measured on {nodes} nodes")
+    return tuple(f"low confidence: {caveat}" for caveat in caveats)
 
 
 # --------------------------------------------------------------------------- time
 
 
-def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
-    """What the CPU does not tell: how communication hides, and which kernels run."""
+def pricing_options(job: Job, plan: Plan, device: Device) -> PricingOptions:
+    """Return overlap and kernels of the plan on a device."""
     ring = job.parallel.cp_method == "ring"
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
         "dp_replicate": "prefetch",
         "edp": "prefetch",
-        "ep": "exposed",  # tokens wait for experts, and what comes after for tokens
+        "ep": "exposed",  # experts wait for tokens, and the next operators for experts
         "tp": "async" if job.parallel.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
     }
-    documents = job.data.keeps_documents
-    fast = device.capability >= (9, 0) and not documents
+    has_hopper_attention = device.capability >= (9, 0) and not job.data.keeps_documents
     fused_optimizer = job.optim.state_dtype != "float32"
-    return Setting(job.compile.enable, fused_optimizer, "attention" if fast else "flash", overlaps)
+    return PricingOptions(
+        job.compile.enable,
+        fused_optimizer,
+        "attention" if has_hopper_attention else "flash",
+        overlaps,
+    )
 
 
-def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> Step:
-    """The plan's step as `weft.estimate.cost` prices it."""
-    setting = setting_of(job, plan, device)
-    pricers: dict[int, Pricer] = {}
+def build_step(job: Job, plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> Step:
+    """Convert traces to the step that `weft.estimate.cost` prices."""
+    options = pricing_options(job, plan, device)
+    pricers: dict[int, TracePricer] = {}
     works = {}
-    once = Work()
-    for pp, trace in enumerate(of_ranks):
-        # Ranks that share a recording differ in the number of blocks only.
-        pricer = Pricer(trace, setting, pricers.get(id(trace.recording)))
-        pricers.setdefault(id(trace.recording), pricer)
-        mine = [0] if plan.pipeline is None else plan.pipeline.stages_of(pp)
-        for stage, number in enumerate(mine):
-            works[number] = pricer.stage(stage)
-        of_rank = pricer.once()
-        once = max(once, of_rank, key=lambda work: work.swept_bytes)
-    table, hop = (plan.pipeline_schedule, hop_of(of_ranks)) if plan.pipeline else (None, None)
-    stages = tuple(works[number] for number in sorted(works))
-    return Step(stages, plan.accumulation, plan.tokens_per_step, once, table, hop)
+    optimizer_work = Work()
+    for pp, trace in enumerate(rank_traces):
+        # Ranks that share a trace differ only in the number of blocks.
+        pricer = TracePricer(trace, options, pricers.get(id(trace.op_trace)))
+        pricers.setdefault(id(trace.op_trace), pricer)
+        stage_indices = [0] if plan.pipeline is None else plan.pipeline.stages_on_rank(pp)
+        for stage, stage_index in enumerate(stage_indices):
+            works[stage_index] = pricer.price_stage(stage)
+        rank_work = pricer.price_optimizer()
+        optimizer_work = max(optimizer_work, rank_work, key=lambda work: work.traffic_bytes)
+    schedule, p2p = (
+        (plan.pipeline_schedule, find_p2p(rank_traces)) if plan.pipeline else (None, None)
+    )
+    stages = tuple(works[stage_index] for stage_index in sorted(works))
+    return Step(stages, plan.num_microbatches, plan.tokens_per_step, optimizer_work, schedule, p2p)
 
 
-def hop_of(of_ranks: Iterable[Trace]) -> Collective | None:
-    """What a stage hands to the next."""
-    for trace in of_ranks:
-        for event in trace.recording.events:
+def find_p2p(rank_traces: Iterable[RankTrace]) -> Collective | None:
+    """Return the message that a pipeline stage sends to the next."""
+    for trace in rank_traces:
+        for event in trace.op_trace.events:
             call = event.call
             if call is not None and call.name == "send":
-                axis, _, stride = trace.groups[call.group]
+                axis, _, stride = trace.comm_groups[call.group]
                 if axis == "pp":
-                    return Collective("send", exchanged_bytes(call), axis, 2, stride)
+                    return Collective("send", collective_bytes(call), axis, 2, stride)
     return None
 
 
-def exchanges_of(trace: Trace, seconds: Seconds | None) -> dict[str, Exchange]:
-    """Collectives of one rank by axis."""
-    found: dict[str, tuple[int, int]] = {}
-    for segment, times in trace.segment_counts().items():
-        for calls, repeats in trace.expansion.works(segment):
+def communication_by_axis(
+    trace: RankTrace, seconds: Seconds | None
+) -> dict[str, AxisCommunication]:
+    """Return the communication of a rank by mesh axis."""
+    totals: dict[str, tuple[int, int]] = {}
+    for segment, times in trace.count_segments().items():
+        for calls, repeats in trace.extrapolation.segment_calls(segment):
             for _, call in calls:
                 if call.group:
-                    axis = trace.groups[call.group].axis
-                    number, size = found.get(axis, (0, 0))
-                    often = times * repeats
-                    found[axis] = number + often, size + often * exchanged_bytes(call)
+                    axis = trace.comm_groups[call.group].axis
+                    num_collectives, size = totals.get(axis, (0, 0))
+                    count = times * repeats
+                    totals[axis] = num_collectives + count, size + count * collective_bytes(call)
     exposed = seconds or Seconds()
-    return {axis: Exchange(*sums, exposed[axis]) for axis, sums in found.items()}
+    return {axis: AxisCommunication(*total, exposed[axis]) for axis, total in totals.items()}
 
 
-def to_json(plan: Plan, seen: Forecast) -> str:
-    """The plan and what is predicted of it, in one object."""
-    return json.dumps(json.loads(plan.to_json()) | seen.to_dict(), indent=2)
+def forecast_to_json(plan: Plan, prediction: Forecast) -> str:
+    """Return a plan and its forecast as one JSON object."""
+    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict(), indent=2)

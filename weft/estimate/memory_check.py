@@ -1,8 +1,8 @@
-"""Before a run starts, does it fit in the memory that there is?
+"""Check before a run starts that it fits in memory.
 
-Arithmetic comes first, and takes no time; where it says that half of the memory or more is needed,
-the plan is traced.  What is expected goes into the run's folder, for the records to be compared
-with, and for the message should memory run out all the same.
+Arithmetic is instant and comes first.  A plan that needs half of the memory or more is traced.  The
+prediction is written to the run directory, for comparison with the records and for the message if
+memory runs out.
 """
 
 from __future__ import annotations
@@ -15,112 +15,128 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import replace_text
 from weft.config.schema import Job
 from weft.estimate.advice import advise
-from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.analytic import estimate_memory, estimate_step
 from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import Forecast, device_of, forecast, hardware_of
-from weft.estimate.plan_to_analytic import layout_of, sizes_of
-from weft.monitor.device_memory import EXPECTED
+from weft.estimate.forecast import Forecast, build_hardware, device_spec, forecast
+from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
+from weft.monitor.device_memory import PREDICTION
 from weft.plan.devices import CPU_DEVICE, GIB, get_device
 from weft.plan.plan_text import estimate_memory_bytes
 from weft.plan.resolve import Machine, Plan, resolve
 
-# Of a device's memory: what arithmetic finds to need less is not traced.
-SURE = 0.5
-# A traced plan may need so much more than there is and still be tried: the prediction's own error.
-OVER = 0.05
+# Fraction of the device's memory; a plan that needs less by arithmetic is not traced.
+TRACE_THRESHOLD = 0.5
+# A traced plan may exceed the memory by this fraction, the error of the prediction.
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Of the fullest rank: GiB as a run measures them (`Forecast.measured`), and by category;
-    seconds of a step, and by what they are spent on (`weft.estimate.cost.Seconds`), None if not
-    predicted."""
+class RunPrediction:
+    """Predicted memory and step time of the fullest rank.
 
-    by: str  # a trace, or arithmetic
+    ``memory_gib``: as a run measures it (`Forecast.recorded_bytes`); ``seconds``: step time by
+    cause (`weft.estimate.cost.Seconds`); None if not predicted.
+    """
+
+    by: str  # "a trace" or "arithmetic"
     memory_gib: float
     categories_gib: dict[str, float]
     step_seconds: float | None
     seconds: dict[str, float] | None
 
     def __str__(self) -> str:
-        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s a step"
+        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s per step"
         return f"{self.memory_gib:.1f} GiB on the fullest rank{speed}, by {self.by}"
 
 
-def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expected | None, str]:
-    """What a run will need, as far as that can be told, and a warning or ''.
+def predict_run(
+    job: Job, plan: Plan, machine: Machine, force: bool
+) -> tuple[RunPrediction | None, str]:
+    """Return the prediction of a run, None if unknown, and a warning or ''.
 
     Args:
-        plan: on the most nodes that the run may have; it must fit on the fewest, too.
-        force: start although it does not fit.
+        plan: for the largest number of nodes; the run must fit on the smallest.
+        force: start a run that does not fit.
 
     Raises:
-        InvalidConfig: if it does not fit; with the cheapest remedy.
+        InvalidConfig: if the run does not fit; with the cheapest remedy.
     """
-    several = len(plan.node_counts) > 1
-    if several:
-        ranks = plan.node_counts[0] * plan.local_world_size
-        machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
+    is_elastic = len(plan.node_counts) > 1
+    if is_elastic:
+        world_size = plan.node_counts[0] * plan.local_world_size
+        machine = replace(machine, world_size=world_size, local_world_size=plan.local_world_size)
         plan = resolve(job, machine)
-    capacity, rough = machine.memory_of_rank(plan.local_world_size), estimate_memory_bytes(job, plan)
+    capacity = machine.memory_per_rank(plan.local_world_size)
+    rough_bytes = estimate_memory_bytes(job, plan)
     if capacity is None:
         return None, ""
-    if rough is not None and rough < SURE * capacity:
-        return by_arithmetic(job, plan, machine), ""
+    if rough_bytes is not None and rough_bytes < TRACE_THRESHOLD * capacity:
+        return estimate_run(job, plan, machine), ""
     try:
-        seen = forecast(job, plan, machine, device_of(plan, machine))
+        prediction = forecast(job, plan, machine, device_spec(plan, machine))
     except InvalidConfig:
         raise
     except Exception as error:
-        # A model of the user's trains, though nothing may be able to trace it.
-        return None, f"whether this fits is not known: {type(error).__name__}: {error}"
-    assert seen.capacity is not None
-    if seen.needed > (1 + OVER) * seen.capacity and not force:
-        raise InvalidConfig([problem_of(job, plan, machine, seen)])
-    seconds = None if seen.seconds is None else dict(seen.seconds)
-    expected = Expected(
-        "a trace", seen.measured / GIB, seen.by_category(), seen.step_seconds, seconds
+        # A user's model may train although it cannot be traced.
+        return None, f"cannot predict the memory of this run: {type(error).__name__}: {error}"
+    assert prediction.capacity_bytes is not None
+    if prediction.needed_bytes > (1 + TOLERANCE) * prediction.capacity_bytes and not force:
+        raise InvalidConfig([memory_error(job, plan, machine, prediction)])
+    time_breakdown = None if prediction.time_breakdown is None else dict(prediction.time_breakdown)
+    run_prediction = RunPrediction(
+        "a trace",
+        prediction.recorded_bytes / GIB,
+        prediction.gib_by_category(),
+        prediction.step_seconds,
+        time_breakdown,
     )
-    if seen.needed <= seen.capacity:
-        return expected, ""
-    return expected, f"this may run out of memory: rank {seen.rank} needs {_need(seen)}"
+    if prediction.needed_bytes <= prediction.capacity_bytes:
+        return run_prediction, ""
+    need = _describe_need(prediction)
+    return run_prediction, f"this run may run out of memory: rank {prediction.rank} needs {need}"
 
 
-def by_arithmetic(job: Job, plan: Plan, machine: Machine) -> Expected | None:
-    """None where arithmetic does not know enough: another family, float32, a CPU."""
-    device = device_of(plan, machine)
-    sizes = sizes_of(plan)
-    if plan.device == "cpu" or plan.compute_dtype == "float32" or not (device and sizes):
+def estimate_run(job: Job, plan: Plan, machine: Machine) -> RunPrediction | None:
+    """Predict a run by arithmetic; None for another family, float32 or a CPU."""
+    device = device_spec(plan, machine)
+    dims = decoder_dims(plan)
+    if plan.device == "cpu" or plan.compute_dtype == "float32" or not (device and dims):
         return None
-    layout = layout_of(job, plan, device)
+    layout = analytic_layout(job, plan, device)
     if layout is None:
         return None
-    parts = {name: size / GIB for name, size in memory_of(sizes, layout).items()}
-    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device))
-    return Expected("arithmetic", sum(parts.values()), parts, seconds.total(), dict(seconds))
-
-
-def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> ConfigError:
-    """Why a run is not started, and the cheapest change with which it would fit."""
-    remedy = "use --force to try it all the same"
-    device = device_of(plan, machine)
-    # Memory can be saved on a device whose speed nobody knows, too; then no speed is told.
-    for best in advise(job, plan, machine, device or get_device(CPU_DEVICE), seen)[:1]:
-        slower = f", {-best.faster:.0%} slower" if device and best.faster < -0.005 else ""
-        remedy = f"use {best} ({best.bytes / GIB:.1f} GiB{slower}), or --force to try it"
-    return ConfigError(
-        "memory", MISSING, f"does not fit: rank {seen.rank} needs {_need(seen)}", remedy
+    categories = {name: size / GIB for name, size in estimate_memory(dims, layout).items()}
+    seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device))
+    return RunPrediction(
+        "arithmetic", sum(categories.values()), categories, seconds.total(), dict(seconds)
     )
 
 
-def _need(seen: Forecast) -> str:
-    return seen.limits[0].removeprefix("memory: ")
+def memory_error(job: Job, plan: Plan, machine: Machine, prediction: Forecast) -> ConfigError:
+    """Return the error of a plan that does not fit, with the cheapest remedy."""
+    remedy = "use --force to start anyway"
+    device = device_spec(plan, machine)
+    # On a device of unknown speed, advice saves memory and omits the slowdown.
+    for advice in advise(job, plan, machine, device or get_device(CPU_DEVICE), prediction)[:1]:
+        slowdown = f", {-advice.speedup:.0%} slower" if device and advice.speedup < -0.005 else ""
+        size = f"{advice.memory_bytes / GIB:.1f} GiB"
+        remedy = f"use {advice} ({size}{slowdown}), or --force to start anyway"
+    return ConfigError(
+        "memory",
+        MISSING,
+        f"does not fit: rank {prediction.rank} needs {_describe_need(prediction)}",
+        remedy,
+    )
 
 
-def note(expected: Expected | None, folder: Path) -> None:
-    """Leave it in the run's folder; an older one goes."""
-    path = folder / EXPECTED
-    if expected is None:
+def _describe_need(prediction: Forecast) -> str:
+    return prediction.bottlenecks[0].removeprefix("memory: ")
+
+
+def save_prediction(prediction: RunPrediction | None, run_dir: Path) -> None:
+    """Write a prediction to the run directory, or remove an older one."""
+    path = run_dir / PREDICTION
+    if prediction is None:
         path.unlink(missing_ok=True)
     else:
-        replace_text(path, json.dumps(asdict(expected), indent=2) + "\n")
+        replace_text(path, json.dumps(asdict(prediction), indent=2) + "\n")

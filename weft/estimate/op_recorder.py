@@ -1,13 +1,12 @@
-"""Everything that one rank does in a step, as a list of events.
+"""Record one rank's training step as a list of events.
 
-A `MetricLogger` watches the operators that a rank runs, on real tensors or on fake ones alike: what
-they multiply, read and write, what they say to other ranks, and when memory is taken and given
-back.  Memory is storages, not tensors: a view takes none, and FSDP takes and gives back by
-resizing a storage that stays.
+`OpRecorder` observes the operators of a rank, on real or fake tensors: their shapes, bytes and
+collectives, and every allocation and free.  Memory is counted in storages, not tensors: a view
+allocates nothing, and FSDP allocates and frees by resizing a storage.
 
-Each event also knows *where* it happened: in which action of which stage (forward, backward or half
-of one), in which of its microbatches, and in which block.  With that a step of many blocks and
-microbatches is put together from one of a few (`weft.estimate.extrapolate`).
+Each event has an `OpLocation`: stage, action (forward, backward or half of one), microbatch and
+block.  `weft.estimate.extrapolate` uses it to build a step of many blocks and microbatches from a
+step of a few.
 """
 
 from __future__ import annotations
@@ -29,78 +28,78 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.config.errors import WeftError
 from weft.parallel.private_hooks import (
-    wrap_pipeline_actions,
     find_group_name,
     is_in_backward,
     observe_collective_waits,
-    observe_storage_resizes,
     observe_sharding_propagation,
+    observe_storage_resizes,
+    wrap_pipeline_actions,
 )
 
-Block = tuple[int, int]
-AROUND = -1  # in the place of a block: what a stage has outside of blocks
+BlockIndex = tuple[int, int]
+OUTSIDE_BLOCKS = -1  # index of a stage's modules outside blocks
 
 
-class Where(NamedTuple):
-    """``kind``: F, B, I, W as in a timetable, or ``start``, ``end``, ``clip``, ``optimizer``.
+class OpLocation(NamedTuple):
+    """Location of an event in the step.
 
-    ``stage``: its place among those of the rank.  ``turn``: how many actions of the kind it had
-    before.  ``block``: of which stage, and its place among the stage's: the one that runs
-    (``running``), or outside of them the one whose storage is touched (`AROUND` is one, too); None:
-    no block's.
+    ``kind``: F, B, I, W as in a pipeline schedule, or ``start``, ``end``, ``clip``, ``optimizer``.
+    ``stage``: index among the stages of the rank.  ``ordinal``: number of earlier actions of the
+    same stage and kind.  ``block``: stage and index of the running block (``is_in_block``), or else
+    of the block whose storage is touched; `OUTSIDE_BLOCKS` is an index, too; None: no block.
     """
 
     stage: int
     kind: str
-    turn: int
-    block: Block | None = None
-    running: bool = False
+    ordinal: int
+    block: BlockIndex | None = None
+    is_in_block: bool = False
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """An operator that computed or communicated."""
 
     name: str
     flops: float
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors that it takes
+    shapes: tuple[tuple[int, ...], ...]  # of the input tensors
     reads: tuple[tuple[int, int], ...]  # (storage, bytes)
     writes: tuple[tuple[int, int], ...]
-    group: str = ""  # that it communicates in
+    group: str = ""  # process group of a collective
     causal: bool = False
 
 
 class Event(NamedTuple):
-    """``storage`` got or lost ``bytes`` (then they are negative), or ``call`` happened."""
+    """A ``call``, or a change of ``storage`` by ``bytes`` (negative: freed)."""
 
-    where: Where
+    location: OpLocation
     storage: int = -1
     bytes: int = 0
-    call: Call | None = None
+    call: OpCall | None = None
 
 
 @dataclass
 class OpTrace:
-    """One rank's step.
+    """Events and storages of one rank's step.
 
-    ``kept``: storages that were there before, with their bytes; ``owner``: of parameters and
-    buffers, the block that they belong to; ``rows``: of input, the microbatch.  ``states``: of the
-    optimizer, before the step.  ``gradients``: of the parameters, when all microbatches were done.
-    ``host``: what waits in the host's memory, whatever the device is.
+    ``initial_bytes``: storages that exist before the step, with their bytes.  ``storage_blocks``:
+    block of each parameter and buffer.  ``input_microbatches``: microbatch of each input.
+    ``optimizer_states``: those that exist before the step.  ``gradients``: of the parameters, after
+    the last microbatch.  ``host_storages``: in host memory on every device.
     """
 
     events: list[Event]
-    kept: dict[int, int]
-    owner: dict[int, Block | None]
-    rows: dict[int, int]
-    states: frozenset[int]
+    initial_bytes: dict[int, int]
+    storage_blocks: dict[int, BlockIndex | None]
+    input_microbatches: dict[int, int]
+    optimizer_states: frozenset[int]
     gradients: frozenset[int]
-    host: frozenset[int]
+    host_storages: frozenset[int]
 
 
 # --------------------------------------------------------------------------- operators
 
-# What takes storage but moves nothing.
-STILL = (
+# Operators that allocate or alias, but move no bytes.
+NO_TRAFFIC_OPS = (
     "empty",
     "new_empty",
     "detach",
@@ -112,7 +111,7 @@ STILL = (
     "record_stream",
     "resize_",
 )
-# Collectives by operator, as `weft.estimate.cost` calls them.
+# Collectives by operator, as `weft.estimate.cost` names them.
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
@@ -132,143 +131,158 @@ COLLECTIVES = {
     "broadcast_": "broadcast",
     "barrier": "barrier",
 }
-EXCHANGES = ("c10d", "_c10d_functional")
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Of an operator, one multiplication and addition as two; attention's as if not causal."""
+def _op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the FLOPs of an operator; attention counts as not causal.
+
+    A multiplication and an addition are two FLOPs.
+    """
     packet = func.overloadpacket
     name = packet.__name__
     if "attention" in name and "_for_cpu" in name:
-        # PyTorch's table has the kernels of GPUs only; the arithmetic is the same.
+        # PyTorch's FLOP registry lacks the CPU kernels; the arithmetic is the same.
         backward = "backward" in name
         query, key = args[1:3] if backward else args[:2]
-        *batch, rows, width = query.shape
-        products = 5 if backward else 2  # backward computes the scores again
-        return float(2 * products * math.prod(batch) * rows * key.shape[-2] * width)
+        *batch, queries, width = query.shape
+        num_matmuls = 5 if backward else 2  # backward computes the scores again
+        return float(2 * num_matmuls * math.prod(batch) * queries * key.shape[-2] * width)
     formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
 
 def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention operator leaves out what lies in the future."""
-    for place, argument in enumerate(func._schema.arguments):
+    """Return True if an attention operator applies a causal mask."""
+    for position, argument in enumerate(func._schema.arguments):
         if argument.name == "is_causal":
-            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+            return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
     return False
 
 
-def changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes into, by its schema."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes in place, by its schema."""
+    tensors: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
-# --------------------------------------------------------------------------- the recorder
+# --------------------------------------------------------------------------- recorder
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what happens inside of its context, in `events`."""
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that records operators and storages in `events`."""
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
-        """``mode``: whose tensors are recorded; None: real ones."""
+        """Create a recorder.
+
+        Args:
+            mode: mode of the fake tensors to record; None: real tensors.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
-        self.where = Where(0, "start", 0)
+        self.location = OpLocation(0, "start", 0)
         self.events: list[Event] = []
-        self.kept: dict[int, int] = {}
-        self._ids: dict[int, int] = {}  # of storages that are alive, by address
+        self.initial_bytes: dict[int, int] = {}
+        self._ids: dict[int, int] = {}  # of live storages, by address
         self._sizes: list[int] = []  # by id
-        self._blocks: list[Block | None] = []  # that they belong to
-        self._born: dict[int, int] = {}  # of storages made in the step, the event
-        self._away = False  # what happens now is none of the step's
-        self._open = False
+        self._blocks: list[BlockIndex | None] = []  # by id
+        self._birth_events: dict[int, int] = {}  # index of the allocation, by id
+        self._is_ignoring = False  # the running operators are not the step's
+        self._is_recording = False
 
     # ------------------------------------------------------------------- storages
 
-    def keep(self, tensor: Tensor, block: Block | None = None) -> int:
-        """Note a tensor that was there before; returns its storage."""
+    def register(self, tensor: Tensor, block: BlockIndex | None = None) -> int:
+        """Register a tensor that existed before; return the id of its storage."""
         storage = tensor.untyped_storage()
-        known = self._ids.get(storage._cdata)
-        if known is None:
-            known = self._name(storage, block)
-            self.kept[known] = storage.nbytes()
-        return known
+        storage_id = self._ids.get(storage._cdata)
+        if storage_id is None:
+            storage_id = self._assign_id(storage, block)
+            self.initial_bytes[storage_id] = storage.nbytes()
+        return storage_id
 
-    def _name(self, storage: torch.UntypedStorage, block: Block | None) -> int:
-        address, number = storage._cdata, len(self._sizes)
-        self._ids[address] = number
+    def _assign_id(self, storage: torch.UntypedStorage, block: BlockIndex | None) -> int:
+        address, storage_id = storage._cdata, len(self._sizes)
+        self._ids[address] = storage_id
         self._sizes.append(storage.nbytes())
         self._blocks.append(block)
-        weakref.finalize(storage, self._gone, address, number).atexit = False
-        return number
+        weakref.finalize(storage, self._on_free, address, storage_id).atexit = False
+        return storage_id
 
-    def _gone(self, address: int, number: int) -> None:
-        if self._ids.get(address) == number:
+    def _on_free(self, address: int, storage_id: int) -> None:
+        if self._ids.get(address) == storage_id:
             del self._ids[address]
-        self._resized(number, 0)
+        self._record_resize(storage_id, 0)
 
-    def _resized(self, number: int, size: int) -> None:
-        change = size - self._sizes[number]
-        self._sizes[number] = size
-        if change and self._open:
-            self._add(self._blocks[number], number, change)
+    def _record_resize(self, storage_id: int, size: int) -> None:
+        change = size - self._sizes[storage_id]
+        self._sizes[storage_id] = size
+        if change and self._is_recording:
+            self._append(self._blocks[storage_id], storage_id, change)
 
-    def _add(self, block: Block | None, storage: int = -1, size: int = 0, call: Any = None) -> None:
-        """An event; outside of blocks it belongs to the block of what it touches."""
-        where = self.where
-        if where.block is None and block is not None:
-            where = where._replace(block=block)
-        self.events.append(Event(where, storage, size, call))
+    def _append(
+        self, block: BlockIndex | None, storage: int = -1, size: int = 0, call: Any = None
+    ) -> None:
+        """Append an event; outside blocks it belongs to the block of its storage."""
+        location = self.location
+        if location.block is None and block is not None:
+            location = location._replace(block=block)
+        self.events.append(Event(location, storage, size, call))
 
-    def _resize(self, storage: torch.UntypedStorage, before: int) -> None:
-        number = self._ids.get(storage._cdata)
-        if number is None:
-            number = self._name(storage, None)
-            self.kept[number] = self._sizes[number] = before
-        self._resized(number, storage.nbytes())
+    def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
+        storage_id = self._ids.get(storage._cdata)
+        if storage_id is None:
+            storage_id = self._assign_id(storage, None)
+            self.initial_bytes[storage_id] = self._sizes[storage_id] = before
+        self._record_resize(storage_id, storage.nbytes())
 
-    def _made(self, tensor: Tensor, block: Block | None) -> int:
-        """The storage of a tensor that an operator returned."""
+    def _register_output(self, tensor: Tensor, block: BlockIndex | None) -> int:
+        """Return the storage id of a tensor that an operator returned."""
         storage = tensor.untyped_storage()
-        number = self._ids.get(storage._cdata)
-        if number is None:
-            block = block if self.where.block is None else self.where.block
-            number = self._name(storage, block)
+        storage_id = self._ids.get(storage._cdata)
+        if storage_id is None:
+            block = block if self.location.block is None else self.location.block
+            storage_id = self._assign_id(storage, block)
             if storage.nbytes():
-                self._born[number] = len(self.events)
-                self._add(block, number, storage.nbytes())
-        elif block is not None and self._blocks[number] is None and self.where.block is None:
-            self._adopt(number, block)
-        elif storage.nbytes() != self._sizes[number]:
-            self._resized(number, storage.nbytes())
-        return number
+                self._birth_events[storage_id] = len(self.events)
+                self._append(block, storage_id, storage.nbytes())
+        elif block is not None and self._blocks[storage_id] is None and self.location.block is None:
+            self._assign_block(storage_id, block)
+        elif storage.nbytes() != self._sizes[storage_id]:
+            self._record_resize(storage_id, storage.nbytes())
+        return storage_id
 
-    def _adopt(self, storage: int, block: Block) -> None:
-        """What was made for no block and is first written from a block's is the block's, too."""
-        born = self._born.get(storage)
-        if born is not None and self.events[born].where[:3] == self.where[:3]:
-            event = self.events[born]
-            self.events[born] = event._replace(where=event.where._replace(block=block))
+    def _assign_block(self, storage: int, block: BlockIndex) -> None:
+        """Assign a block to a storage that was allocated outside blocks.
+
+        The first write by a block decides.
+        """
+        birth = self._birth_events.get(storage)
+        if birth is not None and self.events[birth].location[:3] == self.location[:3]:
+            event = self.events[birth]
+            self.events[birth] = event._replace(location=event.location._replace(block=block))
             self._blocks[storage] = block
 
-    def _adopt_beside(self, lists: Sequence[Sequence[Tensor]]) -> None:
-        """What an operator on lists takes beside a block's weight is the block's: AdamW counts the
-        steps of each weight in a scalar that is made from nothing."""
-        for beside in lists[1:]:
-            if len(beside) == len(lists[0]):
-                for owner, other in zip(lists[0], beside, strict=True):
-                    block, number = self._blocks[self.keep(owner)], self.keep(other)
-                    if block is not None and self._blocks[number] is None:
-                        self._adopt(number, block)
+    def _assign_list_blocks(self, tensor_lists: Sequence[Sequence[Tensor]]) -> None:
+        """Assign blocks to the arguments of an operator on lists.
 
-    def _ours(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether these are the step's, and nobody's who only asks what would be."""
-        if self._away:
+        A tensor belongs to the block of the weight at the same index.  AdamW, for example,
+        allocates a step counter per weight.
+        """
+        for others in tensor_lists[1:]:
+            if len(others) == len(tensor_lists[0]):
+                for owner, other in zip(tensor_lists[0], others, strict=True):
+                    block, storage_id = self._blocks[self.register(owner)], self.register(other)
+                    if block is not None and self._blocks[storage_id] is None:
+                        self._assign_block(storage_id, block)
+
+    def _is_step_op(self, tensors: Iterable[Tensor]) -> bool:
+        """Return True if the tensors belong to the step, not to shape inference."""
+        if self._is_ignoring:
             return False
         for tensor in tensors:
             if tensor.device.type == "meta":
@@ -280,130 +294,137 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------- operators
 
     def __enter__(self) -> Any:
-        self._open = True
-        self._watching = ExitStack()
-        self._watching.enter_context(observe_storage_resizes(self._resize))
-        # Neither of these is the step's: what would be, and gloo's way to do what NCCL does alone.
-        for others in (observe_sharding_propagation, observe_collective_waits):
-            self._watching.enter_context(others(partial(setattr, self, "_away")))
+        self._is_recording = True
+        self._hooks = ExitStack()
+        self._hooks.enter_context(observe_storage_resizes(self._on_resize))
+        # Not the step's: DTensor's sharding propagation, and gloo's waits, which NCCL lacks.
+        for ignored_region in (observe_sharding_propagation, observe_collective_waits):
+            self._hooks.enter_context(ignored_region(partial(setattr, self, "_is_ignoring")))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._watching.close()
-        self._open = False
+        self._hooks.close()
+        self._is_recording = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind != FakeTensor):
-            return NotImplemented  # it calls operators on what it wraps
+            return NotImplemented  # the wrapper calls operators on its inner tensors
         if self.mode is not None and func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as it is on real tensors, while a fake one would be a copy
+            return args[0]  # as on real tensors; the fake operator would copy
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            return func(*args, **kwargs)  # a question after its device
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not self._ours(taken):
+            return func(*args, **kwargs)  # queries the device
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._is_step_op(inputs):
             return func(*args, **kwargs)
-        for tensor in taken:
-            self.keep(tensor)
+        for tensor in inputs:
+            self.register(tensor)
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        known = {id(tensor) for tensor in made}
-        made += [tensor for tensor in changed(func, args, kwargs) if id(tensor) not in known]
-        if not self._ours(made):
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        output_ids = {id(tensor) for tensor in outputs}
+        outputs += [
+            tensor for tensor in written_tensors(func, args, kwargs) if id(tensor) not in output_ids
+        ]
+        if not self._is_step_op(outputs):
             return out
-        reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
+        reads = [(self.register(tensor), _bytes(tensor)) for tensor in inputs]
         blocks = [self._blocks[storage] for storage, _ in reads]
-        around = {block for block in blocks if block is not None}
-        one = {block for block in around if block[1] != AROUND} or around
-        block = one.pop() if len(one) == 1 else None
-        if one and self.where.kind == "W":
-            # Gradients of weights: the gradient that comes in may be of the block after.
-            block = min(one)
-        # An operator on lists makes for each of the first list.
-        each = [block] * len(made)
-        lists = [some for some in args if isinstance(some, list | tuple) and _are_tensors(some)]
-        if block is None and lists and len(lists[0]) == len(made):
-            each = blocks[: len(made)]
-        if self.where.block is None:
-            self._adopt_beside(lists)
-        pairs = zip(made, each, strict=True)
-        writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in pairs]
-        self._call(block, func, args, kwargs, out, taken, reads, writes)
+        touched_blocks = {block for block in blocks if block is not None}
+        owners = {block for block in touched_blocks if block[1] != OUTSIDE_BLOCKS} or touched_blocks
+        block = owners.pop() if len(owners) == 1 else None
+        if owners and self.location.kind == "W":
+            # Weight gradients: the incoming gradient may belong to the next block.
+            block = min(owners)
+        # An operator on lists has an output per tensor of the first list.
+        output_blocks = [block] * len(outputs)
+        tensor_lists = [
+            arg for arg in args if isinstance(arg, list | tuple) and _is_tensor_list(arg)
+        ]
+        if block is None and tensor_lists and len(tensor_lists[0]) == len(outputs):
+            output_blocks = blocks[: len(outputs)]
+        if self.location.block is None:
+            self._assign_list_blocks(tensor_lists)
+        pairs = zip(outputs, output_blocks, strict=True)
+        writes = [(self._register_output(tensor, b), _bytes(tensor)) for tensor, b in pairs]
+        self._record_call(block, func, args, kwargs, out, inputs, reads, writes)
         return out
 
-    def _call(
+    def _record_call(
         self,
-        block: Block | None,
+        block: BlockIndex | None,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        taken: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         reads: Sequence[tuple[int, int]],
         writes: Sequence[tuple[int, int]],
     ) -> None:
         name = func.overloadpacket.__name__
-        exchange = func.namespace in EXCHANGES
-        if name.startswith(STILL):
+        is_collective = func.namespace in COLLECTIVE_NAMESPACES
+        if name.startswith(NO_TRAFFIC_OPS):
             return
-        if exchange:
+        if is_collective:
             kind = COLLECTIVES.get(name)
             if kind is None:
-                known = ", ".join(sorted(set(COLLECTIVES.values())))
-                raise WeftError(f"a plan cannot price the collective {name}; it can: {known}")
-            # Of what c10d's operators take first is the output where there are two.
-            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), find_group_name(args))
+                supported = ", ".join(sorted(set(COLLECTIVES.values())))
+                raise WeftError(
+                    f"cannot price the collective {name}: supported collectives are {supported}"
+                )
+            # Operators of c10d with two tensor arguments take the output first.
+            call = OpCall(kind, 0.0, (), tuple(reads), tuple(writes), find_group_name(args))
         else:
             mutates = func._schema.is_mutable
-            old = {storage for storage, _ in reads}
-            if not mutates and all(storage in old for storage, _ in writes):
+            input_storages = {storage for storage, _ in reads}
+            if not mutates and all(storage in input_storages for storage, _ in writes):
                 return  # a view
-            shapes = tuple(tuple(tensor.shape) for tensor in taken)
-            flops = _flops(func, args, kwargs, out)
+            shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+            flops = _op_flops(func, args, kwargs, out)
             causal = flops > 0 and is_causal(func, args, kwargs)
-            call = Call(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
-        self._add(block, call=call)
+            call = OpCall(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
+        self._append(block, call=call)
 
 
-def _are_tensors(some: Sequence[Any]) -> bool:
-    return len(some) > 0 and all(isinstance(each, Tensor) for each in some)
+def _is_tensor_list(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(value, Tensor) for value in values)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# --------------------------------------------------------------------------- where things happen
+# --------------------------------------------------------------------------- locations
 
 
 @contextmanager
-def placed(
-    recorder: Recorder,
-    parts: Sequence[nn.Module],
-    blocks: Callable[[nn.Module], Sequence[nn.Module]],
+def track_locations(
+    recorder: OpRecorder,
+    model_parts: Sequence[nn.Module],
+    get_blocks: Callable[[nn.Module], Sequence[nn.Module]],
     engine: Any,
-    period: int = 1,
+    group_size: int = 1,
 ) -> Iterator[None]:
-    """Inside, the recorder knows in which action and block of ``parts`` it is.
+    """Set the recorder's location to the running action and block.
 
     Args:
-        blocks: of a part, in the order of their use.
-        period: so many blocks count as one.
-        engine: of `weft.train.step`, whose stages and forward passes are watched.
+        model_parts: one module per stage of the rank.
+        get_blocks: returns the blocks of a model part in execution order.
+        group_size: number of blocks that count as one.
+        engine: a `weft.train.step.TrainStep`.
     """
     handles = []
-    for stage, part in enumerate(parts):
-        handles += _mark_blocks(recorder, stage, blocks(part), period)
+    for stage, model_part in enumerate(model_parts):
+        handles += _hook_blocks(recorder, stage, get_blocks(model_part), group_size)
     counts: dict[tuple[int, str], int] = {}
 
     def begin(stage: int, kind: str, microbatch: int = 0) -> AbstractContextManager[None]:
         count = counts.get((stage, kind), 0)
         counts[stage, kind] = count + 1
-        recorder.where = Where(stage, kind, count)
-        return nullcontext()  # what follows, until the next one
+        recorder.location = OpLocation(stage, kind, count)
+        return nullcontext()  # the location holds until the next action
 
     with ExitStack() as stack:
         for handle in handles:
@@ -413,59 +434,59 @@ def placed(
         else:
             forward = engine._forward
 
-            def watched(batch: Any) -> Tensor:
+            def forward_with_location(batch: Any) -> Tensor:
                 begin(0, "F")
                 loss: Tensor = forward(batch)
                 begin(0, "B")
                 return loss
 
-            engine._forward = watched
+            engine._forward = forward_with_location
             stack.callback(setattr, engine, "_forward", forward)
         yield
 
 
-def place_of(number: int, blocks: int, period: int) -> int:
-    """Of a block among groups of ``period``; what is left over belongs to the last group."""
-    return min(number // period, max(0, blocks // period - 1))
+def group_index(index: int, num_blocks: int, group_size: int) -> int:
+    """Return the index of a block's group; the last group takes the remainder."""
+    return min(index // group_size, max(0, num_blocks // group_size - 1))
 
 
-def _mark_blocks(
-    recorder: Recorder, stage: int, blocks: Sequence[nn.Module], period: int
+def _hook_blocks(
+    recorder: OpRecorder, stage: int, blocks: Sequence[nn.Module], group_size: int
 ) -> list[Any]:
-    """Hooks on the blocks of a part, in forward and in backward."""
+    """Register forward and backward hooks on the blocks of a model part."""
     last = len(blocks) - 1
 
-    def enter(place: int | None) -> None:
-        block = None if place is None else (stage, place)
-        recorder.where = recorder.where._replace(block=block, running=block is not None)
+    def enter(group: int | None) -> None:
+        block = None if group is None else (stage, group)
+        recorder.location = recorder.location._replace(block=block, is_in_block=block is not None)
 
-    def on_grad(place: int | None) -> Callable[[Tensor], None]:
-        return lambda grad: enter(place)
+    def on_grad(group: int | None) -> Callable[[Tensor], None]:
+        return lambda grad: enter(group)
 
-    def before(number: int) -> Callable[..., None]:
+    def before(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if is_in_backward():
-                return  # computed again
-            enter(place_of(number, len(blocks), period))
-            if number == 0 and args[0].requires_grad:
+                return  # recomputation
+            enter(group_index(index, len(blocks), group_size))
+            if index == 0 and args[0].requires_grad:
                 args[0].register_hook(on_grad(None))
 
         return hook
 
-    def after(number: int) -> Callable[..., None]:
+    def after(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if is_in_backward():
                 return
-            if number == last:
-                enter(None)  # between two blocks the first one is not over
+            if index == last:
+                enter(None)  # between two blocks the first still counts as running
             if out.requires_grad:
-                out.register_hook(on_grad(place_of(number, len(blocks), period)))  # type: ignore[no-untyped-call]
+                out.register_hook(on_grad(group_index(index, len(blocks), group_size)))  # type: ignore[no-untyped-call]
 
         return hook
 
     handles: list[Any] = []
-    for place, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(before(place), prepend=True))
-        # Before FSDP's, so that a block's backward pass begins before FSDP's begins.
-        handles.append(block.register_forward_hook(after(place), prepend=True))
+    for group, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(before(group), prepend=True))
+        # Before FSDP's hooks, so that a block's backward begins before FSDP's pre-backward.
+        handles.append(block.register_forward_hook(after(group), prepend=True))
     return handles

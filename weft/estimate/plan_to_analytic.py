@@ -1,7 +1,8 @@
-"""A plan as `weft.estimate.analytic` reckons it, thousands of times faster than a trace.
+"""Convert a plan to the input of `weft.estimate.analytic`.
 
-Only for Llama and what is like it, trained whole; Qwen3's norms of queries and keys are not
-reckoned.  It ranks what a search or an advice considers; what is told in the end is traced.
+Arithmetic is thousands of times faster than a trace.  It ranks the candidates of a search and of
+advice; weft reports traced numbers.  It supports Llama-like decoders with all parameters trained,
+and leaves out Qwen3's norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.config.schema import Job
-from weft.estimate.decoder import Layout, Sizes
+from weft.estimate.decoder import DecoderDims, Layout
 from weft.models import load_family
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
@@ -19,16 +20,16 @@ from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.resolve import Plan
 from weft.train.loss import chunk_tokens
 
-Remat = Literal["none", "selective", "block", "full"]
+CheckpointMode = Literal["none", "selective", "block", "full"]
 
 
-def sizes_of(plan: Plan) -> Sizes | None:
-    """Of the model; None if it is nothing like Llama, or not trained whole."""
+def decoder_dims(plan: Plan) -> DecoderDims | None:
+    """Return the model's dimensions; None if it is not Llama-like or partly frozen."""
     config = plan.model
     dense = isinstance(config, DecoderConfig) and not isinstance(config, MoeConfig)
-    if not dense or plan.trained_params < plan.num_params:
+    if not dense or plan.num_trainable_params < plan.num_params:
         return None
-    return Sizes(
+    return DecoderDims(
         layers=config.num_layers,
         hidden=config.dim,
         heads=config.num_heads,
@@ -40,8 +41,8 @@ def sizes_of(plan: Plan) -> Sizes | None:
     )
 
 
-def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
-    """The plan's layout; None for a pipeline whose order comes from a file."""
+def analytic_layout(job: Job, plan: Plan, device: Device) -> Layout | None:
+    """Return the plan's layout; None for a pipeline schedule from a file."""
     per_rank = 1
     if plan.pipeline is not None:
         if is_schedule_file(plan.pipeline.schedule):
@@ -49,13 +50,15 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         per_rank = len(plan.pipeline.stages) // plan.pp
     shards = plan.dp_shard * plan.cp
     zero = 0 if shards == 1 else 2 if plan.reshard_after_forward is False else 3
-    whole = plan.gradient_sync == "step" and plan.accumulation > 1 and shards > 1
-    activation_checkpoint, part = activation_checkpoint_of(job)
-    tokens = plan.microbatch * job.train.seq_len // plan.cp
+    accumulates_unsharded = (
+        plan.gradient_sync == "step" and plan.num_microbatches > 1 and shards > 1
+    )
+    activation_checkpoint, part = checkpoint_mode(job)
+    tokens = plan.microbatch_size * job.train.seq_len // plan.cp
     documents = job.data.keeps_documents
     return Layout(
         seq_len=job.train.seq_len,
-        microbatch=plan.microbatch,
+        microbatch=plan.microbatch_size,
         global_batch=job.train.global_batch_size,
         dp_replicate=plan.dp_replicate,
         dp_shard=plan.dp_shard,
@@ -66,7 +69,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         schedule=plan.pipeline.schedule if plan.pipeline else "1F1B",
         precision="bf16" if plan.float8 == "none" else "float8",
         activation_checkpoint=activation_checkpoint,
-        activation_checkpoint_part=part,
+        activation_checkpoint_fraction=part,
         fusion="compiled" if job.compile.enable else "eager",
         kernel="attention" if device.capability >= (9, 0) and not documents else "flash",
         zero=zero,
@@ -74,15 +77,15 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         tp_overlap="async" if job.parallel.async_tp else "exposed",
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
         state_bytes=8 + moment_bytes_per_param(job, plan.model, load_family(job.model.kind)),
-        kept_bytes=4.0 if whole and zero == 3 else 0.0,
+        unsharded_bytes=4.0 if accumulates_unsharded and zero == 3 else 0.0,
         chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
         and job.train.objective == "next_token",
-        reserved=plan.device == "cuda",
+        include_reserved=plan.device == "cuda",
     )
 
 
-def activation_checkpoint_of(job: Job) -> tuple[Remat, float]:
-    """What is computed again, and in which part of the blocks."""
+def checkpoint_mode(job: Job) -> tuple[CheckpointMode, float]:
+    """Return the recompute mode and the fraction of blocks that it applies to."""
     activation_checkpoint = job.activation_checkpoint
     if activation_checkpoint.mode == "budget":
         return "block", 1 - activation_checkpoint.memory_budget

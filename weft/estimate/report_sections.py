@@ -1,6 +1,6 @@
-"""What the planner says of a run, beside what it measured, for the run's report.
+"""Report sections that compare a run with its prediction.
 
-A run is planned again on the machine that it says it ran on, and traced; that takes seconds.
+A run is planned again for the machine that it ran on, and traced, which takes seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
 from weft.config.schema import Job
-from weft.estimate.calibrate import planned_again
-from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summary, time_bar
+from weft.estimate.calibrate import replan_run
+from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summarize, time_bar
 from weft.estimate.cost import Span
-from weft.estimate.forecast import Forecast, device_of, forecast
+from weft.estimate.forecast import Forecast, device_spec, forecast
 from weft.monitor.html import Section, table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
@@ -32,117 +32,138 @@ HEADING = "Predicted and measured"
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What is predicted of a run; ``why`` there is no plan or forecast, if there is none."""
+class RunForecast:
+    """The prediction of a run; ``error`` if it failed."""
 
     run: RunReader
     job: Job | None = None
     plan: Plan | None = None
-    seen: Forecast | None = None
-    why: str = ""
+    prediction: Forecast | None = None
+    error: str = ""
 
 
-def sections(runs: Sequence[RunReader]) -> list[Section]:
-    """Of one run a table and every picture; of several the table only."""
-    every = [predict(run) for run in runs]
-    several = len(every) > 1
+def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
+    """Return a table, and for a single run all charts."""
+    run_forecasts = [forecast_run(run) for run in runs]
+    has_several = len(run_forecasts) > 1
     rows = [
-        [*([one.run.name] * several), *row] for one in every if one.seen for row in compared(one)
+        [*([run_forecast.run.name] * has_several), *row]
+        for run_forecast in run_forecasts
+        if run_forecast.prediction
+        for row in comparison_rows(run_forecast)
     ]
-    told = [f"<p>{escape(why)}</p>" for one in every for why in notes(one, several)]
-    head = [*(["run"] * several), "", "predicted", "measured", "error"]
-    numbers = range(1 + several, 4 + several)
-    content = "\n".join([*([table(head, rows, numbers=numbers)] if rows else []), *told])
-    found = [(HEADING, content)]
-    if not several:
-        found += pictures(every[0])
-    return found
+    paragraphs = [
+        f"<p>{escape(note)}</p>"
+        for run_forecast in run_forecasts
+        for note in notes(run_forecast, has_several)
+    ]
+    head = [*(["run"] * has_several), "", "predicted", "measured", "error"]
+    numbers = range(1 + has_several, 4 + has_several)
+    content = "\n".join([*([table(head, rows, numbers=numbers)] if rows else []), *paragraphs])
+    sections = [(HEADING, content)]
+    if not has_several:
+        sections += chart_sections(run_forecasts[0])
+    return sections
 
 
-def predict(run: RunReader) -> Predicted:
+def forecast_run(run: RunReader) -> RunForecast:
     """Plan a run again and trace it."""
     try:
-        job, plan, machine = planned_again(run.folder, "run")
+        job, plan, machine = replan_run(run.folder, "run")
     except WeftError as error:
-        return Predicted(run, why=f"It cannot be planned again: {error}")
+        return RunForecast(run, error=f"This run cannot be planned again: {error}")
     try:
-        seen = forecast(job, plan, machine, device_of(plan, machine))
+        prediction = forecast(job, plan, machine, device_spec(plan, machine))
     except Exception as error:
-        # A model of the user's trains, though nothing may be able to trace it.
-        why = f"There is no forecast: {type(error).__name__}: {error}"
-        return Predicted(run, job, plan, why=why)
-    return Predicted(run, job, plan, seen)
+        # A user's model may train although it cannot be traced.
+        reason = f"This run cannot be predicted: {type(error).__name__}: {error}"
+        return RunForecast(run, job, plan, error=reason)
+    return RunForecast(run, job, plan, prediction)
 
 
-def notes(one: Predicted, several: bool) -> Iterator[str]:
-    """What is to be said of a prediction, or why there is none."""
-    whose = f"{one.run.name}: " * several
-    if one.why:
-        yield whose + one.why
-    elif one.seen is not None:
-        if not several:
-            yield from summary(one.seen)
-        if not several and one.seen.seconds is None and one.seen.plan.device == "cpu":
-            learn = f"weft plan --calibrate {one.run.folder}"
-            yield f"How fast this machine is can be learnt from a run: {learn}"
+def notes(run_forecast: RunForecast, has_several: bool) -> Iterator[str]:
+    """Yield remarks on a prediction, or its error."""
+    run, prediction = run_forecast.run, run_forecast.prediction
+    if run_forecast.error:
+        yield f"{run.name}: " * has_several + run_forecast.error
+    elif prediction is not None and not has_several:
+        yield from summarize(prediction)
+        if prediction.time_breakdown is None and prediction.plan.device == "cpu":
+            command = f"weft plan --calibrate {run.folder}"
+            yield f"Calibrate the speed of this machine from a run: {command}"
 
 
-def compared(one: Predicted) -> Iterator[list[str]]:
-    """Rows of the table."""
-    run, seen = one.run, one.seen
-    assert seen is not None
-    # A prediction is of the steady state, in which the data is there.
+def comparison_rows(run_forecast: RunForecast) -> Iterator[list[str]]:
+    """Yield table rows: quantity, predicted, measured, error."""
+    run, prediction = run_forecast.run, run_forecast.prediction
+    assert prediction is not None
     measured_memory = run.last("memory_peak_gib")
-    for what, predicted, measured, text in (
-        ("seconds of a step", seen.step_seconds, run.steady("rest_seconds"), "{:.4g}"),
+    # A prediction is for the steady state, without waiting for data.
+    for label, predicted, measured, text in (
+        ("step time, s", prediction.step_seconds, run.steady("rest_seconds"), "{:.4g}"),
         (
-            "tokens/s and device",
-            seen.tokens_per_second_per_device,
+            "tokens/s per device",
+            prediction.tokens_per_second_per_device,
             run.steady("tokens_per_second_per_device"),
             "{:,.0f}",
         ),
-        ("MFU", seen.mfu, run.steady("mfu"), "{:.1%}"),
-        ("memory of the fullest rank, GiB", seen.measured / GIB, measured_memory, "{:.2f}"),
+        ("MFU", prediction.mfu, run.steady("mfu"), "{:.1%}"),
+        (
+            "memory of the fullest rank, GiB",
+            prediction.recorded_bytes / GIB,
+            measured_memory,
+            "{:.2f}",
+        ),
     ):
         if predicted is not None and measured is not None:
             error = f"{predicted / measured - 1:+.1%}" if measured else ""
-            yield [what, text.format(predicted), text.format(measured), error]
+            yield [label, text.format(predicted), text.format(measured), error]
 
 
-def pictures(one: Predicted) -> Iterator[Section]:
-    """The sections of a run's report: predicted ones beside those that were measured."""
-    run, job, plan, seen = one.run, one.job, one.plan, one.seen
-    measured = profiled(run.folder)
+def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
+    """Yield the charts of a run, predicted next to measured."""
+    run, job, plan = run_forecast.run, run_forecast.job, run_forecast.plan
+    prediction = run_forecast.prediction
+    measured = read_profile(run.folder)
     if measured is not None:
         name, parts = measured
-        yield time_bar(parts, None, "profiled", f"Where a step's time went, measured: {name}")
-    if seen is not None and seen.seconds is not None:
-        yield time_bar(seen.seconds, seen.error, heading="Where a step's time goes, predicted")
+        yield time_bar(parts, None, "profiled", f"Time breakdown of a step, measured: {name}")
+    if prediction is not None and prediction.time_breakdown is not None:
+        yield time_bar(
+            prediction.time_breakdown,
+            prediction.error,
+            heading="Time breakdown of a step, predicted",
+        )
     if plan is not None and plan.pipeline is not None:
-        step = timeline(run.folder, plan)
+        step = measured_timeline(run.folder, plan)
         if step is not None:
-            heading = f"The pipeline, measured in step {step[0]:,}"
+            heading = f"Pipeline schedule, measured in step {step[0]:,}"
             yield pipeline_chart(step[1], None, "pipeline-measured", heading)
-        if seen is not None and seen.timeline is not None and seen.seconds is not None:
-            heading = "The pipeline over a step, predicted"
-            yield pipeline_chart(seen.timeline, seen.seconds.total(), heading=heading)
-    if seen is not None and job is not None and plan is not None:
-        yield memory_chart(job, plan, seen, run.last("memory_peak_gib"))
+        if (
+            prediction is not None
+            and prediction.timeline is not None
+            and prediction.time_breakdown is not None
+        ):
+            heading = "Pipeline schedule of a step, predicted"
+            yield pipeline_chart(
+                prediction.timeline, prediction.time_breakdown.total(), heading=heading
+            )
+    if prediction is not None and job is not None and plan is not None:
+        yield memory_chart(job, plan, prediction, run.last("memory_peak_gib"))
     if plan is not None and plan.world_size > 1:
         yield rank_chart(plan)
 
 
-def profiled(folder: Path) -> tuple[str, dict[str, float]] | None:
-    """Of the last profile its folder's name, and of each cause its seconds of a step, the mean of
-    the ranks."""
-    found = [
+def read_profile(run_dir: Path) -> tuple[str, dict[str, float]] | None:
+    """Return the name of the last profile, and seconds by cause, averaged over ranks."""
+    profiles = [
         (int(match[1]), path)
-        for path in folder.glob("traces/*/summary.json")
+        for path in run_dir.glob("traces/*/summary.json")
         if (match := re.match(r"steps?-(\d+)", path.parent.name))
     ]
-    if not found:
+    if not profiles:
         return None
-    path = max(found)[1]
+    path = max(profiles)[1]
     try:
         with reading(path):
             ranks = [rank["seconds"] for rank in read_json(path)["ranks"] if "seconds" in rank]
@@ -150,7 +171,7 @@ def profiled(folder: Path) -> tuple[str, dict[str, float]] | None:
             means = {n: sum(seconds.get(n, 0.0) for seconds in ranks) / len(ranks) for n in names}
             bool(sum(means.values()))
     except WeftError:
-        return None  # a damaged profile is left out
+        return None  # skip a damaged profile
     return (path.parent.name, means) if sum(means.values()) else None
 
 
@@ -159,46 +180,56 @@ def _is_action(args: dict[str, Any]) -> bool:
     return all(type(args.get(name)) is kind for name, kind in types.items())
 
 
-def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
-    """The last step of which every rank of the first pipeline has noted all actions: its number,
-    and the actions, in seconds from the beginning of the first."""
-    places = {rank: rank_to_coordinates(rank, plan.sizes, plan.order) for rank in range(plan.world_size)}
+def measured_timeline(run_dir: Path, plan: Plan) -> tuple[int, list[Span]] | None:
+    """Return the last complete step of the first pipeline, and its actions.
+
+    A step is complete if every rank recorded all actions.  Times are in seconds from the start of
+    the first action.
+    """
+    rank_coordinates = {
+        rank: rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
+        for rank in range(plan.world_size)
+    }
     pipeline = [
         rank
-        for rank, at in places.items()
-        if all(index == 0 for axis, index in at.items() if axis != "pp")
+        for rank, coords in rank_coordinates.items()
+        if all(index == 0 for axis, index in coords.items() if axis != "pp")
     ]
     actions = {
-        rank: [event for event in read_spans(folder, rank) if _is_action(event["args"])]
+        rank: [event for event in read_spans(run_dir, rank) if _is_action(event["args"])]
         for rank in pipeline
     }
     counts = {
-        rank: Counter(each["args"]["step"] for each in mine) for rank, mine in actions.items()
+        rank: Counter(action["args"]["step"] for action in step_events)
+        for rank, step_events in actions.items()
     }
     if not all(counts.values()):
         return None
-    # What most steps have: of the newest one not all may be written, one done again is there twice.
-    whole = {rank: mode(of_steps.values()) for rank, of_steps in counts.items()}
+    # The most frequent count: the last step may be incomplete, a repeated step is recorded twice.
+    usual_counts = {rank: mode(step_counts.values()) for rank, step_counts in counts.items()}
     complete = [
         step
         for step in counts[pipeline[0]]
-        if all(counts[rank][step] == whole[rank] for rank in pipeline)
+        if all(counts[rank][step] == usual_counts[rank] for rank in pipeline)
     ]
     if not complete:
         return None
     step = max(complete)
-    mine = [
-        (rank, each) for rank in pipeline for each in actions[rank] if each["args"]["step"] == step
+    step_events = [
+        (rank, action)
+        for rank in pipeline
+        for action in actions[rank]
+        if action["args"]["step"] == step
     ]
-    began = min(each["ts"] for _, each in mine)
+    start = min(action["ts"] for _, action in step_events)
     return step, [
         Span(
-            places[rank]["pp"],
-            each["args"]["stage"],
-            each["args"]["kind"],
-            each["args"]["microbatch"],
-            (each["ts"] - began) / 1e6,
-            (each["ts"] + each["dur"] - began) / 1e6,
+            rank_coordinates[rank]["pp"],
+            action["args"]["stage"],
+            action["args"]["kind"],
+            action["args"]["microbatch"],
+            (action["ts"] - start) / 1e6,
+            (action["ts"] + action["dur"] - start) / 1e6,
         )
-        for rank, each in mine
+        for rank, action in step_events
     ]

@@ -1,16 +1,15 @@
-"""A step of one rank of a world that is not there, on tensors that are not there.
+"""Trace one rank's training step with fake tensors and a fake process group.
 
-torch's fake process group answers every collective at once with nothing, and fake tensors have
-shapes but no memory.  Under both, the very code that trains on 16,384 GPUs builds, shards and
-runs a step of one rank on a laptop; what is left out are values and time.
+PyTorch's fake process group completes every collective at once, and fake tensors have shapes but no
+memory.  With both, a laptop builds, shards and runs the step of one of 16,384 ranks by the code
+that trains.  Values and time are left out.
 
-Two things need help, and are helped here only:
+Two steps need special care:
 
-* Parameters are made by weft's own code on the meta device, as always, but their memory must be
-  fake: FSDP looks at the mesh's real tensor while it shards, so only ``allocate`` sees fake ones.
-* Initial weights are computed on values.  They are skipped.
+* FSDP reads the mesh's real tensor while it shards, so only ``allocate`` runs under the fake mode.
+* Initial weights depend on values; the trace skips them.
 
-Fake tensors are on the CPU: a build of PyTorch without CUDA cannot fake cuda tensors.
+Fake tensors are on the CPU, because a PyTorch build without CUDA cannot fake CUDA tensors.
 """
 
 from __future__ import annotations
@@ -31,28 +30,34 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
-from weft.estimate.extrapolate import Expansion, HeterogeneousLayers, Segment, Sizes
+from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
 from weft.estimate.op_recorder import (
-    AROUND,
-    Block,
-    Call,
+    OUTSIDE_BLOCKS,
+    BlockIndex,
     Event,
+    OpCall,
+    OpLocation,
+    OpRecorder,
     OpTrace,
-    Recorder,
-    Where,
-    place_of,
-    placed,
+    group_index,
+    track_locations,
 )
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private_hooks import fake_process_group, get_group_ranks
-from weft.plan.pipeline_schedule import Action, PipelineSchedule, is_schedule_file, max_pending_backwards, stage_indices
+from weft.plan.pipeline_schedule import (
+    Action,
+    PipelineSchedule,
+    is_schedule_file,
+    max_pending_backwards,
+    stage_indices,
+)
 from weft.plan.placement import coordinates_to_rank
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
@@ -60,31 +65,31 @@ from weft.train import setup
 from weft.train.loop import rare_garbage
 from weft.train.setup import Built, Rank, build
 
-# Blocks of a stage, and microbatches, that tell of all others; more where these do not.
-RECORDED = (4, 6)
-# Microbatches for each rank of the pipeline after which no memory is needed that was not before.
-ENOUGH = 5
+# Blocks per stage, and microbatches, to record; the second value if the first does not suffice.
+RECORDED_COUNTS = (4, 6)
+# Microbatches per pipeline rank after which the peak of memory does not grow.
+STEADY_MICROBATCHES = 5
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[FakeTensorMode]:
-    """Be ``rank`` of ``world_size``; inside, `build_fake` makes a model.
+    """Act as ``rank`` of ``world_size`` ranks in a fake process group.
 
     Args:
-        keep_sent: messages hold what they send until the schedule lets go of them.
+        keep_sent: messages hold their tensors until the schedule waits for them.
 
     Yields:
-        The mode under which tensors are fake, not yet entered.
+        The fake tensor mode, not yet entered.
     """
     with fake_process_group(rank, world_size, keep_sent):
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
-    """`weft.train.setup.build` of this rank with fake parameters.
+    """Build this rank with fake parameters by `weft.train.setup.build`.
 
     Returns:
-        What is trained, and the plan with the CPU in the place of its device.
+        The built rank, and the plan with the CPU as its device.
     """
     plan = replace(plan, device="cpu")
     rank = Rank(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
@@ -94,281 +99,324 @@ def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]
         with mode:
             real(*args)
 
-    with patch.object(setup, "allocate", allocate), patch.object(setup, "init_params", _leave):
+    with patch.object(setup, "allocate", allocate), patch.object(setup, "init_params", _skip_init):
         return build(job, plan, rank), plan
 
 
-def _leave(*args: Any) -> None:
-    """The weights as they are."""
+def _skip_init(*args: Any) -> None:
+    """Leave the weights uninitialized."""
 
 
 def record_step(
-    built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None, period: int = 1
+    built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None, group_size: int = 1
 ) -> OpTrace:
-    """One step of training: all microbatches forward and backward, clipping, the optimizer.
+    """Record one step: all microbatches, gradient clipping and the optimizer.
 
     Args:
-        mode: under which tensors are fake; None: they are real, and the ranks run it together.
-        period: so many blocks count as one.
+        mode: mode of the fake tensors; None: real tensors, and all ranks run together.
+        group_size: number of blocks that count as one.
     """
     family = load_family(job.model.kind)
-    recorder = Recorder(mode)
-    params = [param for _, param in named_parameters(built.parts)]
-    stages = built.mesh.group("pp") if plan.pp > 1 else None
+    recorder = OpRecorder(mode)
+    params = [param for _, param in trainable_parameters(built.parts)]
+    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
-        owner: dict[int, Block | None] = {}
-        for stage, part in enumerate(built.parts):
-            blocks = family.blocks(part)
-            places = {
-                id(param): (stage, place_of(number, len(blocks), period))
-                for number, block in enumerate(blocks)
+        storage_blocks: dict[int, BlockIndex | None] = {}
+        for stage, model_part in enumerate(built.parts):
+            blocks = family.blocks(model_part)
+            block_of_param = {
+                id(param): (stage, group_index(microbatch, len(blocks), group_size))
+                for microbatch, block in enumerate(blocks)
                 for param in block.parameters()
             }
-            for tensor in (*part.parameters(), *part.buffers()):
-                place = places.get(id(tensor), (stage, AROUND))
-                owner[recorder.keep(local(tensor), place)] = place
-        states = frozenset(
-            recorder.keep(local(value))
+            for tensor in (*model_part.parameters(), *model_part.buffers()):
+                index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
+                storage_blocks[recorder.register(local_tensor(tensor), index)] = index
+        optimizer_states = frozenset(
+            recorder.register(local_tensor(value))
             for state in built.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         )
-        batches = no_rows(job, plan)
-        rows = {
-            recorder.keep(column): number
-            for number, batch in enumerate(batches)
+        batches = empty_batches(job, plan)
+        input_microbatches = {
+            recorder.register(column): microbatch
+            for microbatch, batch in enumerate(batches)
             for column in batch
             if column is not None
         }
-        host: set[int] = set()
+        host_storages: set[int] = set()
 
-        def noted(tensor: Tensor, pin: bool) -> Tensor:
+        def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
             copy = to_host(tensor, pin)
-            host.add(recorder.keep(copy))
+            host_storages.add(recorder.register(copy))
             return copy
 
         to_host = OffloadedTensor.empty_on_host
-        noting = patch.object(OffloadedTensor, "on_host", staticmethod(noted))
-        with rare_garbage(), recorder, noting:  # as in training, what is in a cycle stays
-            with placed(recorder, built.parts, family.blocks, built.engine, period):
+        host_patch = patch.object(
+            OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)
+        )
+        with rare_garbage(), recorder, host_patch:  # as in training, reference cycles stay alive
+            with track_locations(recorder, built.parts, family.blocks, built.engine, group_size):
                 loss = built.engine.forward_backward(batches)
-            recorder.where = Where(0, "clip", 0)
+            recorder.location = OpLocation(0, "clip", 0)
             norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
             grads = [param.grad for param in params]
             assert all(grad is not None for grad in grads)
-            gradients = frozenset(recorder.keep(local(g)) for g in grads if g is not None)
+            gradients = frozenset(
+                recorder.register(local_tensor(g)) for g in grads if g is not None
+            )
             del grads
-            recorder.where = Where(0, "optimizer", 0)
+            recorder.location = OpLocation(0, "optimizer", 0)
             built.optimizer.step()
-            recorder.where = Where(0, "end", 0)
+            recorder.location = OpLocation(0, "end", 0)
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()
-    kept = recorder.events, recorder.kept, owner, rows, states, gradients, frozenset(host)
-    return OpTrace(*kept)
+    fields = (
+        recorder.events,
+        recorder.initial_bytes,
+        storage_blocks,
+        input_microbatches,
+        optimizer_states,
+        gradients,
+        frozenset(host_storages),
+    )
+    return OpTrace(*fields)
 
 
-def no_rows(job: Job, plan: Plan) -> list[Batch]:
-    """Microbatches without text."""
-    left, batches = plan.local_batch, []
-    for _ in range(plan.accumulation):
-        rows = torch.zeros((min(left, plan.microbatch), job.train.seq_len), dtype=torch.int64)
-        more = (rows.clone(), rows.clone()) if job.data.keeps_documents else (None, None)
-        batch = Batch(rows, rows.clone(), *more)
+def empty_batches(job: Job, plan: Plan) -> list[Batch]:
+    """Return the microbatches of a step, filled with zeros."""
+    num_sequences, batches = plan.local_batch_size, []
+    for _ in range(plan.num_microbatches):
+        tokens = torch.zeros(
+            (min(num_sequences, plan.microbatch_size), job.train.seq_len), dtype=torch.int64
+        )
+        document_columns = (
+            (tokens.clone(), tokens.clone()) if job.data.keeps_documents else (None, None)
+        )
+        batch = Batch(tokens, tokens.clone(), *document_columns)
         if job.data.format == "preferences":
-            batch = batch._replace(references_B2=torch.zeros(len(rows), 2))
+            batch = batch._replace(references_B2=torch.zeros(len(tokens), 2))
         batches.append(batch)
-        left -= plan.microbatch
+        num_sequences -= plan.microbatch_size
     return batches
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """The process groups of a rank: ``dp_shard`` is that of the parameters, with ``cp`` in it."""
-    groups = {axis: mesh.group(axis) for axis in PARAMETER_AXES}
-    if mesh.experts is not None:
-        groups |= {axis: mesh.experts.get_group(axis) for axis in ("edp", "ep")}
-    return groups | ({"cp": mesh.context} if mesh.context else {})
+    """Return the process groups of a rank by axis; ``dp_shard`` includes ``cp``."""
+    groups = {axis: mesh.get_group(axis) for axis in PARAMETER_AXES}
+    if mesh.expert_mesh is not None:
+        groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in ("edp", "ep")}
+    return groups | ({"cp": mesh.cp_group} if mesh.cp_group else {})
 
 
-# --------------------------------------------------------------------------- one rank of a plan
+# --------------------------------------------------------------------------- trace of a plan
 
 
-class Group(NamedTuple):
-    """Ranks that communicate: on which axis of the mesh, how many, how far neighbours are apart."""
+class CommGroup(NamedTuple):
+    """Ranks that communicate on a mesh axis; ``stride``: between neighbors."""
 
     axis: str
-    ranks: int
+    num_ranks: int
     stride: int
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What one rank does in a step of a plan.
+class RankTrace:
+    """The traced step of one rank of a plan.
 
-    ``order``: its actions; ``short``: of them the first and last ones, which keep as much at once
-    as all; ``groups``: the process groups in which it communicates, by name.
+    ``short_actions``: the first and last of ``actions``, with the same peak of microbatches in
+    flight. ``comm_groups``: process groups by name.
     """
 
     rank: int
-    recording: OpTrace
-    expansion: Expansion
-    order: tuple[Segment, ...]
-    short: tuple[Segment, ...]
-    groups: dict[str, Group]
+    op_trace: OpTrace
+    extrapolation: Extrapolation
+    actions: tuple[Segment, ...]
+    short_actions: tuple[Segment, ...]
+    comm_groups: dict[str, CommGroup]
 
     def events(self) -> Iterator[Event]:
-        """See `Expansion.events`."""
-        return self.expansion.events(self.order)
+        """Yield the events of the step; see `Extrapolation.events`."""
+        return self.extrapolation.events(self.actions)
 
-    def shortened(self) -> Trace:
-        """The step without what repeats itself in the middle."""
-        return replace(self, order=self.short)
+    def shortened(self) -> RankTrace:
+        """Return the trace without the repeated middle of the step."""
+        return replace(self, actions=self.short_actions)
 
-    def segment_counts(self) -> Counter[Segment]:
-        """How often each segment happens in the whole step, as `Expansion.works` takes them."""
+    def count_segments(self) -> Counter[Segment]:
+        """Count the segments of the step, as `Extrapolation.segment_calls` takes them."""
         once: list[Segment] = [(0, kind, 0) for kind in ("start", "clip", "optimizer", "end")]
-        sources = map(self.expansion.source, self.order)
-        order = ((s[0], *source[1:]) for s, source in zip(self.order, sources, strict=True))
-        return Counter([*once, *order])
+        sources = map(self.extrapolation.source_segment, self.actions)
+        actions = ((s[0], *source[1:]) for s, source in zip(self.actions, sources, strict=True))
+        return Counter([*once, *actions])
 
 
-def traces(job: Job, plan: Plan) -> list[Trace]:
-    """Of each rank of the pipeline (one where there is none) what the first of its ranks does.
+def trace_ranks(job: Job, plan: Plan) -> list[RankTrace]:
+    """Trace the first rank of each pipeline rank; one rank without a pipeline.
 
-    A step of few blocks and microbatches is run, and repeated to the whole.  Ranks of several
-    stages are put together from stages of each kind (see `fold`); others share a recording if they
-    differ only in how many blocks their stages have.  Where blocks are not alike more are run.  All
-    are, if the optimizer is not known to go through parameters one by one: Muon exchanges the
-    matrices of all blocks at once, and deals them out.
+    The trace runs a step of few blocks and microbatches and extrapolates it.  Ranks of several
+    stages are combined from recorded stages of each kind (see `fold_stages`).  Other ranks share a
+    recording if they differ only in the number of blocks.  If blocks differ, more blocks run.  All
+    blocks run if the optimizer does not treat parameters one by one: Muon exchanges the matrices of
+    all blocks at once.
     """
-    period = (
+    group_size = (
         job.activation_checkpoint.every_n_layers if job.activation_checkpoint.mode != "none" else 1
     )
-    if frees_stages(plan):
-        return _traces(job, plan, plan, 1)
-    for few in RECORDED:
+    if reshards_stages(plan):
+        return _trace_ranks(job, plan, plan, 1)
+    for num_recorded in RECORDED_COUNTS:
         try:
-            small = fewer(plan, few, period, all_blocks=job.optim.name != "adamw")
-            return _traces(job, plan, small, period)
+            small_plan = shrink_plan(
+                plan, num_recorded, group_size, all_blocks=job.optim.name != "adamw"
+            )
+            return _trace_ranks(job, plan, small_plan, group_size)
         except HeterogeneousLayers:
             continue
-    return _traces(job, plan, plan, 1)
+    return _trace_ranks(job, plan, plan, 1)
 
 
-def frees_stages(plan: Plan) -> bool:
-    """Whether torch's runtime frees and gathers whole stages by what comes next in the order."""
+def reshards_stages(plan: Plan) -> bool:
+    """Return True if PyTorch's pipeline runtime reshards whole stages.
+
+    The order of actions then decides when it gathers them.
+    """
     if plan.pipeline is None or plan.reshard_after_forward is False:
         return False
-    return max(Counter(plan.pipeline.ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
+    return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
 
 
-def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
-    known: dict[object, tuple[OpTrace, Sizes, dict[str, Group]]] = {}
-    found = []
-    folded = fold(job, small)
+def _trace_ranks(job: Job, plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrace]:
+    recordings: dict[object, tuple[OpTrace, StepSize, dict[str, CommGroup]]] = {}
+    rank_traces = []
+    folded = fold_stages(job, small_plan)
     short_plan = plan
     if plan.pipeline is None or not is_schedule_file(plan.pipeline.schedule):
-        short_plan = replace(plan, accumulation=min(plan.accumulation, ENOUGH * plan.pp))
+        short_plan = replace(
+            plan, num_microbatches=min(plan.num_microbatches, STEADY_MICROBATCHES * plan.pp)
+        )
     for pp in range(plan.pp):
-        rank = coordinates_to_rank(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
-        whole = sizes_of(plan, pp, period)
+        rank = coordinates_to_rank(
+            dict.fromkeys(plan.axis_sizes, 0) | {"pp": pp}, plan.axis_sizes, plan.axis_order
+        )
+        target_size = step_size(plan, pp, group_size)
         if folded is not None and plan.pipeline is not None:
-            key, shown, at = None, folded[0], 0
-            whole = replace(whole, like=tuple(folded[1][s] for s in plan.pipeline.stages_of(pp)))
+            key, recorded_plan, recorded_pp = None, folded[0], 0
+            target_size = replace(
+                target_size,
+                source_stages=tuple(folded[1][s] for s in plan.pipeline.stages_on_rank(pp)),
+            )
         else:
-            key, shown, at = units_of(small, pp), small, pp
-        if key not in known:
-            known[key] = record_rank(job, plan, shown, at, period)
-        recording, recorded, its_groups = known[key]
-        expansion = Expansion(recording, recorded, whole)
-        order = list(actions_of(plan, pp))
-        short = without_middle(order, list(actions_of(short_plan, pp)), plan, short_plan)
-        found.append(Trace(rank, recording, expansion, tuple(order), tuple(short), its_groups))
-    return found
+            key, recorded_plan, recorded_pp = stage_signature(small_plan, pp), small_plan, pp
+        if key not in recordings:
+            recordings[key] = record_rank(job, plan, recorded_plan, recorded_pp, group_size)
+        op_trace, recorded_size, comm_groups = recordings[key]
+        extrapolation = Extrapolation(op_trace, recorded_size, target_size)
+        actions = list(rank_actions(plan, pp))
+        short_actions = drop_middle(actions, list(rank_actions(short_plan, pp)), plan, short_plan)
+        rank_traces.append(
+            RankTrace(
+                rank, op_trace, extrapolation, tuple(actions), tuple(short_actions), comm_groups
+            )
+        )
+    return rank_traces
 
 
-def without_middle(
-    order: list[Segment], short: list[Segment], plan: Plan, short_plan: Plan
+def drop_middle(
+    actions: list[Segment], short_actions: list[Segment], plan: Plan, short_plan: Plan
 ) -> list[Segment]:
-    """The order of fewer microbatches as that of a step's first and last ones; but the whole order
-    if the short one keeps fewer at once."""
-    if max_pending_backwards(short) != max_pending_backwards(order):
-        return order
-    few, left_out = short_plan.accumulation, plan.accumulation - short_plan.accumulation
-    return [(s, kind, count + left_out * (2 * count >= few)) for s, kind, count in short]
+    """Return the actions of a step without its repeated middle.
+
+    Return all actions if the short step has fewer microbatches in flight.
+    """
+    if max_pending_backwards(short_actions) != max_pending_backwards(actions):
+        return actions
+    num_kept, num_dropped = (
+        short_plan.num_microbatches,
+        plan.num_microbatches - short_plan.num_microbatches,
+    )
+    return [
+        (s, kind, count + num_dropped * (2 * count >= num_kept)) for s, kind, count in short_actions
+    ]
 
 
-def fold(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
-    """A plan whose first rank has a stage of each kind, and of each stage of ``plan`` its kind.
+def fold_stages(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
+    """Return a plan whose first rank has one stage of each kind, and a kind per stage.
 
-    Kinds are the first, the last, and those between by how many blocks they have; the other ranks
-    have what must be between them.  None where ranks have one stage each, where neighbours are on
-    the same rank, or where a stage's work depends on what others are there.
+    The kinds are the first stage, the last one, and middle ones by number of blocks.  Other ranks
+    hold the stages between them.  Return None if each rank has one stage, if neighboring stages
+    share a rank, or if a stage's work depends on the other stages.
     """
     pipeline = plan.pipeline
     if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.name != "adamw":
         return None
-    if any(a == b for a, b in itertools.pairwise(pipeline.ranks)) or frees_stages(plan):
+    if any(a == b for a, b in itertools.pairwise(pipeline.stage_ranks)) or reshards_stages(plan):
         return None
     kinds: dict[object, int] = {}
     stages: list[Stage] = []
-    like, first, last = [], 0, plan.model.num_layers + 1
+    source_stages, first, last = [], 0, plan.model.num_layers + 1
     for stage in pipeline.stages:
         ends = (0 in stage.units) + (last in stage.units)
-        kind = stage.blocks, 0 in stage.units, last in stage.units
-        like.append(kinds.setdefault(kind, len(kinds)))
-        if like[-1] * plan.pp < len(stages):
-            continue  # there is one
+        kind = stage.num_blocks, 0 in stage.units, last in stage.units
+        source_stages.append(kinds.setdefault(kind, len(kinds)))
+        if source_stages[-1] * plan.pp < len(stages):
+            continue  # this kind is recorded
         while len(stages) % plan.pp:
-            stages.append(replace(stage, first=first, end=first + 1, blocks=1))
+            stages.append(replace(stage, first_unit=first, end_unit=first + 1, num_blocks=1))
             first += 1
-        stages.append(replace(stage, first=first, end=first + stage.blocks + ends))
-        first = stages[-1].end
-    ranks = tuple(place % plan.pp for place in range(len(stages)))
-    few = (plan.accumulation,) * len(stages)
-    pipeline = replace(pipeline, stages=tuple(stages), ranks=ranks, in_flight=few)
+        stages.append(replace(stage, first_unit=first, end_unit=first + stage.num_blocks + ends))
+        first = stages[-1].end_unit
+    ranks = tuple(index % plan.pp for index in range(len(stages)))
+    in_flight = (plan.num_microbatches,) * len(stages)
+    pipeline = replace(pipeline, stages=tuple(stages), stage_ranks=ranks, in_flight=in_flight)
     model = plan.model.model_copy(update={"num_layers": first - 2})
     folded = replace(plan, pipeline=pipeline, model=model)
-    return None if frees_stages(folded) else (folded, like)
+    return None if reshards_stages(folded) else (folded, source_stages)
 
 
 def record_rank(
-    job: Job, plan: Plan, small: Plan, pp: int, period: int
-) -> tuple[OpTrace, Sizes, dict[str, Group]]:
-    """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
-    job = traceable(job, plan)
-    rank = coordinates_to_rank(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
-    # 1F1B waits for a message before it sends the next, but the order that is recorded in its place
-    # would hold all to the end.
-    keep = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
-    world = fake_world(rank, plan.world_size, keep)
-    with world as mode, tempfile.TemporaryDirectory() as folder:
-        fewer_microbatches = small.accumulation < plan.accumulation
+    job: Job, plan: Plan, small_plan: Plan, pp: int, group_size: int
+) -> tuple[OpTrace, StepSize, dict[str, CommGroup]]:
+    """Record the step of ``small_plan``; return it with its size and process groups."""
+    job = make_traceable(job, plan)
+    rank = coordinates_to_rank(
+        dict.fromkeys(plan.axis_sizes, 0) | {"pp": pp}, plan.axis_sizes, plan.axis_order
+    )
+    # 1F1B waits for a message before it sends the next; the schedule recorded instead would hold
+    # all messages until the end.
+    keep_sent = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
+    world = fake_world(rank, plan.world_size, keep_sent)
+    with world as mode, tempfile.TemporaryDirectory() as directory:
+        has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
         if (
-            small.pipeline is not None
+            small_plan.pipeline is not None
             and plan.pipeline is not None
             and (
-                fewer_microbatches
-                or small.pipeline.ranks != plan.pipeline.ranks
-                or mixed(plan.pipeline_schedule)
+                has_fewer_microbatches
+                or small_plan.pipeline.stage_ranks != plan.pipeline.stage_ranks
+                or has_mixed_backward(plan.pipeline_schedule)
             )
         ):
-            small = with_any_order(small, "W" in kinds_of(plan.pipeline_schedule), Path(folder))
-        built, small = build_fake(job, small, mode)
-        recording = record_step(built, job, small, mode, period)
-        found = groups_of(recording, built.mesh)
-    return recording, sizes_of(small, pp, period), found
+            small_plan = use_sequential_schedule(
+                small_plan, "W" in action_kinds(plan.pipeline_schedule), Path(directory)
+            )
+        built, small_plan = build_fake(job, small_plan, mode)
+        op_trace = record_step(built, job, small_plan, mode, group_size)
+        comm_groups = find_comm_groups(op_trace, built.mesh)
+    return op_trace, step_size(small_plan, pp, group_size), comm_groups
 
 
-def traceable(job: Job, plan: Plan) -> Job:
-    """The job with what cannot be traced on fake tensors replaced by what does the same.
+def make_traceable(job: Job, plan: Plan) -> Job:
+    """Return a job that fake tensors can trace, with equivalent work.
 
-    A compiled block does what the eager one does.  On GPUs documents are kept apart inside of the
-    attention kernel, which takes no more memory for it.
+    A compiled block does the work of an eager one.  On GPUs the attention kernel separates
+    documents without additional memory.
     """
     changes: dict[str, dict[str, object]] = {"compile": {"enable": False}}
     changes["parallel"] = {"async_tp": False, "symmetric_memory": False}
@@ -379,127 +427,142 @@ def traceable(job: Job, plan: Plan) -> Job:
     return replace_sections(job, **changes)
 
 
-def units_of(plan: Plan, pp: int) -> object:
-    """What ranks of the pipeline must have in common to do the same."""
+def stage_signature(plan: Plan, pp: int) -> object:
+    """Return the key that pipeline ranks with the same work share."""
     if plan.pipeline is None:
         return None
     last = plan.model.num_layers + 1
-    stages = plan.pipeline.held[pp]
-    return tuple((stage.blocks, 0 in stage.units, last in stage.units) for stage in stages)
+    stages = plan.pipeline.stages_by_rank[pp]
+    return tuple((stage.num_blocks, 0 in stage.units, last in stage.units) for stage in stages)
 
 
-def sizes_of(plan: Plan, pp: int, period: int) -> Sizes:
-    """Groups of ``period`` blocks of each stage of a rank of the pipeline, and microbatches."""
+def step_size(plan: Plan, pp: int, group_size: int) -> StepSize:
+    """Return the block groups of each stage of a pipeline rank, and microbatches."""
     if plan.pipeline is None:
         counts = [plan.model.num_layers]
     else:
-        counts = [stage.blocks for stage in plan.pipeline.held[pp]]
-    return Sizes(tuple(max(1, count // period) for count in counts), plan.accumulation)
+        counts = [stage.num_blocks for stage in plan.pipeline.stages_by_rank[pp]]
+    return StepSize(tuple(max(1, count // group_size) for count in counts), plan.num_microbatches)
 
 
-def fewer(plan: Plan, few: int, period: int, all_blocks: bool) -> Plan:
-    """The plan with at most ``few`` groups of blocks in a stage, and microbatches.
+def shrink_plan(plan: Plan, max_count: int, group_size: int, all_blocks: bool) -> Plan:
+    """Return a plan with few block groups per stage and few microbatches.
 
-    Groups of blocks that are left over go with the last one.
+    The last group takes the remaining blocks.
 
     Args:
-        all_blocks: only microbatches become fewer.
+        max_count: the most groups per stage, and the most microbatches.
+        all_blocks: reduce only the microbatches.
     """
     if not hasattr(plan.model, "num_layers"):
-        return plan  # a family of the user's, which counts its blocks in some other way
+        return plan  # a user's family may count its blocks differently
 
-    def least(blocks: int) -> int:
-        return blocks if all_blocks else min(blocks, few * period + blocks % period)
+    def recorded_blocks(blocks: int) -> int:
+        return blocks if all_blocks else min(blocks, max_count * group_size + blocks % group_size)
 
-    microbatches = min(plan.accumulation, few)
-    rows = plan.local_batch - (plan.accumulation - microbatches) * plan.microbatch
-    plan = replace(plan, accumulation=microbatches, local_batch=rows)
+    microbatches = min(plan.num_microbatches, max_count)
+    num_sequences = (
+        plan.local_batch_size - (plan.num_microbatches - microbatches) * plan.microbatch_size
+    )
+    plan = replace(plan, num_microbatches=microbatches, local_batch_size=num_sequences)
     if plan.pipeline is None:
-        layers = least(plan.model.num_layers)
+        layers = recorded_blocks(plan.model.num_layers)
     else:
         stages, first, last = [], 0, plan.model.num_layers + 1
         for stage in plan.pipeline.stages:
-            blocks = least(stage.blocks)
+            blocks = recorded_blocks(stage.num_blocks)
             end = first + blocks + (0 in stage.units) + (last in stage.units)
-            stages.append(replace(stage, first=first, end=end, blocks=blocks))
+            stages.append(replace(stage, first_unit=first, end_unit=end, num_blocks=blocks))
             first = end
         layers = first - 2
         plan = replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
     return replace(plan, model=plan.model.model_copy(update={"num_layers": layers}))
 
 
-def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
-    """The plan with a schedule that may have few microbatches: they go one after the other.
+def use_sequential_schedule(plan: Plan, split_backward: bool, directory: Path) -> Plan:
+    """Return a plan that runs one microbatch after the other.
+
+    Such a schedule allows any number of microbatches.
 
     Args:
-        halves: whether backward passes are.
-        folder: for the schedule's file.
+        split_backward: split backward passes into halves.
+        directory: for the schedule's file.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    if len(set(pipeline.ranks)) == len(pipeline.stages) and not is_schedule_file(pipeline.schedule):
+    if len(set(pipeline.stage_ranks)) == len(pipeline.stages) and not is_schedule_file(
+        pipeline.schedule
+    ):
         return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
-    rows = []
+    lines = []
     for rank in range(plan.pp):
-        stages = pipeline.stages_of(rank)
+        stages = pipeline.stages_on_rank(rank)
         cells = []
-        for microbatch in range(plan.accumulation):
+        for microbatch in range(plan.num_microbatches):
             cells += [f"{stage}F{microbatch}" for stage in stages]
             for stage in reversed(stages):
-                kinds = "IW" if halves else "B"
+                kinds = "IW" if split_backward else "B"
                 cells += [f"{stage}{kind}{microbatch}" for kind in kinds]
-        rows.append(",".join(cells))
-    path = folder / "order.csv"
-    path.write_text("\n".join(rows) + "\n")
+        lines.append(",".join(cells))
+    path = directory / "order.csv"
+    path.write_text("\n".join(lines) + "\n")
     return replace(plan, pipeline=replace(pipeline, schedule=str(path)))
 
 
-def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
-    """What a rank of the pipeline does, in order: place of the stage, kind, how many before it; and
-    the timetable's action that this is, or is a half of."""
-    table = plan.pipeline_schedule
-    both = mixed(table)
-    mine = stage_indices(table[pp])
+def rank_actions(plan: Plan, pp: int) -> dict[Segment, Action]:
+    """Return the actions of a pipeline rank in order.
+
+    Keys: stage index, kind, number of earlier actions of that kind.  Values: the schedule's action,
+    of which the key may be a half.
+    """
+    schedule = plan.pipeline_schedule
+    is_mixed = has_mixed_backward(schedule)
+    stages = stage_indices(schedule[pp])
     counts: Counter[tuple[int, str]] = Counter()
-    found: dict[Segment, Action] = {}
-    for action in table[pp]:
-        place = mine.index(action.stage)
-        for part in "IW" if both and action.kind == "B" else action.kind:
-            found[place, part, counts[place, part]] = action
-            counts[place, part] += 1
-    return found
+    actions: dict[Segment, Action] = {}
+    for action in schedule[pp]:
+        stage_index = stages.index(action.stage)
+        for action_kind in "IW" if is_mixed and action.kind == "B" else action.kind:
+            actions[stage_index, action_kind, counts[stage_index, action_kind]] = action
+            counts[stage_index, action_kind] += 1
+    return actions
 
 
-def mixed(table: PipelineSchedule) -> bool:
-    """Whether some backward passes are whole and some in halves, as all are recorded then."""
-    return {"B", "W"} <= kinds_of(table)
+def has_mixed_backward(schedule: PipelineSchedule) -> bool:
+    """Return True if only some backward passes are split; the trace splits all then."""
+    return {"B", "W"} <= action_kinds(schedule)
 
 
-def kinds_of(table: PipelineSchedule) -> set[str]:
-    """The kinds of actions of a timetable: F, B, and others of split backward passes."""
-    return {action.kind for order in table.values() for action in order}
+def action_kinds(schedule: PipelineSchedule) -> set[str]:
+    """Return the kinds of actions of a schedule: F, B, I, W."""
+    return {action.kind for order in schedule.values() for action in order}
 
 
-# --------------------------------------------------------------------------- sums
+# --------------------------------------------------------------------------- communication
 
 
-def groups_of(recording: OpTrace, mesh: Mesh) -> dict[str, Group]:
-    """The process groups of a recording; what is only a part of an axis's group is of that axis."""
-    known = axis_groups(mesh)
-    named = {str(group.group_name): axis for axis, group in known.items()}
-    axes = {axis: set(dist.get_process_group_ranks(group)) for axis, group in known.items()}
-    names = {event.call.group for event in recording.events if event.call is not None}
-    found = {}
+def find_comm_groups(op_trace: OpTrace, mesh: Mesh) -> dict[str, CommGroup]:
+    """Return the process groups of a trace by name.
+
+    A subgroup of an axis's group belongs to that axis.
+    """
+    axis_to_group = axis_groups(mesh)
+    axis_by_name = {str(group.group_name): axis for axis, group in axis_to_group.items()}
+    axis_ranks = {
+        axis: set(dist.get_process_group_ranks(group)) for axis, group in axis_to_group.items()
+    }
+    names = {event.call.group for event in op_trace.events if event.call is not None}
+    comm_groups = {}
     for name in names - {""}:
         ranks = get_group_ranks(name)
-        around = [axis for axis, whole in axes.items() if whole.issuperset(ranks)]
-        axis = min(around, key=lambda axis: len(axes[axis]), default="world")
-        axis = named.get(name, axis)  # the ranks of two axes may be the same
+        containing = [axis for axis, all_ranks in axis_ranks.items() if all_ranks.issuperset(ranks)]
+        axis = min(containing, key=lambda axis: len(axis_ranks[axis]), default="world")
+        axis = axis_by_name.get(name, axis)  # two axes may have the same ranks
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        found[name] = Group(axis, len(ranks), stride)
-    return found
+        comm_groups[name] = CommGroup(axis, len(ranks), stride)
+    return comm_groups
 
 
-def exchanged_bytes(call: Call) -> int:
-    """Of a collective: the gathered, or the not yet reduced, tensor's."""
+def collective_bytes(call: OpCall) -> int:
+    """Return the size of a collective's gathered, or not yet reduced, tensor."""
     return max((size for _, size in (*call.reads, *call.writes)), default=0)

@@ -1,16 +1,14 @@
-"""What is live on a rank over a step, what for, and what the allocator reserves for it.
+"""Live and reserved memory of a rank over a step, by category.
 
-A storage is counted as what it is used for:
+    parameters      this rank's shards, and buffers
+    optimizer       optimizer states
+    gradients       left by backward: shards, or unsharded ones that accumulate over microbatches
+    activations     left by forward for backward
+    communication   gathered weights, inputs and outputs of collectives
+    temporaries     the rest: freed in the action that allocated them
 
-    parameters      this rank's shards, and the buffers
-    optimizer       its states
-    gradients       what backward leaves behind: shards, or whole ones that add up over microbatches
-    activations     what forward leaves behind for backward
-    communication   gathered weights, and what collectives read and write
-    temporaries     the rest: what is freed in the pass that made it
-
-The step is a later one: what is still there at the end of the first, as the optimizer's states,
-is there from the beginning.
+The step is not the first one: storages that remain at its end, such as optimizer states, exist from
+its beginning.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from weft.estimate.allocator import Allocator
+from weft.estimate.allocator import CachingAllocator
 from weft.estimate.extrapolate import Segment
-from weft.estimate.op_recorder import Event, OpTrace, Where
-from weft.estimate.trace import Trace
+from weft.estimate.op_recorder import Event, OpLocation, OpTrace
+from weft.estimate.trace import RankTrace
 
 CATEGORIES = (
     "parameters",
@@ -32,200 +30,203 @@ CATEGORIES = (
     "temporaries",
 )
 
-GATHERED = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
-ON_HOST = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
-# On a CPU, of what lives, what malloc keeps for it: six runs had 1.09 to 1.52 (docs/planner.md).
-MALLOC = 1.2
+GATHER_OPS = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
+HOST_CATEGORIES = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
+# Resident over live bytes with malloc on a CPU: six runs had 1.09 to 1.52 (docs/planner.md).
+MALLOC_RATIO = 1.2
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank.
+class RankMemory:
+    """Memory of one rank in bytes.
 
-    ``live``: by category when most is live, ``at``: then.  ``reserved``: the most that the
-    allocator holds.  ``timeline``: of a step, where each pass has most, and how much.
+    ``live_bytes``: by category at the peak; ``reserved``: the most that the allocator holds;
+    ``timeline``: peak of each action.
     """
 
-    live: dict[str, int]
-    at: Where
+    live_bytes: dict[str, int]
+    peak_location: OpLocation
     reserved: int
-    timeline: tuple[tuple[Where, int], ...] = ()
+    timeline: tuple[tuple[OpLocation, int], ...] = ()
 
 
-def categories(recording: OpTrace) -> dict[int, str]:
-    """Of every storage of a recording, what it is used for."""
-    born: dict[int, Where] = {}
-    died: dict[int, Where] = {}
+def categorize_storages(op_trace: OpTrace) -> dict[int, str]:
+    """Return the category of every storage of a trace."""
+    births: dict[int, OpLocation] = {}
+    deaths: dict[int, OpLocation] = {}
     gathered: set[int] = set()
-    exchanged: set[int] = set()
-    made_from: dict[int, int] = {}  # of what is a copy in another dtype
-    for event in recording.events:
+    communicated: set[int] = set()
+    cast_sources: dict[int, int] = {}  # source of a copy in another dtype
+    for event in op_trace.events:
         if event.call is not None:
             if event.call.name == "_to_copy":
-                made_from.setdefault(event.call.writes[0][0], event.call.reads[0][0])
+                cast_sources.setdefault(event.call.writes[0][0], event.call.reads[0][0])
             if event.call.group:
                 used = (*event.call.reads, *event.call.writes)
-                exchanged |= {storage for storage, _ in used}
-            elif event.call.name in GATHERED or _copies_weight(event, recording.owner, made_from):
+                communicated |= {storage for storage, _ in used}
+            elif event.call.name in GATHER_OPS or _copies_weight(
+                event, op_trace.storage_blocks, cast_sources
+            ):
                 gathered |= {storage for storage, _ in event.call.writes}
         elif event.bytes > 0:
-            if event.storage in born:
-                gathered.add(event.storage)  # what FSDP frees and needs again keeps its storage
-            born.setdefault(event.storage, event.where)
-            died.pop(event.storage, None)
+            if event.storage in births:
+                gathered.add(event.storage)  # FSDP resizes the storages that it gathers again
+            births.setdefault(event.storage, event.location)
+            deaths.pop(event.storage, None)
         else:
-            died[event.storage] = event.where
-    found = dict.fromkeys(recording.kept, "parameters")
-    found |= dict.fromkeys(recording.rows, "temporaries")
-    found |= dict.fromkeys(recording.states, "optimizer")
-    for storage, where in born.items():
-        end = died.get(storage)
-        leaves = end is None or end[:3] != where[:3]
-        if storage in recording.kept:
+            deaths[event.storage] = event.location
+    categories = dict.fromkeys(op_trace.initial_bytes, "parameters")
+    categories |= dict.fromkeys(op_trace.input_microbatches, "temporaries")
+    categories |= dict.fromkeys(op_trace.optimizer_states, "optimizer")
+    for storage, birth in births.items():
+        death = deaths.get(storage)
+        outlives_action = death is None or death[:3] != birth[:3]
+        if storage in op_trace.initial_bytes:
             continue
-        if storage in recording.host:
-            found[storage] = "host"
+        if storage in op_trace.host_storages:
+            categories[storage] = "host"
             continue
         if storage in gathered:
-            found[storage] = "communication"
-        elif storage in recording.gradients:
-            found[storage] = "gradients"
-        elif where.kind == "optimizer" and end is None:
-            found[storage] = "optimizer"
-        elif where.kind == "F" and leaves:
-            found[storage] = "activations"
-        elif where.kind == "I" and end is not None and end.kind == "W":
-            # What the other half needs; but gradients of the microbatch before are copied to add up
-            # in float32 when the next one's backward begins.
-            source = born.get(made_from.get(storage, -1))
+            categories[storage] = "communication"
+        elif storage in op_trace.gradients:
+            categories[storage] = "gradients"
+        elif birth.kind == "optimizer" and death is None:
+            categories[storage] = "optimizer"
+        elif birth.kind == "F" and outlives_action:
+            categories[storage] = "activations"
+        elif birth.kind == "I" and death is not None and death.kind == "W":
+            # Saved for the other half.  But the next microbatch's backward copies the gradients of
+            # the last one, to accumulate in float32.
+            source = births.get(cast_sources.get(storage, -1))
             adds_up = source is not None and source.kind == "W"
-            found[storage] = "gradients" if adds_up else "activations"
-        elif where.kind in ("B", "W") and leaves and storage not in exchanged:
-            found[storage] = "gradients"
-        elif storage in exchanged or (where.kind == "start" and end is None):
-            found[storage] = "communication"
+            categories[storage] = "gradients" if adds_up else "activations"
+        elif birth.kind in ("B", "W") and outlives_action and storage not in communicated:
+            categories[storage] = "gradients"
+        elif storage in communicated or (birth.kind == "start" and death is None):
+            categories[storage] = "communication"
         else:
-            found[storage] = "temporaries"
-    return found
+            categories[storage] = "temporaries"
+    return categories
 
 
-def _copies_weight(event: Event, weights: Container[int], made_from: dict[int, int]) -> bool:
-    """Whether FSDP copies a weight that is not sharded, mostly cast, into what is computed with."""
-    call, where = event.call, event.where
-    if call is None or call.name not in ("_to_copy", "copy_") or where.kind == "optimizer":
+def _copies_weight(event: Event, weights: Container[int], cast_sources: dict[int, int]) -> bool:
+    """Return True if FSDP copies, and usually casts, an unsharded weight."""
+    call, location = event.call, event.location
+    if call is None or call.name not in ("_to_copy", "copy_") or location.kind == "optimizer":
         return False
     source = call.reads[-1][0]
-    return not where.running and made_from.get(source, source) in weights
+    return not location.is_in_block and cast_sources.get(source, source) in weights
 
 
-def later_step(trace: Trace) -> tuple[dict[int, int], list[tuple[Where, int, int]]]:
-    """What is there before a step that is not the first, and then what changes: where, storage,
-    bytes."""
-    before = dict(trace.expansion.kept)
-    sizes = dict(before)
-    log: list[tuple[Where, int, int]] = []
-    for where, storage, size, _ in trace.events():
-        log.append((where, storage, size))
+def steady_state_step(trace: RankTrace) -> tuple[dict[int, int], list[tuple[OpLocation, int, int]]]:
+    """Return the initial storages of a later step, and its changes.
+
+    A change is a location, a storage and bytes.
+    """
+    initial = dict(trace.extrapolation.initial_bytes)
+    sizes = dict(initial)
+    log: list[tuple[OpLocation, int, int]] = []
+    for location, storage, size, _ in trace.events():
+        log.append((location, storage, size))
         sizes[storage] = sizes.get(storage, 0) + size
-    # What is left has been there since the first step, and is not made again.
-    left = {s: size for s, size in sizes.items() if size > 0 and s not in before}
-    later = []
-    waiting = dict(left)
+    # Storages that remain have existed since the first step.
+    persistent = {s: size for s, size in sizes.items() if size > 0 and s not in initial}
+    changes = []
+    pending = dict(persistent)
     for change in log:
-        if waiting.get(change[1]) == change[2]:
-            del waiting[change[1]]
+        if pending.get(change[1]) == change[2]:
+            del pending[change[1]]
         else:
-            later.append(change)
-    for storage in waiting:  # it grew in several steps
-        del left[storage]
-    return before | left, later
+            changes.append(change)
+    for storage in pending:  # grew in several events
+        del persistent[storage]
+    return initial | persistent, changes
 
 
-def memory_of(
-    trace: Trace, caching: bool, capacity: int | None = None, on_host: bool = False
-) -> Memory:
-    """The memory of a later step of one rank.
+def simulate_memory(
+    trace: RankTrace, caching: bool, capacity: int | None = None, params_on_host: bool = False
+) -> RankMemory:
+    """Return the memory of a later step of one rank.
 
     Args:
-        caching: whether the device's memory has torch's caching allocator.
-        capacity: of the device, in bytes: unused segments are given back when it is full.
-        on_host: parameters, gradients and the optimizer are not on a device with memory of its own.
+        caching: the device has PyTorch's caching allocator.
+        capacity: of the device, in bytes; beyond it the allocator releases unused segments.
+        params_on_host: parameters, gradients and optimizer states are in host memory.
     """
-    before, log = later_step(trace)
-    used_for = trace.expansion.category_of(categories(trace.recording))
-    # Where the device is a CPU the host's memory is its own.
-    elsewhere = ("host", *(ON_HOST if on_host else ())) if caching else ()
-    away = {s for s, what in used_for.items() if what in elsewhere}
-    used_for = {s: "activations" if what == "host" else what for s, what in used_for.items()}
-    before = {s: size for s, size in before.items() if s not in away}
-    sums = dict.fromkeys(CATEGORIES, 0)
-    for storage, size in before.items():
-        sums[used_for.get(storage, "temporaries")] += size
-    allocator = Allocator(capacity) if caching else None
-    sizes = dict(before)
+    initial, log = steady_state_step(trace)
+    category_of = trace.extrapolation.expand_categories(categorize_storages(trace.op_trace))
+    # On a CPU, host memory is the device's memory.
+    host_categories = ("host", *(HOST_CATEGORIES if params_on_host else ())) if caching else ()
+    off_device = {s for s, name in category_of.items() if name in host_categories}
+    category_of = {s: "activations" if name == "host" else name for s, name in category_of.items()}
+    initial = {s: size for s, size in initial.items() if s not in off_device}
+    live_by_category = dict.fromkeys(CATEGORIES, 0)
+    for storage, size in initial.items():
+        live_by_category[category_of.get(storage, "temporaries")] += size
+    allocator = CachingAllocator(capacity) if caching else None
+    sizes = dict(initial)
     if allocator is not None:
-        for storage, size in before.items():
+        for storage, size in initial.items():
             allocator.allocate(storage, size)
-    live = most = sum(sums.values())
-    at, worst = Where(0, "start", 0), dict(sums)
-    timeline: list[tuple[Where, int]] = [(at, live)]
-    for where, storage, size in log:
-        if storage in away:
+    live = peak_live = sum(live_by_category.values())
+    peak_location, peak_by_category = OpLocation(0, "start", 0), dict(live_by_category)
+    timeline: list[tuple[OpLocation, int]] = [(peak_location, live)]
+    for location, storage, size in log:
+        if storage in off_device:
             continue
         old = sizes.get(storage, 0)
         new = max(0, old + size)
         sizes[storage] = new
         if allocator is not None:
             if old:
-                allocator.release(storage)
+                allocator.free(storage)
             if new:
                 allocator.allocate(storage, new)
-        sums[used_for.get(storage, "temporaries")] += new - old
+        live_by_category[category_of.get(storage, "temporaries")] += new - old
         live += new - old
-        if where[:3] != timeline[-1][0][:3]:
-            timeline.append((where, live))
+        if location[:3] != timeline[-1][0][:3]:
+            timeline.append((location, live))
         elif live > timeline[-1][1]:
-            timeline[-1] = (where, live)
-        if live > most:
-            most, at, worst = live, where, dict(sums)
-    reserved = int(MALLOC * most) if allocator is None else allocator.peak
-    return Memory(worst, at, reserved, tuple(timeline))
+            timeline[-1] = (location, live)
+        if live > peak_live:
+            peak_live, peak_location, peak_by_category = live, location, dict(live_by_category)
+    reserved = int(MALLOC_RATIO * peak_live) if allocator is None else allocator.peak
+    return RankMemory(peak_by_category, peak_location, reserved, tuple(timeline))
 
 
-def fullest(
-    of_ranks: Sequence[Trace],
-    live: Sequence[int],
+def find_fullest_rank(
+    rank_traces: Sequence[RankTrace],
+    live_peaks: Sequence[int],
     caching: bool,
     capacity: int | None,
-    on_host: bool,
-) -> tuple[int, Memory]:
-    """The place of the rank that needs most, and what it needs.
+    params_on_host: bool,
+) -> tuple[int, RankMemory]:
+    """Return the index of the fullest rank, and its memory.
 
     Args:
-        live: `live_peak` of each.
-        caching, capacity, on_host: see `memory_of`.
+        live_peaks: `peak_live_bytes` of each rank.
+        caching, capacity, params_on_host: see `simulate_memory`.
     """
-    place = max(range(len(live)), key=lambda rank: live[rank])
-    return place, memory_of(of_ranks[place].shortened(), caching, capacity, on_host)
+    index = max(range(len(live_peaks)), key=lambda rank: live_peaks[rank])
+    return index, simulate_memory(rank_traces[index].shortened(), caching, capacity, params_on_host)
 
 
-def live_peak(trace: Trace) -> int:
-    """The most bytes that are live in the passes of a later step, from what each of the recorded
-    ones adds."""
-    sums: dict[tuple[int, Segment], tuple[int, int]] = {}
-    live = sum(trace.expansion.kept.values())
-    for kind in ("start", "optimizer"):  # buffers and states that stay
-        live += sum(event.bytes for event in trace.expansion.segment((0, kind, 0)))
+def peak_live_bytes(trace: RankTrace) -> int:
+    """Return the peak of live bytes in the passes of a later step."""
+    segment_sums: dict[tuple[int, Segment], tuple[int, int]] = {}
+    live = sum(trace.extrapolation.initial_bytes.values())
+    for kind in ("start", "optimizer"):  # buffers and optimizer states that stay
+        live += sum(event.bytes for event in trace.extrapolation.segment_events((0, kind, 0)))
     peak = live
-    for segment in trace.order:
-        source = segment[0], trace.expansion.source(segment)
-        if source not in sums:
-            total = high = 0
-            for event in trace.expansion.segment(segment):
+    for segment in trace.actions:
+        source = segment[0], trace.extrapolation.source_segment(segment)
+        if source not in segment_sums:
+            total = peak_in_segment = 0
+            for event in trace.extrapolation.segment_events(segment):
                 total += event.bytes
-                high = max(high, total)
-            sums[source] = total, high
-        total, high = sums[source]
-        peak = max(peak, live + high)
+                peak_in_segment = max(peak_in_segment, total)
+            segment_sums[source] = total, peak_in_segment
+        total, peak_in_segment = segment_sums[source]
+        peak = max(peak, live + peak_in_segment)
         live += total
     return peak

@@ -1,9 +1,9 @@
-"""A trace as `weft.estimate.cost` prices it.
+"""Convert a trace to the work that `weft.estimate.cost` prices.
 
-Matrix products, attention and collectives are taken as they were called.  Everything else moves
-bytes.  Eager, each operator reads what it takes and writes what it makes.  Compiled, operators
-between two products, attentions or collectives are one kernel: it reads what comes from outside of
-it and writes what is read outside of it, or stays.  Blocks are compiled, and nothing else is.
+Matmuls, attention and collectives are taken as called.  All other operators move bytes.  An eager
+operator reads its inputs and writes its outputs.  In a compiled block, the operators between two
+matmuls, attentions or collectives are one kernel.  It reads inputs from outside, and writes outputs
+that are read outside or stay allocated.
 """
 
 from __future__ import annotations
@@ -15,179 +15,196 @@ from itertools import repeat
 
 from weft.estimate.cost import (
     Attention,
+    AttentionKernel,
     Collective,
-    Kernel,
     Matmul,
     Overlap,
     StageWork,
     Work,
-    Works,
+    WorkList,
 )
 from weft.estimate.extrapolate import Segment
-from weft.estimate.op_recorder import Call, Event
-from weft.estimate.trace import Trace, exchanged_bytes
+from weft.estimate.op_recorder import Event, OpCall
+from weft.estimate.trace import RankTrace, collective_bytes
 
-# The place of the first factor.
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
-KINDS = {
+# Index of the first factor among the inputs.
+MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
+COLLECTIVE_KINDS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",
-    "all_to_all": "all_gather",  # as much to each of the others
+    "all_to_all": "all_gather",  # moves as many bytes
     "send": "send",
     "broadcast": "send",
 }
-# Kernels that the host of a compiled block launches for what it fuses between two barriers.
+# Kernels that a compiled block launches for the operators between two barriers.
 FUSED_KERNELS = 1
-# FSDP's copies into and out of its buffers happen outside of what is compiled.
-OUTSIDE = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
-# Of the first step only.
-MAKES_STATES = ("zeros", "zeros_like")
+# FSDP's copies into and out of its buffers run outside compiled blocks.
+EAGER_OPS = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
+# Only the first step runs these.
+STATE_INIT_OPS = ("zeros", "zeros_like")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a trace on the CPU does not tell; ``overlaps``: how each axis's collectives hide.
+class PricingOptions:
+    """Facts that a trace on the CPU does not show.
 
-    ``fused_optimizer``: the optimizer's many operators on a weight are one kernel, as torchao
-    compiles them.
+    ``overlaps``: overlap of the collectives of each axis.  ``fused_optimizer``: one kernel per
+    weight, as torchao compiles the optimizer.
     """
 
     compiled: bool
     fused_optimizer: bool
-    kernel: Kernel
+    kernel: AttentionKernel
     overlaps: dict[str, Overlap]
 
 
-class Pricer:
-    """The works of a trace's segments."""
+class TracePricer:
+    """Converts the segments of a trace to works."""
 
-    def __init__(self, trace: Trace, setting: Setting, same: Pricer | None = None) -> None:
-        """``same``: of another trace of the same recording."""
-        self.trace, self.setting = trace, setting
+    def __init__(
+        self, trace: RankTrace, options: PricingOptions, shared: TracePricer | None = None
+    ) -> None:
+        """Create a pricer.
+
+        Args:
+            shared: pricer of another rank with the same `OpTrace`.
+        """
+        self.trace, self.options = trace, options
         self.bytes: list[float]
         self.kernels: list[int]
-        self.bytes, self.kernels = (same.bytes, same.kernels) if same else self._swept()
+        self.bytes, self.kernels = (
+            (shared.bytes, shared.kernels) if shared else self._price_events()
+        )
 
-    # ------------------------------------------------------------------- what is swept
+    # ------------------------------------------------------------------- traffic
 
-    def _swept(self) -> tuple[list[float], list[int]]:
-        """Of every event of the recording, the bytes that it moves and the kernels it launches."""
-        events = self.trace.recording.events
-        moved, kernels = [0.0] * len(events), [0] * len(events)
+    def _price_events(self) -> tuple[list[float], list[int]]:
+        """Return the bytes moved and kernels launched by every event of the trace."""
+        events = self.trace.op_trace.events
+        traffic, kernels = [0.0] * len(events), [0] * len(events)
         region, regions = 0, [0] * len(events)
-        before: object = None
+        previous: object = None
         readers: dict[int, set[int]] = {}
-        for place, event in enumerate(events):
+        for index, event in enumerate(events):
             if (call := event.call) is None:
                 continue
-            alone = self._is_eager(event) or _is_barrier(call)
-            region += alone or event.where != before
-            regions[place], before = region, event.where
+            is_barrier = self._is_eager(event) or _is_barrier(call)
+            region += is_barrier or event.location != previous
+            regions[index], previous = region, event.location
             for storage, _ in call.reads:
                 readers.setdefault(storage, set()).add(region)
-            region += alone
-        gone = {e.storage for e in events if e.call is None and e.bytes < 0}
+            region += is_barrier
+        freed = {e.storage for e in events if e.call is None and e.bytes < 0}
         seen: set[tuple[int, int]] = set()
         launched: set[int] = set()
-        for place, event in enumerate(events):
+        for index, event in enumerate(events):
             if (call := event.call) is None:
                 continue
             if self._is_eager(event):
-                kernels[place] = 1
+                kernels[index] = 1
                 if not _is_barrier(call):
-                    moved[place] = sum(size for _, size in (*call.reads, *call.writes))
+                    traffic[index] = sum(size for _, size in (*call.reads, *call.writes))
                 continue
-            here = regions[place]
-            if here not in launched:
-                launched.add(here)
-                kernels[place] = FUSED_KERNELS
+            current = regions[index]
+            if current not in launched:
+                launched.add(current)
+                kernels[index] = FUSED_KERNELS
             if _is_barrier(call):
                 continue
             for storage, size in call.reads:
-                if (here, storage) not in seen:
-                    seen.add((here, storage))
-                    moved[place] += size
+                if (current, storage) not in seen:
+                    seen.add((current, storage))
+                    traffic[index] += size
             for storage, size in call.writes:
-                if (here, storage) in seen:
+                if (current, storage) in seen:
                     continue
-                seen.add((here, storage))
-                if storage not in gone or readers.get(storage, set()) - {here}:
-                    moved[place] += size
-        return moved, kernels
+                seen.add((current, storage))
+                if storage not in freed or readers.get(storage, set()) - {current}:
+                    traffic[index] += size
+        return traffic, kernels
 
     def _is_eager(self, event: Event) -> bool:
-        """Whether an operator is none of a compiled block's: head, loss and optimizer, too."""
-        return not (self.setting.compiled and event.where.running) or (
-            event.call is not None and event.call.name in OUTSIDE
+        """Return True if the operator is not in a compiled block."""
+        return not (self.options.compiled and event.location.is_in_block) or (
+            event.call is not None and event.call.name in EAGER_OPS
         )
 
     # ------------------------------------------------------------------- segments
 
-    def of(self, segment: Segment) -> Works:
+    def price_segment(self, segment: Segment) -> WorkList:
+        """Return the works of a segment."""
         return tuple(
-            (self._work(calls), times) for calls, times in self.trace.expansion.works(segment)
+            (self._work(calls), times)
+            for calls, times in self.trace.extrapolation.segment_calls(segment)
         )
 
-    def _work(self, calls: Iterable[tuple[int, Call]]) -> Work:
+    def _work(self, calls: Iterable[tuple[int, OpCall]]) -> Work:
         matmuls, attention, collectives = [], [], []
-        swept = kernels = 0.0
-        for place, call in calls:
-            swept += self.bytes[place]
-            kernels += self.kernels[place]
-            if call.name in PRODUCTS:
-                matmuls.append(product(call))
+        traffic = kernels = 0.0
+        for index, call in calls:
+            traffic += self.bytes[index]
+            kernels += self.kernels[index]
+            if call.name in MATMUL_OPS:
+                matmuls.append(to_matmul(call))
             elif "attention" in call.name:
-                attention.append(attention_of(call, self.setting.kernel))
+                attention.append(to_attention(call, self.options.kernel))
             elif call.group:
                 op = self._collective(call)
                 if op is not None:
                     collectives.append(op)
-        return Work(tuple(matmuls), tuple(attention), swept, kernels, tuple(collectives))
+        return Work(tuple(matmuls), tuple(attention), traffic, kernels, tuple(collectives))
 
-    def _collective(self, call: Call) -> Collective | None:
-        axis, ranks, stride = self.trace.groups[call.group]
-        kind = KINDS.get(call.name)
+    def _collective(self, call: OpCall) -> Collective | None:
+        axis, ranks, stride = self.trace.comm_groups[call.group]
+        kind = COLLECTIVE_KINDS.get(call.name)
         if kind is None or axis == "pp":
-            return None  # receiving is somebody's sending; hops are priced with the timetable
-        overlap = self.setting.overlaps.get(axis, "exposed")
-        if overlap == "prefetch" and call.name == "all_reduce" and exchanged_bytes(call) < 1024:
-            overlap = "exposed"  # a count, not gradients
+            return None  # the sender pays for a receive; the schedule prices p2p
+        overlap = self.options.overlaps.get(axis, "exposed")
+        if overlap == "prefetch" and call.name == "all_reduce" and collective_bytes(call) < 1024:
+            overlap = "exposed"  # a token count, not gradients
         if kind == "send":
             ranks = 2
-        return Collective(kind, exchanged_bytes(call), axis, ranks, stride, overlap)  # type: ignore[arg-type]
+        return Collective(kind, collective_bytes(call), axis, ranks, stride, overlap)  # type: ignore[arg-type]
 
-    def stage(self, stage: int) -> StageWork:
-        """Of a middle microbatch; what the first and the last do beyond it is its step's."""
-        counts = self.trace.expansion.counts(stage)
-        forward = self.of((stage, "F", _steady(counts["F"], first=True)))
-        backward: Works = ()
-        after: Works = ()
+    def price_stage(self, stage: int) -> StageWork:
+        """Return the work of a stage for a middle microbatch.
+
+        Additional work of the first and last microbatches counts once per step.
+        """
+        counts = self.trace.extrapolation.recorded_ordinals(stage)
+        forward = self.price_segment((stage, "F", _steady_index(counts["F"], first=True)))
+        backward: WorkList = ()
+        grad_reduce: WorkList = ()
         for kind in "BIW":
             if kind in counts:
-                steady = _steady(counts[kind], first=False)
-                works = self.of((stage, kind, steady))
+                steady = _steady_index(counts[kind], first=False)
+                works = self.price_segment((stage, kind, steady))
                 backward += works
-                after += _beyond(self.of((stage, kind, max(counts[kind]))), works)
-        before = _beyond(self.of((stage, "F", 0)), forward)
-        return StageWork(forward, backward, before, after)
+                grad_reduce += _extra_collectives(
+                    self.price_segment((stage, kind, max(counts[kind]))), works
+                )
+        param_gather = _extra_collectives(self.price_segment((stage, "F", 0)), forward)
+        return StageWork(forward, backward, param_gather, grad_reduce)
 
-    def once(self) -> Work:
-        """Clipping and the optimizer, of all blocks."""
+    def price_optimizer(self) -> Work:
+        """Return the work of clipping and the optimizer, for all blocks."""
         total = Work()
         for kind in ("clip", "optimizer"):
-            for all_calls, times in self.trace.expansion.works((0, kind, 0)):
-                calls = [each for each in all_calls if each[1].name not in MAKES_STATES]
-                if kind == "optimizer" and self.setting.fused_optimizer:
-                    part = self._one_kernel_a_weight(calls)
+            for all_calls, times in self.trace.extrapolation.segment_calls((0, kind, 0)):
+                calls = [indexed for indexed in all_calls if indexed[1].name not in STATE_INIT_OPS]
+                if kind == "optimizer" and self.options.fused_optimizer:
+                    work = self._price_fused_optimizer(calls)
                 else:
-                    part = replace(self._work(calls), swept_bytes=self._of_lists(calls) / times)
-                total = sum(repeat(part, times), total)
+                    work = replace(
+                        self._work(calls), traffic_bytes=self._list_traffic(calls) / times
+                    )
+                total = sum(repeat(work, times), total)
         return total
 
-    def _of_lists(self, calls: Iterable[tuple[int, Call]]) -> float:
-        """Bytes that operators move in one call for all blocks' weights."""
-        repeats = self.trace.expansion.repeats
+    def _list_traffic(self, calls: Iterable[tuple[int, OpCall]]) -> float:
+        """Return the bytes that operators on lists of weights move, for all blocks."""
+        repeats = self.trace.extrapolation.count_copies
         return sum(
             size * repeats(storage)
             for _, call in calls
@@ -195,61 +212,63 @@ class Pricer:
             for storage, size in (*call.reads, *call.writes)
         )
 
-    def _one_kernel_a_weight(self, calls: Iterable[tuple[int, Call]]) -> Work:
-        """What stays is read once and written once."""
-        recording = self.trace.recording
-        gone = {event.storage for event in recording.events if event.bytes < 0}
+    def _price_fused_optimizer(self, calls: Iterable[tuple[int, OpCall]]) -> Work:
+        """Return the work of an optimizer that reads and writes each state once."""
+        op_trace = self.trace.op_trace
+        gone = {event.storage for event in op_trace.events if event.bytes < 0}
         reads = {s: size for _, call in calls for s, size in call.reads if s not in gone}
         writes = {s: size for _, call in calls for s, size in call.writes if s not in gone}
-        weights = len(writes.keys() & recording.owner.keys())
-        return Work(swept_bytes=sum(reads.values()) + sum(writes.values()), kernels=weights)
+        weights = len(writes.keys() & op_trace.storage_blocks.keys())
+        return Work(traffic_bytes=sum(reads.values()) + sum(writes.values()), kernels=weights)
 
 
-def _steady(counts: list[int], first: bool) -> int:
-    """The microbatch that most are like: neither the first, which gathers, nor the last."""
+def _steady_index(counts: list[int], first: bool) -> int:
+    """Return the index of a typical microbatch: neither the first nor the last."""
     if len(counts) == 1:
         return 0
     return 1 if first or len(counts) > 2 else 0
 
 
-def _beyond(more: Works, less: Works) -> Works:
-    """The collectives that one has and the other has not, and with them the difference of bytes."""
+def _extra_collectives(full: WorkList, baseline: WorkList) -> WorkList:
+    """Return the collectives that only ``full`` has, and the additional bytes."""
     counts: Counter[Collective] = Counter()
-    swept = 0.0
-    for sign, works in ((1, more), (-1, less)):
+    traffic = 0.0
+    for sign, works in ((1, full), (-1, baseline)):
         for work, times in works:
-            swept += sign * times * work.swept_bytes
+            traffic += sign * times * work.traffic_bytes
             for op in work.collectives:
                 counts[op] += sign * times
     extra = tuple((Work(collectives=(op,)), n) for op, n in counts.items() if n > 0)
-    return (*extra, (Work(swept_bytes=max(0.0, swept)), 1)) if extra else ()
+    return (*extra, (Work(traffic_bytes=max(0.0, traffic)), 1)) if extra else ()
 
 
-def _is_barrier(call: Call) -> bool:
-    return call.name in PRODUCTS or "attention" in call.name or bool(call.group)
+def _is_barrier(call: OpCall) -> bool:
+    return call.name in MATMUL_OPS or "attention" in call.name or bool(call.group)
 
 
-def product(call: Call) -> Matmul:
-    """A matrix product of two matrices, or of several pairs."""
-    first = PRODUCTS[call.name]
+def to_matmul(call: OpCall) -> Matmul:
+    """Convert a call to a matmul, single or batched."""
+    first = MATMUL_OPS[call.name]
     a, b = call.shapes[first], call.shapes[first + 1]
     if call.name == "_grouped_mm":
-        return _grouped(a, b, call.shapes[2][0])
+        return _grouped_matmul(a, b, call.shapes[2][0])
     groups = a[0] if len(a) == 3 else 1
     precision = "float8" if call.name == "_scaled_mm" else "bf16"
     return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)  # type: ignore[arg-type]
 
 
-def _grouped(a: tuple[int, ...], b: tuple[int, ...], groups: int) -> Matmul:
-    """Of groups of rows, each with a matrix of its own; or of groups of columns and rows, which
-    make a matrix each.  Groups are taken as equally large."""
+def _grouped_matmul(a: tuple[int, ...], b: tuple[int, ...], groups: int) -> Matmul:
+    """Return a grouped matmul with equally large groups.
+
+    Either rows are grouped, with a matrix per group, or the contracted dimension is.
+    """
     if len(b) == 3:
         return Matmul(a[0] / groups, a[1], b[2], groups=groups)
     return Matmul(a[0], a[1] / groups, b[1], groups=groups)
 
 
-def attention_of(call: Call, kernel: Kernel) -> Attention:
-    """Half of the square is computed where the future is left out."""
+def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:
+    """Convert a call to attention; a causal mask halves the FLOPs."""
     backward = "backward" in call.name
     query, key = call.shapes[1:3] if backward else call.shapes[:2]
     flops = call.flops / (2 if call.causal else 1)

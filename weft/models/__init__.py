@@ -1,7 +1,7 @@
-"""Model families: finding one by name, and a preset with the user's overrides.
+"""Registry of model families, and resolution of presets with overrides.
 
-A family is one file with a `Family` in it.  weft's own are listed in `FAMILIES`; a recipe
-names a user's as ``model.kind = "package.module:attribute"``.
+A family is one file with a `Family` in it.  `FAMILIES` lists weft's own; a recipe names a user's
+family as ``model.kind = "package.module:attribute"``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.config.schema import Job, Section, replace
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "load_family", "resolve_model", "spelled_out"]
+__all__ = ["FAMILIES", "Family", "expand_preset", "load_family", "resolve_model"]
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -28,10 +28,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def load_family(kind: str) -> Family:
-    """The family of that name, or the user's own at ``package.module:attribute``.
+    """Return a family by name, or import a user's ``package.module:attribute``.
 
     Raises:
-        InvalidConfig: with a problem of ``model.kind`` if there is none.
+        InvalidConfig: with an error of ``model.kind``.
     """
     if kind in FAMILIES:
         return FAMILIES[kind]
@@ -39,23 +39,25 @@ def load_family(kind: str) -> Family:
     if not colon:
         remedy = f"{suggest(kind, FAMILIES)} or name your own as package.module:attribute"
         raise _invalid_kind(kind, "no such model family", remedy)
-    if not all(part.isidentifier() for part in module_name.split(".")):
+    if not all(name.isidentifier() for name in module_name.split(".")):
         raise _invalid_kind(
-            kind, "not a module's name before the colon", "package.module:attribute"
+            kind, "is not a module name before the colon", "use package.module:attribute"
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module can raise any exception
         rule = f"cannot be imported: {type(error).__name__}: {error}"
-        missing = isinstance(error, ModuleNotFoundError)
-        remedy = "its folder must be on PYTHONPATH" if missing else "mend the module"
+        is_missing = isinstance(error, ModuleNotFoundError)
+        remedy = "add its directory to PYTHONPATH" if is_missing else "fix the module"
         raise _invalid_kind(kind, rule, remedy) from error
     family = getattr(module, attribute, None)
     if not isinstance(family, Family):
-        found = [name for name, value in vars(module).items() if isinstance(value, Family)]
-        missing = attribute not in vars(module)
-        rule = f"{module_name} has no {attribute!r}" if missing else "is not a weft.models.Family"
-        remedy = suggest(attribute, found) if found else "make one: weft.models.Family(...)"
+        families = [name for name, value in vars(module).items() if isinstance(value, Family)]
+        is_missing = attribute not in vars(module)
+        rule = (
+            f"{module_name} has no {attribute!r}" if is_missing else "is not a weft.models.Family"
+        )
+        remedy = suggest(attribute, families) if families else "make one: weft.models.Family(...)"
         raise _invalid_kind(kind, rule, remedy)
     return family
 
@@ -67,16 +69,16 @@ def _invalid_kind(kind: str, rule: str, remedy: str) -> InvalidConfig:
 def resolve_model(
     kind: str, preset: str, overrides: Mapping[str, Any]
 ) -> tuple[Section | None, list[ConfigError]]:
-    """A preset of a family with some fields changed.
+    """Resolve a preset of a family with some fields changed.
 
     Args:
         kind: see `load_family`.
-        preset: a name in the family's presets.
-        overrides: field name to value, with TOML's types, taken strictly.
+        preset: name of a preset of the family.
+        overrides: field name to value, with TOML's types, validated strictly.
 
     Returns:
-        The configuration, or None if there are problems, and every problem found: unknown
-        names, wrong types and impossible values together, each keyed ``model.<field>``.
+        The configuration, or None if there are errors, and all errors: unknown names, wrong types
+        and impossible values, each keyed ``model.<field>``.
     """
     try:
         family = load_family(kind)
@@ -88,31 +90,33 @@ def resolve_model(
         problems.append(
             ConfigError("model.preset", preset, "no such preset", suggest(preset, family.presets))
         )
-    # A field is checked alone first, so that one bad value does not hide the others.
+    # Each field is validated alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}
     invalid = [
         problem
         for problem in check_section(family.config, "model", {**fields, **overrides})
-        # Without a base, fields that have no default are missing: not the user's mistake.
+        # Without a base, fields without a default are missing, which is not a user error.
         if problem.key.removeprefix("model.") in overrides
     ]
     problems += invalid
     if base is None:
         return None, problems
-    bad = {problem.key for problem in invalid}
-    good = {name: value for name, value in overrides.items() if f"model.{name}" not in bad}
-    config = family.config.model_validate_json(json.dumps(fields | good), strict=True)
-    found = [problem for problem in family.check(config) if problem.key not in bad]
-    bad |= {problem.key for problem in found}
-    problems += [problem for problem in found if bad.isdisjoint(problem.depends)]
+    invalid_keys = {problem.key for problem in invalid}
+    valid = {
+        name: value for name, value in overrides.items() if f"model.{name}" not in invalid_keys
+    }
+    config = family.config.model_validate_json(json.dumps(fields | valid), strict=True)
+    conflicts = [problem for problem in family.check(config) if problem.key not in invalid_keys]
+    invalid_keys |= {problem.key for problem in conflicts}
+    problems += [problem for problem in conflicts if invalid_keys.isdisjoint(problem.depends)]
     return (None if problems else config), problems
 
 
-def spelled_out(job: Job) -> Job:
-    """The job with every field of its model, so that two of the same model have the same keys.
+def expand_preset(job: Job) -> Job:
+    """Return the job with every field of its model written out.
 
-    A recipe names a preset, and an imported run has the fields that were found.  The job as it is
-    if there is no such model.
+    Two jobs with the same model then have the same keys, even if one is imported and has no preset.
+    The job is returned unchanged if its model is unknown.
     """
     config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     if config is None:

@@ -1,6 +1,8 @@
-"""What weft needs to know of a kind of model, and the rows of the tables that tell it.
+"""Protocol between weft and a model family.
 
-A model is one file, which ends with its `Family`; `weft.models.llama` is the one to read.
+A family is one file that ends with a `Family`: a configuration, a constructor, and the functions
+and tables that the trainer and the planner read.  `Family` documents every entry;
+`weft.models.llama` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ Json = dict[str, Any]
 
 
 class Init(NamedTuple):
-    """How a parameter starts: all ones, all zeros, normal with ``std``, cut at three ``std``; or
-    (*fan_in*) uniform between plus and minus one over the root of its inputs, as `nn.Linear` does.
+    """Initial distribution of a parameter.
 
-    ``residual``: it writes into the residual stream, twice per layer, so its standard
-    deviation is divided by ``sqrt(2 * num_layers)`` to keep the sum's variance flat (GPT-2).
+    Attributes:
+        kind: ones; zeros; truncated_normal: normal with ``std``, cut at three ``std``;
+            fan_in: uniform within ``1 / sqrt(inputs)``, as in `nn.Linear`.
+        std: standard deviation of truncated_normal.
+        residual: True if the parameter writes into the residual stream, twice per layer.  Its
+            ``std`` is divided by ``sqrt(2 * num_layers)`` to keep the variance flat (GPT-2).
     """
 
     kind: Literal["ones", "zeros", "truncated_normal", "fan_in"]
@@ -30,38 +35,42 @@ class Init(NamedTuple):
     residual: bool = False
 
 
+WeightSharding = Literal["column", "row", "heads", "vocabulary", "replicated", "partial_grad"]
+
+
 class TensorParallelSpec(NamedTuple):
-    """What tensor parallelism makes of a module; `weft.parallel.tensor_parallel` carries it out.
+    """Tensor parallelism of one module, applied by `weft.parallel.tensor_parallel`.
 
-    ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
-    inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
-    are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
-    every rank has it; *summed*: it has, and computes a part of its gradient.
+    Attributes:
+        weight: how the weight is sharded.  column: by outputs; row: by inputs; heads: by outputs at
+            head boundaries, so that ranks share a head if there are more ranks than heads;
+            vocabulary: by rows of an embedding table; replicated: on every rank; partial_grad:
+            replicated, but each rank computes a part of the gradient.
+        input_comm: gather: all-gather the input's sequence, before a column-sharded product.
+        output_comm: gather: all-gather the output's sequence; scatter: reduce-scatter the partial
+            outputs of a row-sharded product over the sequence.
 
-    ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
-    products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose
-    weights are cut by column.  *scatter* adds up the ranks' parts, as products with weights cut
-    by row leave them, and slices the sum.
+    Between products each rank holds a slice of the sequence (sequence parallelism).
     """
 
-    weight: Literal["column", "row", "heads", "vocabulary", "whole", "summed"] | None = None
-    before: Literal["gather"] | None = None
-    after: Literal["gather", "scatter"] | None = None
+    weight: WeightSharding | None = None
+    input_comm: Literal["gather"] | None = None
+    output_comm: Literal["gather", "scatter"] | None = None
 
 
-class Unit(NamedTuple):
-    """What one of a model's consecutive units costs; see `keep`."""
+class UnitCost(NamedTuple):
+    """Cost of one unit: the embedding, a block, or the head with its norm."""
 
     name: str
     params: int
     flops_per_token: float  # forward and backward, without recomputation
-    # Kept for backward, in bfloat16 without recomputation.
+    # Saved for backward, in bfloat16 without recomputation.
     activation_bytes_per_token: float
-    expert_params: int = 0  # of ``params``, those that expert parallelism spreads
+    expert_params: int = 0  # part of ``params`` that expert parallelism shards
 
 
-# Fields with the only value that weft's models can represent.
-ONLY: Json = {
+# Fields of config.json with the only value that weft's models support.
+FIXED_FIELDS: Json = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -70,35 +79,62 @@ ONLY: Json = {
 
 
 def hf_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of a parameter of `weft.models.llama.Llama`."""
+    """Return the Hugging Face name of a parameter of `weft.models.llama.Llama`."""
     return name if name == "lm_head.weight" else f"model.{name}"
 
 
 @dataclass(frozen=True)
 class HFMapping:
-    """What Hugging Face has for a family.
+    """Differences between a family and its Hugging Face model.
 
-    ``defaults``: what transformers takes where a field is missing, beside `DEFAULTS`.  ``window``:
-    the sliding window of a file that does not mention one; None: the family has none.
+    Attributes:
+        name: display name.
+        hf_name: maps weft's parameter name to Hugging Face's.
+        defaults: values that transformers uses for missing fields, in addition to `DEFAULTS`.
+        fixed_fields: fields with the only value that weft supports.
+        ignored_fields: fields that do not change what the model computes.
+        default_sliding_window: window of a file without the field; None: the family has none.
     """
 
-    name: str  # for people
+    name: str
     architecture: str
     model_type: str
     hf_name: Callable[[str], str] = hf_name
     defaults: Json = field(default_factory=dict)
-    only: Json = field(default_factory=lambda: ONLY)
-    ignored: frozenset[str] = frozenset()
-    window: int | None = None
+    fixed_fields: Json = field(default_factory=lambda: FIXED_FIELDS)
+    ignored_fields: frozenset[str] = frozenset()
+    default_sliding_window: int | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """What weft needs to know of a kind of model.  `weft.models.llama` documents each entry.
+    """Everything that weft knows about a model family.
 
-    ``check``, ``build`` and what counts take the family's own configuration, an instance of
-    ``config``; ``blocks``, ``keep`` and the like take the model that was built.  Rules
-    about several of its fields belong in ``check``, not in validators of ``config``.
+    Required entries:
+        config: pydantic section with the model's fields.
+        presets: named configurations.
+        build: config -> module; must work on the meta device.
+        check: config -> configuration errors.  Rules about several fields belong here, not in
+            validators of ``config``.
+        blocks: module -> repeated blocks in order: the units of FSDP, activation checkpointing and
+            compilation.
+        get_init: (parameter name, config) -> `Init`.
+        has_weight_decay: parameter name -> True if weight decay applies.
+        num_params: config -> number of parameters, a tied embedding counted once.
+        flops_per_token: (config, sequence length) -> training FLOPs per token.
+
+    Optional entries, each of which enables a feature:
+        sharding: module name patterns -> `TensorParallelSpec`; tensor parallelism.
+        tp_divided_fields: config fields that the number of tensor-parallel ranks must divide.
+        unit_costs: (config, sequence length) -> cost of every pipeline unit; pipeline parallelism
+            and memory prediction.
+        prune_to_stage: (module, range of units) -> None; deletes what another stage holds.
+        enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
+            The module then returns that product's input ``[B, T, D]``, and the loss never
+            builds all logits.
+        moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
+        num_active_params: config -> parameters that one token uses.
+        hf_mapping: ``weft export`` and ``weft import``.
     """
 
     config: type[Section]
@@ -106,21 +142,15 @@ class Family:
     build: Callable[[Any], nn.Module]
     check: Callable[[Any], list[ConfigError]]
     blocks: Callable[[Any], list[nn.Module]]
-    init_of: Callable[[str, Any], Init]
-    decays: Callable[[str], bool]
+    get_init: Callable[[str, Any], Init]
+    has_weight_decay: Callable[[str], bool]
     num_params: Callable[[Any], int]
     flops_per_token: Callable[[Any, int], float]
-    # For tensor parallelism; without sharding a model cannot have it.
     sharding: Mapping[str, TensorParallelSpec] = field(default_factory=dict)
-    split_sizes: tuple[str, ...] = ()
-    # For pipeline parallelism; without them a model cannot have it.
-    units: Callable[[Any, int], list[Unit]] | None = None
-    keep: Callable[[Any, range], None] | None = None
-    # For a loss without whole logits; without it they are whole.
-    without_head: Callable[[Any], Callable[[], Tensor]] | None = None
-    # Of a mixture of experts: a model's routed layers (`weft.models.moe.MoE`), and of the
-    # parameters those that a token has to do with.
-    routed: Callable[[nn.Module], list[Any]] | None = None
+    tp_divided_fields: tuple[str, ...] = ()
+    unit_costs: Callable[[Any, int], list[UnitCost]] | None = None
+    prune_to_stage: Callable[[Any, range], None] | None = None
+    enable_fused_loss: Callable[[Any], Callable[[], Tensor]] | None = None
+    moe_layers: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
-    # For `weft export` and `weft import`; without it a model has neither.
-    huggingface: HFMapping | None = None
+    hf_mapping: HFMapping | None = None

@@ -1,11 +1,11 @@
-"""Models as Hugging Face has them: names of weights, and ``config.json``, both ways.
+"""Conversion between a family's configuration and a Hugging Face ``config.json``.
 
-Nothing is permuted: the rotary convention (see `weft.models.layers.apply_rope`) and all shapes are
-the same on both sides.  What is not the same model is refused.  That includes every field of a
-``config.json`` that is not known here (but for names that begin with an underscore), because
-whether an unknown field changes what the model computes cannot be known either.
+Weights are not permuted: the rotary convention (see `weft.models.layers.apply_rope`) and all shapes
+agree on both sides.  A ``config.json`` that describes another model is refused.  So is one with an
+unknown field, because weft cannot know if the field changes what the model computes.  Names that
+begin with an underscore are ignored.
 
-The tables below are of all families like Llama; what differs stands in the family's `Counterpart`.
+The tables below hold for all Llama-like families; each family's `HFMapping` holds the differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.config.errors import MISSING, ConfigError
 from weft.config.reader import check_section
 from weft.models.family import Family, HFMapping, Json
 
-# Their field -> ours.
+# Hugging Face field -> weft field.
 FIELDS = {
     "hidden_size": "dim",
     "num_hidden_layers": "num_layers",
@@ -34,23 +34,23 @@ FIELDS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_embeddings",
 }
-SCALING = {
+ROPE_SCALING_FIELDS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_context",
 }
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# What transformers takes where a field is missing; the others in `FIELDS` must be there, but for
-# num_key_value_heads and head_dim, which follow from others.
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+# Defaults of transformers.  The other `FIELDS` are required, except for num_key_value_heads and
+# head_dim, which follow from others.
 DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# Numbers that a model can have: the least and the most, both included.  Far outside of what any
-# published model has; a number beyond that is a damaged or hostile file.
-WHOLE = {
+# Valid ranges, both ends included, far wider than any published model needs.  A number outside
+# means a damaged or hostile file.
+INT_RANGES = {
     "hidden_size": (1, 1 << 20),
     "num_hidden_layers": (1, 10_000),
     "num_attention_heads": (1, 1 << 16),
@@ -62,7 +62,7 @@ WHOLE = {
     "sliding_window": (1, 1 << 30),
     "rope_scaling.original_max_position_embeddings": (1, 1 << 30),
 }
-REAL = {
+FLOAT_RANGES = {
     "rms_norm_eps": (1e-12, 1e-2),
     "rope_theta": (1.0, 1e12),
     "rope_scaling.factor": (1.0, 1e4),
@@ -70,7 +70,7 @@ REAL = {
     "rope_scaling.high_freq_factor": (1e-3, 1e4),
 }
 # Fields that do not change what the model computes.
-IGNORED = {
+IGNORED_FIELDS = {
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
@@ -89,174 +89,195 @@ IGNORED = {
     "use_cache",
 }
 REMEDIES = {
-    "auto_map": "it names code to run, which weft never does; take it out if the model is plain",
-    "quantization_config": "save the weights dequantised first, in float32, bfloat16 or float16",
+    "auto_map": "weft never runs remote code; remove the field if the model needs none",
+    "quantization_config": "save dequantized weights first, in float32, bfloat16 or float16",
 }
 
 
-def counterpart(family: Family) -> HFMapping:
-    """Of a family that has one."""
-    assert family.huggingface is not None
-    return family.huggingface
+def get_hf_mapping(family: Family) -> HFMapping:
+    """Return the Hugging Face mapping of a family that has one."""
+    assert family.hf_mapping is not None
+    return family.hf_mapping
 
 
-def kind_of(tree: Json, families: Mapping[str, Family]) -> tuple[str | None, list[ConfigError]]:
-    """The family that a ``config.json`` is of, by its ``model_type``; None, and why, if of none."""
-    types = {f.huggingface.model_type: kind for kind, f in families.items() if f.huggingface}
-    found = tree.get("model_type", MISSING)
-    if isinstance(found, str) and found in types:
-        return types[found], []
-    rule = f"must be {' or '.join(json.dumps(name) for name in types)}"
+def detect_family(
+    hf_config: Json, families: Mapping[str, Family]
+) -> tuple[str | None, list[ConfigError]]:
+    """Return a ``config.json``'s family by its ``model_type``, or None and an error."""
+    kind_by_type = {f.hf_mapping.model_type: kind for kind, f in families.items() if f.hf_mapping}
+    model_type = hf_config.get("model_type", MISSING)
+    if isinstance(model_type, str) and model_type in kind_by_type:
+        return kind_by_type[model_type], []
+    rule = f"must be {' or '.join(json.dumps(name) for name in kind_by_type)}"
     return None, [
-        ConfigError("config.json model_type", _short(found), rule, "weft has no such model")
+        ConfigError("config.json model_type", _short(model_type), rule, "weft has no such model")
     ]
 
 
-def shapes(family: Family, config: Any) -> dict[str, torch.Size]:
-    """Every parameter of the model, by our name, in the order in which a token meets them."""
-    with torch.device("meta"):  # one block tells of all: cheap however many layers are claimed
-        one = family.build(config.model_copy(update={"num_layers": 1, "max_seq_len": 1}))
-    found = {name: param.shape for name, param in one.named_parameters()}
-    block = [name.removeprefix("layers.0.") for name in found if name.startswith("layers.0.")]
-    embedding, *rest = [name for name in found if not name.startswith("layers.")]
+def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:
+    """Return the shape of every parameter by weft's name, in the order of computation."""
+    with torch.device("meta"):  # one block suffices: cheap for any number of layers in a file
+        model = family.build(config.model_copy(update={"num_layers": 1, "max_seq_len": 1}))
+    template = {name: param.shape for name, param in model.named_parameters()}
+    block = [name.removeprefix("layers.0.") for name in template if name.startswith("layers.0.")]
+    embedding, *head = [name for name in template if not name.startswith("layers.")]
     layers = [(f"layers.{i}.{name}", name) for i in range(config.num_layers) for name in block]
     return {
-        embedding: found[embedding],
-        **{name: found[f"layers.0.{kind}"] for name, kind in layers},
-        **{name: found[name] for name in rest},
+        embedding: template[embedding],
+        **{name: template[f"layers.0.{kind}"] for name, kind in layers},
+        **{name: template[name] for name in head},
     }
 
 
-def to_config(family: Family, config: Any, dtype: str) -> Json:
-    """``config.json`` of a model whose weights are stored as ``dtype``.
+def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
+    """Return the ``config.json`` of a model whose weights are stored as ``dtype``.
 
-    Rotary positions are written as all versions of transformers read them.
+    Rotary positions are written in the form that all versions of transformers read.
     """
-    theirs = counterpart(family)
-    stretched = (
-        {name: getattr(config, ours) for name, ours in SCALING.items()}
+    mapping = get_hf_mapping(family)
+    rope_scaling = (
+        {hf_field: getattr(config, field) for hf_field, field in ROPE_SCALING_FIELDS.items()}
         if getattr(config, "rope_scaling", False)
         else None
     )
     return {
-        "architectures": [theirs.architecture],
-        "model_type": theirs.model_type,
-        **theirs.only,
-        **{name: getattr(config, ours) for name, ours in FIELDS.items()},
-        **({} if theirs.window is None else {"sliding_window": None}),
+        "architectures": [mapping.architecture],
+        "model_type": mapping.model_type,
+        **mapping.fixed_fields,
+        **{hf_field: getattr(config, field) for hf_field, field in FIELDS.items()},
+        **({} if mapping.default_sliding_window is None else {"sliding_window": None}),
         "rope_theta": config.rope_theta,
-        "rope_scaling": stretched and {"rope_type": "llama3", **stretched},
+        "rope_scaling": rope_scaling and {"rope_type": "llama3", **rope_scaling},
         "torch_dtype": dtype,
     }
 
 
-def from_config(family: Family, tree: Json) -> tuple[Any, list[ConfigError]]:
-    """The family's configuration that a ``config.json`` describes.
+def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigError]]:
+    """Convert a ``config.json`` to the family's configuration.
 
     Returns:
-        None if there are problems, and every reason why weft's family is not that model; keys are
-        ``config.json <field>``.
+        The configuration, or None if there are errors, and every reason why the family cannot be
+        that model; keys are ``config.json <field>``.
     """
-    theirs = counterpart(family)
+    mapping = get_hf_mapping(family)
 
-    def problem(name: str, value: object, rule: str, remedy: str = "") -> ConfigError:
-        remedy = remedy or f"weft's {theirs.name} has nothing else, and cannot be this model"
-        return ConfigError(f"config.json {shown(name)}", _short(value), rule, remedy)
+    def make_error(name: str, value: object, rule: str, remedy: str = "") -> ConfigError:
+        remedy = remedy or f"weft's {mapping.name} supports no other value"
+        return ConfigError(f"config.json {printable(name)}", _short(value), rule, remedy)
 
-    given = {name: value for name, value in tree.items() if value is not None}
+    given = {name: value for name, value in hf_config.items() if value is not None}
     fields: Json = {}
-    stretches = "rope_scaling" in family.config.model_fields
-    own_width = "head_dim" in family.config.model_fields
-    problems = [problem(*each) for each in _read_rope(given, fields, stretches)]
-    wrong_numbers = list(_check_numbers(given))
-    problems += [problem(*each) for each in wrong_numbers]
-    reported = {name for name, *_ in wrong_numbers}
-    defaults = DEFAULTS | theirs.defaults
-    for name, ours in FIELDS.items():
-        if name == "head_dim" and not own_width:
+    scales_rope = "rope_scaling" in family.config.model_fields
+    has_head_dim = "head_dim" in family.config.model_fields
+    problems = [make_error(*args) for args in _read_rope(given, fields, scales_rope)]
+    range_errors = list(_check_numbers(given))
+    problems += [make_error(*args) for args in range_errors]
+    out_of_range = {name for name, *_ in range_errors}
+    defaults = DEFAULTS | mapping.defaults
+    for name, field in FIELDS.items():
+        if name == "head_dim" and not has_head_dim:
             continue
         if name == "num_key_value_heads" and name not in given:
-            # Where a family has a default of its own, null still means as many as there are heads.
-            missing = name not in tree and name in defaults
-            fields[ours] = defaults[name] if missing else given.get("num_attention_heads")
+            # Even if the family has a default, null means as many as query heads.
+            use_default = name not in hf_config and name in defaults
+            fields[field] = defaults[name] if use_default else given.get("num_attention_heads")
         elif name in given or name in defaults:
-            fields[ours] = given.get(name, defaults.get(name))
+            fields[field] = given.get(name, defaults.get(name))
         elif name == "head_dim":
             width, heads = given.get("hidden_size"), given.get("num_attention_heads")
             if type(width) is type(heads) is int and heads > 0:
-                fields[ours] = width // heads
+                fields[field] = width // heads
         else:
-            problems.append(problem(name, MISSING, "is missing", "without it nothing is known"))
-    exact = {"architectures": [theirs.architecture], "model_type": theirs.model_type}
-    for name, only in {**exact, **theirs.only}.items():
+            problems.append(make_error(name, MISSING, "is missing", "add it; it has no default"))
+    exact = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
+    for name, only in {**exact, **mapping.fixed_fields}.items():
         if name in exact or name in given:
             value = given.get(name, MISSING)
             if value != only:
-                problems.append(problem(name, value, f"must be {json.dumps(only)}"))
-    known = {*FIELDS, *exact, *theirs.only, *IGNORED, *theirs.ignored, "layer_types"}
-    if theirs.window is not None:
+                problems.append(make_error(name, value, f"must be {json.dumps(only)}"))
+    known = {
+        *FIELDS,
+        *exact,
+        *mapping.fixed_fields,
+        *IGNORED_FIELDS,
+        *mapping.ignored_fields,
+        "layer_types",
+    }
+    if mapping.default_sliding_window is not None:
         known.add("sliding_window")
-        window, longest = tree.get("sliding_window", theirs.window), fields["max_seq_len"]
-        if type(longest) is type(window) is int and window < longest:
-            rule = f"is narrower than max_position_embeddings = {longest}, and weft has no windows"
-            remedy = "set max_position_embeddings to the window: rows up to it are the same model"
-            problems.append(problem("sliding_window", window, rule, remedy))
+        window = hf_config.get("sliding_window", mapping.default_sliding_window)
+        max_seq_len = fields["max_seq_len"]
+        if type(max_seq_len) is type(window) is int and window < max_seq_len:
+            rule = f"is less than max_position_embeddings = {max_seq_len}; weft has no such window"
+            remedy = "set max_position_embeddings to the window; shorter sequences do not change"
+            problems.append(make_error("sliding_window", window, rule, remedy))
     types = given.get("layer_types", ["full_attention"])
-    full = isinstance(types, list) and types and all(kind == "full_attention" for kind in types)
-    if not full:
-        problems.append(problem("layer_types", types, 'must be "full_attention" for each layer'))
+    is_full = isinstance(types, list) and types and all(kind == "full_attention" for kind in types)
+    if not is_full:
+        problems.append(make_error("layer_types", types, 'must be "full_attention" for each layer'))
     for name in given:
         if name not in known and not name.startswith(("_", "rope_")):
-            remedy = REMEDIES.get(name, "take it out if the model computes the same without")
-            rule = f"is nothing that weft's {theirs.name} has"
-            problems.append(problem(name, given[name], rule, remedy))
+            remedy = REMEDIES.get(name, "remove it if it does not change what the model computes")
+            rule = f"is not a known field of {mapping.name}"
+            problems.append(make_error(name, given[name], rule, remedy))
 
-    named = {f"model.{ours}": name for name, ours in FIELDS.items()}
-    named |= {f"model.{ours}": f"rope_scaling.{name}" for name, ours in SCALING.items()}
-    wrong = [p for p in check_section(family.config, "model", fields) if p.value is not None]
+    hf_names = {f"model.{field}": name for name, field in FIELDS.items()}
+    hf_names |= {
+        f"model.{field}": f"rope_scaling.{name}" for name, field in ROPE_SCALING_FIELDS.items()
+    }
+    config_errors = [
+        p for p in check_section(family.config, "model", fields) if p.value is not None
+    ]
     config: Any = None
-    if not wrong and not any(problem.value is MISSING for problem in problems):
+    if not config_errors and not any(problem.value is MISSING for problem in problems):
         config = family.config.model_validate(fields)
-        wrong = family.check(config)
-    bad = {each.key for each in wrong}
-    for each in wrong:
-        key = named.get(each.key, each.key.removeprefix("model."))
-        if bad.isdisjoint(each.depends) and key not in reported:  # else it may be an echo
-            rule = re.sub(r"model\.\w+", lambda m: named.get(m[0], m[0]), each.rule)
-            problems.append(problem(key, each.value, rule))
-    if config and given.get("head_dim", config.head_dim) != config.head_dim and not wrong:
+        config_errors = family.check(config)
+    invalid_keys = {error.key for error in config_errors}
+    for error in config_errors:
+        key = hf_names.get(error.key, error.key.removeprefix("model."))
+        # An error that depends on another error may be its consequence.
+        if invalid_keys.isdisjoint(error.depends) and key not in out_of_range:
+            rule = re.sub(r"model\.\w+", lambda m: hf_names.get(m[0], m[0]), error.rule)
+            problems.append(make_error(key, error.value, rule))
+    if config and given.get("head_dim", config.head_dim) != config.head_dim and not config_errors:
         rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
-        problems.append(problem("head_dim", given["head_dim"], rule))
+        problems.append(make_error("head_dim", given["head_dim"], rule))
     return (None if problems else config), problems
 
 
 def _check_numbers(given: Json) -> Iterator[tuple[Any, ...]]:
-    """Yield arguments of a problem for each number that no model can have, and what is none."""
+    """Yield an error's arguments for each value that is not a number in its range."""
     scaling = given.get("rope_scaling") or given.get("rope_parameters")
     values = dict(given)
-    for part in (given.get("rope_parameters"), scaling):
-        if isinstance(part, dict):
-            values |= {f"rope_scaling.{name}": value for name, value in part.items()}
-            values |= {name: part[name] for name in ("rope_theta",) if name in part}
-    remedy = "fetch config.json again, or do not use it"
-    for name, (least, most) in WHOLE.items():
+    for rope in (given.get("rope_parameters"), scaling):
+        if isinstance(rope, dict):
+            values |= {f"rope_scaling.{name}": value for name, value in rope.items()}
+            values |= {name: rope[name] for name in ("rope_theta",) if name in rope}
+    remedy = "download config.json again, or do not use it"
+    for name, (least, most) in INT_RANGES.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and least <= value <= most):
-            yield name, value, f"must be a whole number from {least} to {most:,}", remedy
-    for name, (low, high) in REAL.items():
+            yield name, value, f"must be an integer from {least} to {most:,}", remedy
+    for name, (low, high) in FLOAT_RANGES.items():
         value = values.get(name)
         if value is not None and not (type(value) in (int, float) and low <= value <= high):
             yield name, value, f"must be a number from {low:g} to {high:g}", remedy
 
 
-def _read_rope(given: Json, fields: Json, stretches: bool) -> Iterator[tuple[Any, ...]]:
-    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or since version 5 one of both.
+def _read_rope(given: Json, fields: Json, scales_rope: bool) -> Iterator[tuple[Any, ...]]:
+    """Read rotary positions, in the fields of transformers 4 or 5.
 
-    Yields arguments of a problem.  ``stretches``: whether the family has Llama 3.1's scaling.
+    transformers 5 replaced ``rope_theta`` and ``rope_scaling`` by ``rope_parameters``.  Yields an
+    error's arguments.
+
+    Args:
+        given: fields of ``config.json`` that are not null.
+        fields: receives weft's fields.
+        scales_rope: True if the family has Llama 3.1's scaling.
     """
     both = [given[name] for name in ("rope_scaling", "rope_parameters") if given.get(name)]
     if len(both) == 2 and both[0] != both[1]:
-        yield ("rope_scaling", both[0], "is not what rope_parameters says", "leave one")
+        yield ("rope_scaling", both[0], "contradicts rope_parameters", "remove one of them")
     rope = both[0] if both else {}
     if not isinstance(rope, dict):
         yield ("rope_scaling", rope, "must be an object, or null")
@@ -265,12 +286,12 @@ def _read_rope(given: Json, fields: Json, stretches: bool) -> Iterator[tuple[Any
     fields["rope_theta"] = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
     legacy = rope.pop("type", "default")
     kind = rope.pop("rope_type", legacy)
-    for where in (rope, given):
-        share = where.pop("partial_rotary_factor", 1.0)
-        if share != 1.0:
-            yield ("partial_rotary_factor", share, "must be 1.0")
-    kinds = ("llama3", "default") if stretches else ("default",)
-    if stretches:
+    for tree in (rope, given):
+        factor = tree.pop("partial_rotary_factor", 1.0)
+        if factor != 1.0:
+            yield ("partial_rotary_factor", factor, "must be 1.0")
+    kinds = ("llama3", "default") if scales_rope else ("default",)
+    if scales_rope:
         fields["rope_scaling"] = kind == "llama3"
     if kind not in kinds:
         yield (
@@ -279,16 +300,16 @@ def _read_rope(given: Json, fields: Json, stretches: bool) -> Iterator[tuple[Any
             f"must be {' or '.join(repr(name) for name in kinds)}",
         )
         return
-    for theirs, ours in SCALING.items() if kind == "llama3" else ():
-        if theirs in rope:
-            fields[ours] = rope.pop(theirs)
+    for hf_field, field in ROPE_SCALING_FIELDS.items() if kind == "llama3" else ():
+        if hf_field in rope:
+            fields[field] = rope.pop(hf_field)
         else:
-            yield (f"rope_scaling.{theirs}", MISSING, "is missing")
+            yield (f"rope_scaling.{hf_field}", MISSING, "is missing")
     for name, value in rope.items():
-        yield (f"rope_scaling.{name}", value, f"is nothing that {kind!r} has")
+        yield (f"rope_scaling.{name}", value, f"is not a field of rope_type {kind!r}")
     for name in given:
-        if name.startswith("rope_") and name not in ROPE:
-            yield (name, given[name], "is nothing that weft has")
+        if name.startswith("rope_") and name not in ROPE_FIELDS:
+            yield (name, given[name], "is not a known field")
 
 
 def _short(value: object) -> object:
@@ -296,6 +317,6 @@ def _short(value: object) -> object:
     return value if len(text) <= 60 else text[:60] + "..."
 
 
-def shown(name: str) -> str:
-    """A name that somebody else chose, fit for a terminal."""
+def printable(name: str) -> str:
+    """Escape and truncate a name from a file for the terminal."""
     return json.dumps(name)[1:-1][:100]

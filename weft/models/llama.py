@@ -1,15 +1,13 @@
-"""Llama: configuration, presets, module, and the tables that others read about it.
+"""Llama: configuration, presets, module, and its `Family` tables.
 
-Shapes in names: B batch, T tokens of a row, D model width, K width of one head, J = K / 2,
-V vocabulary, S longest row (max_seq_len).
+Shapes in names: B batch, T tokens of a sequence, D model width, K head dimension, J = K / 2,
+V vocabulary, S maximum sequence length (max_seq_len).
 
-Parameter names are Hugging Face's: put ``model.`` before every name except
-``lm_head.weight`` and it is the name in a Hugging Face checkpoint, with equal shape and
-layout.  With tied embeddings there is no ``lm_head.weight`` on either side.
+A parameter's Hugging Face name is ``model.`` plus its name here, except for ``lm_head.weight``,
+with equal shape and layout.  With tied embeddings there is no ``lm_head.weight`` on either side.
 
-The module is single-device code.  Parallelism is applied from outside; what that needs to
-know of the model is in the tables below it (`INIT`, `NO_DECAY`, `blocks`), beside the
-weights that they talk about.
+The module is single-device code.  weft applies parallelism from outside; the tables below the
+module (`INIT`, `NO_DECAY`, `SHARDING`) hold what that needs to know about the model.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Positive, Section, key
-from weft.models.family import Family, HFMapping, Init, TensorParallelSpec, Unit
+from weft.models.family import Family, HFMapping, Init, TensorParallelSpec, UnitCost
 from weft.models.layers import (
     Attention,
     RMSNorm,
@@ -43,7 +41,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class DecoderConfig(Section):
-    """What every family of this module's blocks is told, whatever the width of a head."""
+    """Fields of every family that uses this module's blocks."""
 
     num_layers: Positive = key(32, "transformer blocks")
     dim: Positive = key(4096, "width of the residual stream")
@@ -51,12 +49,12 @@ class DecoderConfig(Section):
     num_kv_heads: Positive = key(8, "key and value heads, each shared by a group of query heads")
     ffn_dim: Positive = key(14336, "inner width of the feed-forward layer")
     vocab_size: Positive = key(128256, "token ids")
-    max_seq_len: Positive = key(131072, "longest row, in tokens")
+    max_seq_len: Positive = key(131072, "maximum sequence length, in tokens")
     rope_theta: PositiveFloat = key(500000.0, "base of the rotary wavelengths")
     norm_eps: PositiveFloat = key(1e-5, "added to the mean square in RMSNorm")
-    tied_embeddings: bool = key(False, "the output projection is the embedding table")
+    tied_embeddings: bool = key(False, "share the embedding table with the output projection")
 
-    if TYPE_CHECKING:  # a field, or a property
+    if TYPE_CHECKING:  # a field in some families, a property in others
 
         @property
         def head_dim(self) -> int:
@@ -64,23 +62,23 @@ class DecoderConfig(Section):
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """The stretching that `rope_frequencies` takes."""
+        """Return the scaling that `rope_frequencies` takes, or None."""
         return None
 
 
 class LlamaConfig(DecoderConfig):
-    """Shape of a Llama; the defaults are those of Llama 3.1 8B (arXiv:2407.21783, table 3)."""
+    """Configuration of a Llama; defaults: Llama 3.1 8B (arXiv:2407.21783, table 3)."""
 
-    num_heads: Positive = key(32, "query heads; dim / num_heads is the width of one")
-    rope_scaling: bool = key(True, "stretch the rotary frequencies as Llama 3.1 does")
-    rope_factor: Annotated[float, Field(ge=1)] = key(8.0, "how far they are stretched")
+    num_heads: Positive = key(32, "query heads; the head dimension is dim / num_heads")
+    rope_scaling: bool = key(True, "scale the rotary frequencies as Llama 3.1 does")
+    rope_factor: Annotated[float, Field(ge=1)] = key(8.0, "scaling factor of the context length")
     rope_low_freq_factor: PositiveFloat = key(
-        1.0, "turns within the original context below which a frequency is stretched fully"
+        1.0, "rotations per original context below which a frequency is scaled fully"
     )
     rope_high_freq_factor: PositiveFloat = key(
-        4.0, "turns within the original context above which it is left alone"
+        4.0, "rotations per original context above which a frequency is unchanged"
     )
-    rope_original_context: Positive = key(8192, "context before stretching, in tokens")
+    rope_original_context: Positive = key(8192, "context length before scaling, in tokens")
 
     @property
     def head_dim(self) -> int:
@@ -120,28 +118,28 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def check(config: DecoderConfig) -> list[ConfigError]:
-    """Every reason why a model of this shape cannot be built; keys are ``model.<field>``."""
+    """Return every reason why the model cannot be built; keys are ``model.<field>``."""
     problems = []
     dim, num_heads, num_kv_heads = config.dim, config.num_heads, config.num_kv_heads
-    # A width that is not chosen by itself follows from the number of heads.
-    derived = "head_dim" not in type(config).model_fields
-    if derived and (dim % num_heads or config.head_dim % 2):
+    # Families without the field derive the head dimension from the number of heads.
+    is_derived = "head_dim" not in type(config).model_fields
+    if is_derived and (dim % num_heads or config.head_dim % 2):
         rule = (
             f"does not divide model.dim = {dim}"
             if dim % num_heads
-            else f"makes heads of odd width {config.head_dim}, and rotary positions rotate pairs"
+            else f"makes head_dim = {config.head_dim} odd, and rotary positions rotate pairs"
         )
         even = [n for n in _divisors(dim) if dim // n % 2 == 0]
         valid = [n for n in even if n % num_kv_heads == 0] or even
         multiple = f"make model.dim a multiple of {2 * num_heads}"
-        remedy = f"use {_some_of(valid, num_heads)}, or {multiple}" if valid else multiple
+        remedy = f"use {_format_nearest(valid, num_heads)}, or {multiple}" if valid else multiple
         problems.append(ConfigError("model.num_heads", num_heads, rule, remedy, ("model.dim",)))
     elif config.head_dim % 2:
         rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.head_dim + 1}"
         problems.append(ConfigError("model.head_dim", config.head_dim, rule, remedy))
     if num_heads % num_kv_heads:
         rule = f"does not divide model.num_heads = {num_heads}"
-        remedy = f"use {_some_of(_divisors(num_heads), num_kv_heads)}"
+        remedy = f"use {_format_nearest(_divisors(num_heads), num_kv_heads)}"
         problems.append(
             ConfigError("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
         )
@@ -163,18 +161,18 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _some_of(valid: list[int], value: int) -> str:
-    """'1, 2 or 4': the valid values, only the eight nearest to ``value`` if there are more."""
+def _format_nearest(valid: list[int], value: int) -> str:
+    """Format the up to eight valid values nearest to ``value``, as in '1, 2 or 4'."""
     nearest = sorted(sorted(valid, key=lambda n: abs(math.log(n / value)))[:8])
-    *rest, last = [str(n) for n in nearest]
-    return f"{', '.join(rest)} or {last}" if rest else last
+    *head, last = [str(n) for n in nearest]
+    return f"{', '.join(head)} or {last}" if head else last
 
 
 # --------------------------------------------------------------------------- module
 
 
-class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm."""
+class LlamaBlock(nn.Module):
+    """Decoder layer: attention and feed-forward, each with pre-normalization."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -188,33 +186,34 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
     ) -> Tensor:
-        """``[B, T, D]`` to ``[B, T, D]``; the others come from `Llama.rope` and the mask."""
+        """Map ``[B, T, D]`` to ``[B, T, D]``; see `Llama.rope` and `document_mask`."""
         h_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_BTK, sin_BTK, mask_B1TT)
         out_BTD: Tensor = h_BTD + self.mlp(self.post_attention_layernorm(h_BTD))
         return out_BTD
 
 
 class Llama(nn.Module):
-    """A decoder-only transformer as in Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783).
+    """Decoder-only transformer as in Llama 2 and 3.
 
-    Built anywhere, the meta device included.  Parameters hold PyTorch's default values until
-    someone fills them by `INIT` or from a checkpoint; the rotary tables are always right
-    (see `init_buffers`).
+    Source: arXiv:2307.09288, arXiv:2407.21783.  Can be built on any device, including meta.
+        Parameters
+    hold PyTorch's default values until `INIT` or a checkpoint fills them.  The rotary tables are
+    always valid (see `init_buffers`).
 
     Raises:
-        ValueError: if `check` finds the configuration impossible.
+        ValueError: if `check` rejects the configuration.
     """
 
-    # A pipeline stage without the first or last unit has None there; see `keep`.
+    # None on a pipeline stage without the first or last unit; see `prune_to_stage`.
     embed_tokens: nn.Embedding | None
     norm: RMSNorm | None
-    # From `documents_BT` to what the blocks hand to their ``attend``.
+    # Maps `documents_BT` to the mask that the blocks pass to ``attend``.
     mask: Callable[[Tensor], Tensor | BlockMask]
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
-    headless = False  # see `without_head`
+    fused_loss = False  # see `enable_fused_loss`
     check = staticmethod(check)
-    block: type[Block] = Block  # what the layers are, in families that differ in it
+    block: type[LlamaBlock] = LlamaBlock  # class of the layers; other families override it
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -223,25 +222,25 @@ class Llama(nn.Module):
         self.config = config
         self.mask = document_mask
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        # A dict, so that a layer keeps its name where a pipeline stage drops those before it.
-        self.layers = nn.ModuleDict({str(i): self.new_block(i) for i in range(config.num_layers)})
+        # A dict, so that layers keep their names on pipeline stages without earlier layers.
+        self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(config.num_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        # Tied: no module and no second name for the shared weight, which sharding and
-        # checkpoints would have to keep apart from a parameter of its own; see `head`.
+        # Tied embeddings have no module and no second name for the shared weight, so sharding
+        # and checkpoints need no special case; see `head`.
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_buffers(self.norm.weight.device)
 
-    def new_block(self, index: int) -> nn.Module:
-        """Layer number ``index``, for families whose layers are not all alike."""
+    def build_block(self, index: int) -> nn.Module:
+        """Build layer ``index``; families with different kinds of layers override this."""
         return self.block(self.config)
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Compute the rotary tables, float32 ``[max_seq_len, head_dim / 2]``, on ``device``.
+        """Compute the rotary tables on ``device``.
 
-        They are not saved, and stay float32 under any ``model.to``: from a position of a few
-        hundred on, a bfloat16 angle would be wrong by whole radians.  `_apply` calls this, so
-        ``to_empty`` after building on meta leaves nothing to do.
+        They are float32 ``[max_seq_len, head_dim / 2]``, not saved, and stay float32 under any
+        ``model.to``: beyond a few hundred tokens a bfloat16 angle is wrong by whole radians.
+        `_apply` calls this method, so ``to_empty`` after building on meta also fills the tables.
         """
         config = self.config
         frequencies_J = rope_frequencies(config.head_dim, config.rope_theta, config.scaling, device)
@@ -251,8 +250,8 @@ class Llama(nn.Module):
         self.register_buffer("rope_sin_SJ", angles_SJ.sin(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Llama:
-        # Behind to, to_empty, bfloat16, cuda...: these cast floating buffers, or leave them
-        # uninitialised.  The tables follow to the device and are computed anew.
+        # Called by to, to_empty, bfloat16, cuda..., which cast floating buffers or leave them
+        # uninitialized.  The tables are computed again on the new device.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.init_buffers(self.rope_cos_SJ.device)
         return self
@@ -260,44 +259,49 @@ class Llama(nn.Module):
     def rope(
         self, num_tokens: int, positions_BT: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles of a row, for every block.
+        """Return cosines and sines of the rotary angles, for every block.
 
         Args:
             num_tokens: T.
-            positions_BT: integers, each token's place in its document; None: 0 to T - 1.
-            dtype: of the activations; the tables are rounded to it last, like transformers'.
+            positions_BT: integers, each token's position in its document; None: 0 to T - 1.
+            dtype: dtype of the activations, to which the tables are rounded last, as in
+                transformers.
 
         Returns:
             Two ``[B, T, K]``, or ``[1, T, K]`` without positions.
 
         Raises:
-            ValueError: if the row is longer than ``max_seq_len``.
+            ValueError: if the sequence is longer than ``max_seq_len``.
         """
         if num_tokens > self.config.max_seq_len:
             raise ValueError(
-                f"rows of {num_tokens} tokens, but model.max_seq_len = {self.config.max_seq_len}"
+                f"sequences have {num_tokens} tokens, which exceeds "
+                f"model.max_seq_len = {self.config.max_seq_len}"
             )
 
-        def pick(table_SJ: Tensor) -> Tensor:
-            rows_BTJ = (
+        def select(table_SJ: Tensor) -> Tensor:
+            angles_BTJ = (
                 table_SJ[:num_tokens].unsqueeze(0)
                 if positions_BT is None
                 else table_SJ[positions_BT]
             )
-            return torch.cat((rows_BTJ, rows_BTJ), dim=-1).to(dtype)
+            return torch.cat((angles_BTJ, angles_BTJ), dim=-1).to(dtype)
 
-        return pick(self.rope_cos_SJ), pick(self.rope_sin_SJ)
+        return select(self.rope_cos_SJ), select(self.rope_sin_SJ)
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` of the last block's output."""
+        """Map the last block's output to logits ``[B, T, V]``.
+
+        With ``fused_loss``, return the normalized hidden states ``[B, T, D]`` instead.
+        """
         assert self.norm is not None
         normed_BTD: Tensor = self.norm(x_BTD)
-        if self.headless:
+        if self.fused_loss:
             return normed_BTD
         if self.config.tied_embeddings:
             assert self.embed_tokens is not None
-            # Reads the weight outside its module's forward, which under fully_shard needs the
-            # embedding in the root's group, not in one of its own.
+            # Reads the weight outside its module's forward.  Under fully_shard the embedding must
+            # therefore be in the root's group.
             return F.linear(normed_BTD, self.embed_tokens.weight)
         logits_BTV: Tensor = self.lm_head(normed_BTD)
         return logits_BTV
@@ -308,23 +312,23 @@ class Llama(nn.Module):
         documents_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token.
+        """Compute the logits of the next tokens.
 
         Args:
-            tokens_BT: integer token ids; without an embedding, the activations ``[B, T, D]`` of
-                the unit before.
-            documents_BT: integers, equal within a document: attention stays inside it.
-                None: each row is one document, which takes the faster causal kernel.
-            positions_BT: integers, each token's place in its document; None: counted from the
-                row's start.  Attention depends on differences only, so that is right for
-                packed rows too; restarting at each document gives its rounding as well.
+            tokens_BT: integer token ids; on a pipeline stage without the embedding, the activations
+                ``[B, T, D]`` of the previous stage.
+            documents_BT: integers, equal within a document, to which attention is confined.
+                None: each sequence is one document, which uses the faster causal kernel.
+            positions_BT: integers, each token's position in its document; None: counted from the
+                start of the sequence.  Attention depends only on differences, so None is valid for
+                packed sequences too, up to rounding.
 
         Returns:
-            ``[B, T, V]`` in the dtype of the weights; without a head, the activations
-            ``[B, T, D]`` for the unit after.
+            ``[B, T, V]`` in the dtype of the weights; without the head, the activations
+            ``[B, T, D]`` for the next stage.
 
         Raises:
-            ValueError: if the row is longer than ``max_seq_len``.
+            ValueError: if the sequence is longer than ``max_seq_len``.
         """
         x_BTD: Tensor = self.embed_tokens(tokens_BT) if self.embed_tokens else tokens_BT
         cos_BTK, sin_BTK = self.rope(tokens_BT.shape[1], positions_BT, x_BTD.dtype)
@@ -349,22 +353,21 @@ INIT: dict[str, Init] = {
     "lm_head.weight": Init("truncated_normal", 0.02),
 }
 
-# Parameters that the optimizer must not decay: gains and embeddings.  A tied embedding counts
-# as an embedding.
+# Parameters without weight decay: gains and embeddings, including tied embeddings.
 NO_DECAY: tuple[str, ...] = ("*norm.weight", "embed_tokens.weight")
 
 
-def init_of(name: str, config: DecoderConfig) -> Init:
-    """The entry of `INIT` for a parameter, with the final ``std``.
+def get_init(name: str, config: DecoderConfig) -> Init:
+    """Return the entry of `INIT` for a parameter, with the final ``std``.
 
     Raises:
         KeyError: if no pattern matches ``name``.
     """
-    return init_from(INIT, name, config.num_layers)
+    return lookup_init(INIT, name, config.num_layers)
 
 
-def init_from(table: Mapping[str, Init], name: str, num_layers: int) -> Init:
-    """The entry of a table as `INIT` for a parameter, with the final ``std``."""
+def lookup_init(table: Mapping[str, Init], name: str, num_layers: int) -> Init:
+    """Return the entry of a table like `INIT` for a parameter, with the final ``std``."""
     for pattern, init in table.items():
         if fnmatchcase(name, pattern):
             depth = math.sqrt(2 * num_layers) if init.residual else 1.0
@@ -372,23 +375,23 @@ def init_from(table: Mapping[str, Init], name: str, num_layers: int) -> Init:
     raise KeyError(f"no pattern of INIT matches the parameter {name!r}")
 
 
-def decays(name: str) -> bool:
-    """Whether weight decay applies to a parameter; see `NO_DECAY`."""
+def has_weight_decay(name: str) -> bool:
+    """Return True if weight decay applies to a parameter; see `NO_DECAY`."""
     return not any(fnmatchcase(name, pattern) for pattern in NO_DECAY)
 
 
 def blocks(model: Llama) -> list[nn.Module]:
-    """The repeated blocks in order: units of sharding, checkpointing and compilation."""
+    """Return the blocks in order: units of sharding, checkpointing and compilation."""
     return list(model.layers.values())
 
 
-def without_head(model: Llama) -> Callable[[], Tensor]:
-    """Make a model with a head return what its last product takes, ``[B, T, D]``, not logits.
+def enable_fused_loss(model: Llama) -> Callable[[], Tensor]:
+    """Make a model with a head return the last product's input ``[B, T, D]``.
 
     Returns:
-        What gives that product's weight, ``[V, D]``, after a forward pass.
+        A function that returns that product's weight, ``[V, D]``, after a forward pass.
     """
-    model.headless = True
+    model.fused_loss = True
     embedding = model.embed_tokens if model.config.tied_embeddings else model.lm_head
     assert embedding is not None
     return lambda: embedding.weight
@@ -396,39 +399,39 @@ def without_head(model: Llama) -> Callable[[], Tensor]:
 
 # Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.
 SHARDING: dict[str, TensorParallelSpec] = {
-    "embed_tokens": TensorParallelSpec("vocabulary", after="scatter"),
-    "layers.*.input_layernorm": TensorParallelSpec("whole"),
-    "layers.*.self_attn": TensorParallelSpec(before="gather"),
+    "embed_tokens": TensorParallelSpec("vocabulary", output_comm="scatter"),
+    "layers.*.input_layernorm": TensorParallelSpec("replicated"),
+    "layers.*.self_attn": TensorParallelSpec(input_comm="gather"),
     "layers.*.self_attn.q_proj": TensorParallelSpec("column"),
     "layers.*.self_attn.[kv]_proj": TensorParallelSpec("heads"),
-    "layers.*.self_attn.o_proj": TensorParallelSpec("row", after="scatter"),
-    "layers.*.post_attention_layernorm": TensorParallelSpec("whole"),
-    "layers.*.mlp": TensorParallelSpec(before="gather"),
+    "layers.*.self_attn.o_proj": TensorParallelSpec("row", output_comm="scatter"),
+    "layers.*.post_attention_layernorm": TensorParallelSpec("replicated"),
+    "layers.*.mlp": TensorParallelSpec(input_comm="gather"),
     "layers.*.mlp.gate_proj": TensorParallelSpec("column"),
     "layers.*.mlp.up_proj": TensorParallelSpec("column"),
-    "layers.*.mlp.down_proj": TensorParallelSpec("row", after="scatter"),
+    "layers.*.mlp.down_proj": TensorParallelSpec("row", output_comm="scatter"),
     # Gathered here, not before lm_head, which a model with tied embeddings does not have.
-    "norm": TensorParallelSpec("whole", after="gather"),
+    "norm": TensorParallelSpec("replicated", output_comm="gather"),
     "lm_head": TensorParallelSpec("column"),
 }
 
-# Fields of the configuration that the number of tensor-parallel ranks must divide.
-SPLIT_SIZES = ("num_heads", "ffn_dim", "vocab_size")
+# Configuration fields that the number of tensor-parallel ranks must divide.
+TP_DIVIDED_FIELDS = ("num_heads", "ffn_dim", "vocab_size")
 
 
-def keep(model: Llama, units: range) -> None:
-    """Leave in place only what a pipeline stage holds; names stay as they are.
+def prune_to_stage(model: Llama, units: range) -> None:
+    """Delete all modules that a pipeline stage does not hold; names do not change.
 
     Args:
-        units: consecutive ones of the embedding (0), the blocks (1 to ``num_layers``) and the
-            head with its norm (``num_layers + 1``).
+        units: consecutive units: the embedding (0), blocks (1 to ``num_layers``), the head with
+            its norm (``num_layers + 1``).
 
     Raises:
-        ValueError: if tied embeddings would be torn apart.
+        ValueError: if the range separates tied embeddings.
     """
     last = model.config.num_layers + 1
     if model.config.tied_embeddings and (0 in units) != (last in units):
-        raise ValueError("tied embeddings: embedding and head belong to one stage")
+        raise ValueError("tied embeddings need the embedding and the head on one stage")
     if 0 not in units:
         model.embed_tokens = None
     for i in range(model.config.num_layers):
@@ -440,32 +443,34 @@ def keep(model: Llama, units: range) -> None:
             del model.lm_head
 
 
-HUGGINGFACE = HFMapping("Llama", architecture="LlamaForCausalLM", model_type="llama")
+HF_MAPPING = HFMapping("Llama", architecture="LlamaForCausalLM", model_type="llama")
 
 
 # --------------------------------------------------------------------------- arithmetic
 
 
-def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
-    """Every unit in order: the embedding, the blocks, the head with its norm.
+def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
+    """Return the costs of the embedding, the blocks, and the head with its norm.
 
-    A tied embedding is counted where it is looked up; its product belongs to the head.
-    Activations are those that autograd saves in this very code: of a norm its input in float32
-    and twice the normalised value, of attention q, k, v and twice its output, of SwiGLU four
-    widths; of the head the logits in bfloat16 and twice in float32.
+    A tied embedding's parameters count in the embedding, its product in the head.  Activations are
+    those that autograd saves in this code.  Norm: its input in float32 and twice the normalized
+    value.
+    Attention: q, k, v and twice its output.  SwiGLU: four widths.  Head: logits in bfloat16 and
+        twice
+    in float32.
     """
     dim, heads = config.dim, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     matrices = _block_matmul_params(config)
-    block = Unit(
+    block = UnitCost(
         "layers",
         params=matrices + 2 * dim,
         flops_per_token=6.0 * matrices + 12 * heads * seq_len,
         activation_bytes_per_token=16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim,
     )
     table = config.vocab_size * dim
-    embedding = Unit("embed_tokens", table, 0.0, 2 * dim)
-    head = Unit(
+    embedding = UnitCost("embed_tokens", table, 0.0, 2 * dim)
+    head = UnitCost(
         "head",
         params=dim + (0 if config.tied_embeddings else table),
         flops_per_token=6.0 * table,
@@ -476,9 +481,10 @@ def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
 
 
 def num_matmul_params(config: DecoderConfig) -> int:
-    """Weights that a token is multiplied by: all but the norms and the embedding look-up.
+    """Return the number of weights in matrix products.
 
-    A tied embedding counts, as the output projection that it also is.
+    That is all but norms and the embedding.  A tied embedding counts, because it is also the output
+    projection.
     """
     return config.num_layers * _block_matmul_params(config) + config.vocab_size * config.dim
 
@@ -490,20 +496,19 @@ def _block_matmul_params(config: DecoderConfig) -> int:
 
 
 def num_params(config: DecoderConfig) -> int:
-    """Parameters of the model, a tied embedding counted once."""
+    """Return the number of parameters, a tied embedding counted once."""
     norms = (2 * config.num_layers + 1) * config.dim
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.dim
     return num_matmul_params(config) + norms + embedding
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """FLOPs of training on one token, forward and backward, without recomputation.
+    """Return the training FLOPs of one token, without recomputation.
 
-    ``6 * num_matmul_params + 12 * num_layers * num_heads * head_dim * seq_len``: a multiply and
-    an add for each weight, once forward and twice backward, and the same for the two products of
-    attention.
-    This is the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, in which
-    MFUs are published: attention is counted over the whole square, of which a causal mask
+    The formula is ``6 * num_matmul_params + 12 * num_layers * num_heads * head_dim * seq_len``: a
+    multiply and an add per weight, once forward and twice backward, and the same for the two
+    products of attention.  This is the convention of PaLM (arXiv:2204.02311, appendix B) and
+    TorchTitan, in which MFU is published: attention counts the full square, of which a causal mask
     needs half.
     """
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
@@ -516,14 +521,14 @@ FAMILY = Family(
     build=Llama,
     check=check,
     blocks=blocks,
-    init_of=init_of,
-    decays=decays,
+    get_init=get_init,
+    has_weight_decay=has_weight_decay,
     num_params=num_params,
     flops_per_token=flops_per_token,
     sharding=SHARDING,
-    split_sizes=SPLIT_SIZES,
-    units=units,
-    keep=keep,
-    without_head=without_head,
-    huggingface=HUGGINGFACE,
+    tp_divided_fields=TP_DIVIDED_FIELDS,
+    unit_costs=unit_costs,
+    prune_to_stage=prune_to_stage,
+    enable_fused_loss=enable_fused_loss,
+    hf_mapping=HF_MAPPING,
 )

@@ -1,8 +1,8 @@
-"""Qwen3, dense: Llama's blocks with a norm on every query and key, and heads of a width of its own.
+"""Qwen3, dense: Llama with normalized queries and keys.
 
-The technical report is arXiv:2505.09388; sizes are those of ``config.json`` of Qwen/Qwen3-0.6B to
-Qwen/Qwen3-32B on the Hub.  All else is `weft.models.llama`'s, tables included: what is here is what
-differs.  `K` is the width of one head.
+Sizes are from ``config.json`` of Qwen/Qwen3-0.6B to Qwen/Qwen3-32B on the Hub; the technical report
+is arXiv:2505.09388.  This file holds only the differences from `weft.models.llama`.  K in shape
+suffixes is the head dimension, which need not be dim / num_heads.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from weft.config.schema import Positive, key
 from weft.models import llama
-from weft.models.family import ONLY, HFMapping, TensorParallelSpec, Unit
+from weft.models.family import FIXED_FIELDS, HFMapping, TensorParallelSpec, UnitCost
 from weft.models.layers import Attention, RMSNorm
 from weft.models.llama import DecoderConfig, PositiveFloat
 
 
 class Qwen3Config(DecoderConfig):
-    """Shape of a Qwen3; the defaults are those of Qwen3 8B."""
+    """Configuration of a Qwen3; defaults: Qwen3 8B."""
 
     num_layers: Positive = key(36, "transformer blocks")
-    head_dim: Positive = key(128, "width of one head, whatever dim / num_heads is")
+    head_dim: Positive = key(128, "width of one head; need not be dim / num_heads")
     ffn_dim: Positive = key(12288, "inner width of the feed-forward layer")
     vocab_size: Positive = key(151936, "token ids")
-    max_seq_len: Positive = key(40960, "longest row, in tokens")
+    max_seq_len: Positive = key(40960, "maximum sequence length, in tokens")
     rope_theta: PositiveFloat = key(1e6, "base of the rotary wavelengths")
     norm_eps: PositiveFloat = key(1e-6, "added to the mean square in RMSNorm")
 
@@ -53,8 +53,8 @@ PRESETS: dict[str, Qwen3Config] = {
 }
 
 
-class NormedAttention(Attention):
-    """Attention whose queries and keys have a root mean square of one, times a gain of width K."""
+class QKNormAttention(Attention):
+    """Attention with RMSNorm over the head dimension of queries and keys."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -66,52 +66,53 @@ class NormedAttention(Attention):
         return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
 
 
-class Block(llama.Block):
-    """One decoder layer."""
+class Qwen3Block(llama.LlamaBlock):
+    """Decoder layer of Qwen3."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
-        self.self_attn = NormedAttention(config)
+        self.self_attn = QKNormAttention(config)
 
 
 class Qwen3(llama.Llama):
-    """A decoder-only transformer as in Qwen3."""
+    """Decoder-only transformer as in Qwen3."""
 
-    block = Block
+    block = Qwen3Block
 
 
 SHARDING: dict[str, TensorParallelSpec] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("summed"),
+    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("partial_grad"),
 }
 
 
-def units(config: Qwen3Config, seq_len: int) -> list[Unit]:
-    """Llama's, and what the two norms of a block add to it."""
-    params, saved = 2 * config.head_dim, 8 * (config.num_heads + config.num_kv_heads)
+def unit_costs(config: Qwen3Config, seq_len: int) -> list[UnitCost]:
+    """Return Llama's costs plus those of the two norms of each block."""
+    params, saved_bytes = 2 * config.head_dim, 8 * (config.num_heads + config.num_kv_heads)
     return [
         unit._replace(
             params=unit.params + params,
-            activation_bytes_per_token=unit.activation_bytes_per_token + saved * config.head_dim,
+            activation_bytes_per_token=unit.activation_bytes_per_token
+            + saved_bytes * config.head_dim,
         )
         if unit.name.startswith("layers.")
         else unit
-        for unit in llama.units(config, seq_len)
+        for unit in llama.unit_costs(config, seq_len)
     ]
 
 
 def num_params(config: Qwen3Config) -> int:
-    """Parameters of the model, a tied embedding counted once."""
+    """Return the number of parameters, a tied embedding counted once."""
     return llama.num_params(config) + 2 * config.num_layers * config.head_dim
 
 
-HUGGINGFACE = HFMapping(
+HF_MAPPING = HFMapping(
     name="Qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     defaults={"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32},
-    only={**ONLY, "use_sliding_window": False},
-    ignored=frozenset({"sliding_window", "max_window_layers"}),  # of what is not used
+    fixed_fields={**FIXED_FIELDS, "use_sliding_window": False},
+    ignored_fields=frozenset({"sliding_window", "max_window_layers"}),  # of an unused feature
 )
 
 
@@ -122,6 +123,6 @@ FAMILY = replace(
     build=Qwen3,
     num_params=num_params,
     sharding=SHARDING,
-    units=units,
-    huggingface=HUGGINGFACE,
+    unit_costs=unit_costs,
+    hf_mapping=HF_MAPPING,
 )

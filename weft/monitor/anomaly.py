@@ -263,7 +263,8 @@ class AnomalyDetector:
                     raise AnomalyError(
                         f"the {what} is {value} in step {step}: its update was not applied, and "
                         f"nothing is recorded or saved since{self._where(step)}; try a lower "
-                        "--optim.lr, --precision.compute_dtype float32, or --resilience.on_anomaly skip"
+                        "--optim.lr, --precision.compute_dtype float32, or "
+                        "--resilience.on_anomaly skip"
                     )
         return values[len(WHAT) * len(unseen) :]
 

@@ -1,4 +1,4 @@
-"""What a rank holds, what was expected, and what to say when there is no more."""
+"""Peak memory of a rank, and the message when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from weft.parallel.private_hooks import dump_memory_snapshot
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 
-EXPECTED = "expected.json"  # in a run's folder; `weft.estimate.memory_check` writes it
-OTHERS, FRAGMENTS = "activations, gathered weights and temporaries", "fragments"
+PREDICTION = "expected.json"  # in the run directory; `weft.estimate.memory_check` writes it
+OTHERS, FRAGMENTS = "activations, gathered parameters and temporaries", "fragmentation"
 
 
 class OutOfMemory(WeftError):
-    """A rank's memory ran out.  ``transient``: it had sufficed for a while."""
+    """A rank ran out of memory.  ``transient``: after steps that had enough."""
 
     transient = False
 
 
 def memory_peak_gib(device: torch.device) -> float:
-    """Most memory of this rank so far: what torch reserved on a GPU, what is resident on a CPU."""
+    """Return the peak memory of this rank: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
+    return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
 
 def expected_of(folder: Path) -> dict[str, Any]:
-    """Return what was expected of a run; empty if nothing was, or if it cannot be read."""
+    """Return the prediction for a run; empty if there is none, or if it cannot be read."""
     try:
-        found = read_json(folder / EXPECTED)
+        found = read_json(folder / PREDICTION)
     except WeftError:
-        return {}  # to compare with it is no reason to lose a run
+        return {}  # a comparison must not end a run
     return {name: value for name, value in found.items() if isinstance(value, int | float | dict)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class of its own for devices only."""
+    """Return True if an error means that memory ran out, on a device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -61,11 +61,11 @@ def out_of_memory(
     held: Mapping[str, Iterable[Tensor]],
     error: BaseException,
 ) -> OutOfMemory:
-    """What to say: how much was in use, for what, and what would take less.
+    """Return the error: memory in use by category, the prediction, and what takes less memory.
 
     Args:
-        held: the tensors of each category; what they leave of the peak is `OTHERS`.  Empty: the
-            model was being made.
+        held: tensors by category; the rest of the peak is `OTHERS`.  Empty while the model is
+            built.
     """
     peak = memory_peak_gib(device)
     parts = {name: gib(tensors, device) for name, tensors in held.items()}
@@ -77,9 +77,9 @@ def out_of_memory(
     shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
     expected = expected_of(Path(plan.run_dir)).get("memory_gib")
     lines = [
-        f"out of memory: at most {peak:.2f} GiB were in use on this rank: {shown}",
-        *([f"expected were {expected:.2f} GiB"] if expected else []),
-        f"what would take less for {most}: {' or '.join(knobs(most, job, plan))}",
+        f"out of memory: the peak of this rank is {peak:.2f} GiB: {shown}",
+        *([f"the plan predicts {expected:.2f} GiB"] if expected else []),
+        f"to use less memory for {most}: {' or '.join(knobs(most, job, plan))}",
         *([snapshot(Path(plan.run_dir))] if device.type == "cuda" else []),
         *str(error).splitlines()[:1],
     ]
@@ -87,17 +87,17 @@ def out_of_memory(
 
 
 def snapshot(folder: Path) -> str:
-    """Write what the allocator holds into a run's folder; where it is, for people."""
+    """Write a snapshot of the allocator into the run directory; return a sentence about it."""
     path = folder / "traces" / f"out-of-memory-rank-{dist.get_rank()}.pickle"
     try:
         dump_memory_snapshot(path)
-    except OSError as error:  # no reason to lose the message that it belongs to
-        return f"what the allocator holds could not be written: {error}"
-    return f"what the allocator holds is in {path}, for https://pytorch.org/memory_viz"
+    except OSError as error:  # the message of the error itself matters more
+        return f"the memory snapshot could not be written: {error}"
+    return f"a memory snapshot is in {path}, for https://pytorch.org/memory_viz"
 
 
 def gib(tensors: Iterable[Tensor], device: torch.device) -> float:
-    """Of the storages of tensors on a device, each counted once; of DTensors this rank's shards."""
+    """Return the size of the storages of tensors on a device; each storage counts once."""
     sizes = {}
     for tensor in tensors:
         for plain in _plain(tensor):
@@ -108,7 +108,7 @@ def gib(tensors: Iterable[Tensor], device: torch.device) -> float:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory of their own that it is made of: a DTensor's shard, 8-bit states."""
+    """Yield the plain tensors that a wrapper holds: a DTensor's shard, 8-bit states."""
     if not is_traceable_wrapper_subclass_type(type(tensor)):
         yield tensor
         return
@@ -118,20 +118,20 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def knobs(category: str, job: Job, plan: Plan) -> list[str]:
-    """Changes of the recipe that take memory from a category, the cheapest first."""
+    """Return changes of the recipe that reduce the memory of a category, cheapest first."""
     found = []
-    if category == "gradients" and plan.gradient_sync == "step" and plan.accumulation > 1:
+    if category == "gradients" and plan.gradient_sync == "step" and plan.num_microbatches > 1:
         found.append("--parallel.gradient_sync microbatch")
     if category == "optimizer" and job.optim.state_dtype != "8bit":
         found.append("--optim.state_dtype 8bit")
     if category == FRAGMENTS:
         return ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"]
     if category == OTHERS:
-        if plan.microbatch > 1:
-            found.append(f"--train.microbatch_size {plan.microbatch // 2}")
+        if plan.microbatch_size > 1:
+            found.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
         if job.activation_checkpoint.mode != "full":
             found.append("--activation_checkpoint.mode full")
-        return [*found, "rows cut over more ranks (--parallel.cp, tp)"]
+        return [*found, "sequences over more ranks (--parallel.cp, tp)"]
     found.append("shards over more ranks (--parallel.dp_shard, tp, pp)")
     offloads = plan.device == "cpu" or job.parallel.cpu_offload
     return found if offloads else [*found, "--parallel.cpu_offload true"]

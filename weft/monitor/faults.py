@@ -1,19 +1,19 @@
-"""Faults on purpose: for tests, and for a drill on one's own cluster.
+"""Inject faults, for tests and for drills on a real cluster.
 
-The product passes named *sites*, ``at("checkpoint.rename")``, which do nothing.  A fault is data in
-the job, and makes one of them do something on one rank:
+The code calls `fault_point` at named sites, which does nothing in a normal run.  A fault is data in
+the job, and makes one call fail on one rank:
 
     [[resilience.faults]]
     site = "checkpoint.rename"
     kind = "kill"
     rank = 1
-    passing = 2          # the second time that this rank comes by
+    passing = 2          # the second call of this site on that rank
 
-Each happens once in a run (or ``times`` times in a row), also if the rank that it killed comes by
-again after a restart: a file in the run's folder remembers it.
+Each fault fires once per run (or ``times`` times in a row), also if the rank restarts and calls the
+site again: a file in the run directory records that it fired.
 
-The sites are at the same time where a rank tells the watchdog where it is, and where one phase of
-its timeline ends and the next begins (`weft.monitor.spans`).
+A site is also where a rank reports its progress to the watchdog, and where a phase of its timeline
+ends and the next one begins (`weft.monitor.spans`).
 """
 
 from __future__ import annotations
@@ -30,62 +30,62 @@ from typing import Any
 from weft.config.schema import Fault
 from weft.monitor.heartbeat import beat
 
-# Every site, in the order in which a step comes by.
+# Every site, in the order of a step.
 SITES = {
     "load": "before a checkpoint is loaded",
-    "quorum": "before a step, where replica groups meet",
-    "profile": "before a profile begins, or is written",
-    "step": "before a step, and before its data is there",
-    "forward_backward": "when the data is there",
-    "gradients": "after the backward pass, with this rank's gradients",
-    "record": "before the host waits for the device, to record a step",
-    "tell": "when it has, before the ranks tell each other how they are",
+    "quorum": "before a step, when replica groups synchronize",
+    "profile": "before a profile starts, or is written",
+    "step": "before a step, before its data is read",
+    "forward_backward": "after the data is read",
+    "gradients": "after backward, with this rank's gradients",
+    "record": "before the host waits for the device, to log a step",
+    "tell": "after that wait, before ranks exchange their measurements",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
-    "local": "when the node has what this rank holds, before that counts",
+    "local": "after this rank has written its node-local state, before the commit",
     "checkpoint.shards": "before this rank writes its shards",
-    "checkpoint.written": "after this rank has written its shards, before they are forced out",
+    "checkpoint.written": "after this rank has written its shards, before fsync",
     "checkpoint.manifest": "on rank 0, before the manifest is written",
     "checkpoint.rename": "on rank 0, before the checkpoint becomes visible",
     "checkpoint.renamed": "on rank 0, right after that",
     "checkpoint.delete": "on rank 0, before an old one is deleted",
-    "checkpoint.deleting": "on rank 0, when the old one is out of sight",
+    "checkpoint.deleting": "on rank 0, after the old one is renamed",
     "checkpoint.saved": "after a checkpoint is saved",
 }
 
-# What a rank does after a site, by the first part of its name.
-DOING = {
+# Activity of a rank after a site, by the first part of the site's name.
+ACTIVITIES = {
     "start": "building the model",
     "load": "loading a checkpoint",
     "step": "waiting for data",
-    "quorum": "meeting the other replica groups",
+    "quorum": "synchronizing replica groups",
     "forward_backward": "forward and backward",
-    "gradients": "updating the weights",
+    "gradients": "updating the parameters",
     "record": "waiting for the device",
-    "tell": "recording the step",
+    "tell": "logging the step",
     "profile": "writing a profile",
     "evaluate": "evaluating",
     "checkpoint": "saving a checkpoint",
 }
 
-# Called at every site with its name, and the step that begins there or None.
+# Called at every site with its name, and the step that starts there or None.
 listeners: list[Callable[[str, int | None], None]] = []
 
-_armed: list[tuple[Fault, Path]] = []
-_passed: dict[str, int] = {}
-_begun: set[Path] = set()  # in this process, not in an earlier one
+_faults: list[tuple[Fault, Path]] = []  # with the file that records that it fired
+_calls: dict[str, int] = {}  # number of calls of each site
+_fired: set[Path] = set()  # in this process
 
 
-def doing(site: str) -> str:
-    """What a rank does after ``site``, for people."""
-    return DOING.get(site.partition(".")[0], site)
+def activity(site: str) -> str:
+    """Return the activity of a rank after ``site``, for messages."""
+    return ACTIVITIES.get(site.partition(".")[0], site)
 
 
 def install_faults(faults: Sequence[Fault], rank: int, folder: Path) -> None:
-    """From now on these faults happen in this process, if they are this rank's."""
-    _passed.clear()
-    _begun.clear()
-    _armed[:] = [
+    """Install the faults of this rank in this process; ``folder`` gets the records."""
+    _calls.clear()
+    _fired.clear()
+    _faults[:] = [
         (fault, folder / f"fault-{index}.happened")
         for index, fault in enumerate(faults)
         if fault.rank == rank
@@ -93,32 +93,33 @@ def install_faults(faults: Sequence[Fault], rank: int, folder: Path) -> None:
 
 
 def fault_point(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
-    """The product is at ``site``; ``tensors`` are what a fault may corrupt there.
+    """Report progress at ``site``, and fire the faults that are due there.
 
     Args:
-        step: which begins here; elsewhere None.
+        tensors: what a fault may corrupt.
+        step: the step that starts here, else None.
     """
     beat(site, step)
     for listener in listeners:
         listener(site, step)
-    if not _armed:
+    if not _faults:
         return
-    _passed[site] = _passed.get(site, 0) + 1
-    for fault, happened in _armed:
-        if fault.site != site or not 0 <= _passed[site] - fault.passing < fault.times:
+    _calls[site] = _calls.get(site, 0) + 1
+    for fault, record in _faults:
+        if fault.site != site or not 0 <= _calls[site] - fault.passing < fault.times:
             continue
-        if _passed[site] == fault.passing and not happened.exists():
-            happened.parent.mkdir(parents=True, exist_ok=True)
-            with happened.open("w") as file:
+        if _calls[site] == fault.passing and not record.exists():
+            record.parent.mkdir(parents=True, exist_ok=True)
+            with record.open("w") as file:
                 file.write(f"{fault}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            _begun.add(happened)
-        if happened in _begun:
-            _happen(fault, tensors)
+            _fired.add(record)
+        if record in _fired:
+            _fire(fault, tensors)
 
 
-def _happen(fault: Fault, tensors: Iterable[Any]) -> None:
+def _fire(fault: Fault, tensors: Iterable[Any]) -> None:
     print(f"injected fault: {fault}", flush=True)
     match fault.kind:
         case "kill":
@@ -142,7 +143,7 @@ def _happen(fault: Fault, tensors: Iterable[Any]) -> None:
 
 
 def flip_bit(tensors: Iterable[Any]) -> None:
-    """Flip the highest bit of the exponent of the largest element of the first tensor here."""
+    """Flip the highest exponent bit of the largest element of the first local tensor."""
     import torch
 
     from weft.parallel.dtensor import to_local

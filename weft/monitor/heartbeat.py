@@ -7,8 +7,8 @@ stores a line into memory of its own, and a process outside reads it there:
     18232.501 7 60.0 forward_backward
 
 at that time of the monotonic clock, in step 7; 'you hear from me again within 60 s'.  The rank
-itself knows best how long that may be, and the judge (`weft.cluster.watchdog`) needs no policy.  The
-price is a store into memory, some microseconds a site.
+itself knows best how long that may be, and the judge (`weft.cluster.watchdog`) needs no policy.
+The price is a store into memory, some microseconds a site.
 
 Two more things are prepared for the day of need: faulthandler writes the stacks of all threads on
 SIGUSR2, without asking the interpreter; and a thread that sleeps in a pipe tells which collectives
@@ -121,13 +121,20 @@ def _answer() -> dict[str, Any]:
     return {
         "open": [
             # To send and receive is no matter of the whole group.
-            (groups[c.group][0], c.number, c.name, c.sizes, [] if c.p2p else groups[c.group][1])
+            (
+                groups[c.group][0],
+                c.seq_id,
+                c.name,
+                c.input_sizes,
+                [] if c.is_p2p else groups[c.group][1],
+            )
             for c in found
-            if c.open
+            if c.is_pending
         ],
-        "done": {groups[c.group][0]: c.number for c in found if not (c.open or c.p2p)},
+        "done": {groups[c.group][0]: c.seq_id for c in found if not (c.is_pending or c.is_p2p)},
         "recent": [
-            (groups[c.group][0], c.number, c.name, c.sizes, c.open) for c in found[-RECENT:]
+            (groups[c.group][0], c.seq_id, c.name, c.input_sizes, c.is_pending)
+            for c in found[-RECENT:]
         ],
     }
 

@@ -26,11 +26,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.monitor.faults import DOING
+from weft.monitor.faults import ACTIVITIES
 from weft.plan.placement import AXES, rank_to_coordinates
 from weft.plan.resolve import Plan
 
-STEP = ("quorum", "step", "forward_backward", "gradients", "record")  # sites, see `DOING`
+STEP = ("quorum", "step", "forward_backward", "gradients", "record")  # sites, see `ACTIVITIES`
 COLLECTIVE = "communication: "  # and the axis
 WORLD = "world"
 
@@ -44,15 +44,15 @@ def breakdown(
     """How many steps are in a rank's trace, and the seconds of all of them by cause.
 
     Args:
-        trace: as torch.profiler writes it, with ranges named as in `DOING`.
+        trace: as torch.profiler writes it, with ranges named as in `ACTIVITIES`.
         axis_of: the axis of the mesh along which these ranks differ.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    phases = {DOING[site] for site in STEP}
+    phases = {ACTIVITIES[site] for site in STEP}
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     mine = [event for event in ranges if event["name"] in phases]
-    steps = sum(event["name"] == DOING["step"] for event in mine)
-    data = [interval(event) for event in mine if event["name"] == DOING["step"]]
+    steps = sum(event["name"] == ACTIVITIES["step"] for event in mine)
+    data = [interval(event) for event in mine if event["name"] == ACTIVITIES["step"]]
     if any(event.get("cat") == "kernel" for event in events):
         layers = [*_on_gpu(trace, events, axis_of), ("data", data)]
     else:
@@ -150,7 +150,7 @@ def claim(left: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[float, 
 
 def axis_between(ranks: Sequence[int], plan: Plan) -> str:
     """The axis of the mesh along which ``ranks`` differ; `WORLD` if there is not just one."""
-    places = [rank_to_coordinates(rank, plan.sizes, plan.order) for rank in ranks]
+    places = [rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order) for rank in ranks]
     axes = {axis for axis in AXES if len({place[axis] for place in places}) > 1}
     if axes == {"dp_shard", "cp"}:
         return "dp_shard"  # to parameters the ranks of a sequence are shards

@@ -2,8 +2,8 @@
 
 ``profile.steps = "10-12"`` leaves ``traces/step-10-12/rank-N.json.gz`` for each rank, which
 Perfetto opens, with a range for each span (`weft.monitor.spans`); and ``summary.json`` and
-``summary.txt``, what `weft.monitor.profile_breakdown` makes of all of them.  A run that ends within these
-steps leaves what it has; one that fails leaves the traces.
+``summary.txt``, what `weft.monitor.profile_breakdown` makes of all of them.  A run that ends within
+these steps leaves what it has; one that fails leaves the traces.
 
 Profiling slows a step down, on a CPU by tens of percents: shares tell more than seconds.
 """
@@ -27,7 +27,7 @@ from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import spans
 from weft.monitor.device_memory import expected_of
 from weft.monitor.faults import fault_point as reach
-from weft.parallel.private_hooks import wrap_collectives, dump_memory_snapshot, set_memory_history
+from weft.parallel.private_hooks import dump_memory_snapshot, set_memory_history, wrap_collectives
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan
 
@@ -89,7 +89,7 @@ class Profile:
         if on_gpu:
             torch.cuda.synchronize(self._device)
             if self._memory:
-                set_memory_history(on=True)
+                set_memory_history(enabled=True)
         else:
             self._marking.enter_context(wrap_collectives(self._mark))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -116,7 +116,7 @@ class Profile:
             try:
                 dump_memory_snapshot(self._folder / f"rank-{self._rank}.memory.pickle")
             finally:
-                set_memory_history(on=False)
+                set_memory_history(enabled=False)
         return self._path
 
     def _told(self, path: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def table(
 
     Args:
         spent: by rank; every rank's are a step.
-        expected: see `weft.estimate.memory_check.Expected`.
+        expected: see `weft.estimate.memory_check.RunPrediction`.
     """
     wanted = dict(expected or {})
     if "bubble" in wanted:

@@ -42,8 +42,8 @@ GROUPED = {
     "grad_norm/": ("Gradient norm by group", "before clipping"),
     "loss/": ("Loss by source", NATS),
     "eval_loss/": ("Held-out loss by source", NATS),
-    "metrics.": ("What the objective tells", "mean since the last record"),
-    "eval_metrics.": ("What the objective tells of held-out text", "mean of the samples"),
+    "metrics.": ("Metrics of the objective", "mean since the last record"),
+    "eval_metrics.": ("Validation metrics of the objective", "mean of the samples"),
     "ranks.memory_peak_gib.": ("Memory over the ranks", "GiB, most so far"),
     "ranks.compute_seconds.": ("Computing over the ranks", "seconds of a step"),
     "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds of a step"),
@@ -52,7 +52,7 @@ GROUPED = {
 # smoothed), or the colour of its area.
 CURVES = [
     ("loss", "loss", "train", ""),
-    ("loss", "eval_loss", "held out", "dots"),
+    ("loss", "eval_loss", "validation", "dots"),
     ("speed", "tokens_per_second", "", ""),
     ("mfu", "mfu", "MFU", ""),
     ("mfu", "mfu_causal", "attention counted as causal", ""),

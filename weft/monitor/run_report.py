@@ -123,7 +123,7 @@ def facts(run: RunReader, state: str) -> Iterator[tuple[str, str, str]]:
     yield "step", "step", f"{step:,.0f}" + f" of {run.steps:,}" * bool(run.steps)
     for key, read, label, text in (
         ("loss", run.last, "loss", "{:.4f}"),
-        ("eval_loss", run.last, "held-out loss", "{:.4f}"),
+        ("eval_loss", run.last, "validation loss", "{:.4f}"),
         ("tokens_per_second", run.steady, "tokens/s", "{:,.0f}"),
         ("mfu", run.steady, "MFU", "{:.1%}"),
         ("step_seconds", run.steady, "a step", "{:.3g} s"),

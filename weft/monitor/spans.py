@@ -1,9 +1,9 @@
 """When a rank did what, always on, in a file that Perfetto and chrome://tracing open.
 
 *Phases* last from one site (`weft.monitor.faults.SITES`) to the next, and are called as the
-watchdog calls them (`DOING`).  Inside of them are *spans* that the code names itself: the forward
-and backward pass of each microbatch, called as in a timetable (``2F5``: stage, kind, microbatch),
-loss, gradient norm, clipping, optimizer.
+watchdog calls them (`ACTIVITIES`).  Inside of them are *spans* that the code names itself: the
+forward and backward pass of each microbatch, called as in a timetable (``2F5``: stage, kind,
+microbatch), loss, gradient norm, clipping, optimizer.
 
 The times are the host's.  On a CPU that is all there is; a GPU computes what its host has asked for
 later, and the host's spans say when it asked.  A profile (`weft.monitor.profiler`) has both, under
@@ -73,7 +73,7 @@ class Spans:
         """One phase ends, and another one begins."""
         if threading.get_ident() != self._thread:
             return  # what is written in the background
-        name = faults.doing(site)
+        name = faults.activity(site)
         if step is None and self._phase is not None and name == self._phase.name:
             return
         if self._phase is not None:

@@ -78,7 +78,7 @@ class StepRecord:
     time: float  # seconds since the epoch
     time_breakdown: dict[str, float]  # seconds of the whole run by kind: see `weft.monitor.goodput`
     goodput: float  # productive fraction of time_breakdown
-    eval_loss: float | None = None  # of the held-out text, in the loss's unit, where evaluated
+    eval_loss: float | None = None  # of the validation set, in the loss's unit, where evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None
     straggler_rank: int | None = None  # which slows all others down, where there is one ...
@@ -90,10 +90,10 @@ class StepRecord:
     layer_grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
     # Of a mixture of experts: tokens of the most loaded expert over the mean, in the worst layer.
     moe_max_load: float | None = None
-    # Of a mixture the loss of each source: mean since the last record, and of its held-out text.
+    # Of a mixture the loss of each source: mean since the last record, and of its validation set.
     source_losses: dict[str, float] | None = None
     source_eval_losses: dict[str, float] | None = None
-    # What else the objective tells: mean since the last record, and of the held-out samples.
+    # What else the objective tells: mean since the last record, and of the validation set.
     metrics: dict[str, float] | None = None
     eval_metrics: dict[str, float] | None = None
     best_loss: float | None = None  # the lowest so far: see `DivergenceDetector`

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal, and how numbers and places are put there."""
+"""Progress of a run on a terminal, and the console that never ends a run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class _QuietConsole(Console):
         try:
             super().print(*shown, **options)
         except OSError:
-            # A full disk behind a redirection is no reason to lose a run: its files have it all.
+            # A full disk behind a redirection must not end a run, whose files have everything.
             self.quiet = True
 
 
 def quiet_console(file: TextIO, quiet: bool = False) -> Console:
-    """A console that prints text as it is, but for control characters, which are shown escaped, and
-    falls silent when its reader goes away."""
+    """Return a console that escapes control characters, and is silent once its reader is gone."""
     return _QuietConsole(file=raw_stream(file), highlight=False, markup=False, quiet=quiet)
 
 
@@ -69,10 +68,10 @@ class Terminal:
             line += f"  lr {record.lr:.2e}  {duration(left)} left"
             self._console.print(line, soft_wrap=True)
         if record.eval_loss is not None:
-            more = record.eval_metrics or {}
-            line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
-            line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
-            line += "" if more else " nats/token"
+            metrics = record.eval_metrics or {}
+            line = f"step {record.step}: validation loss {record.eval_loss:.4f}"
+            line += "".join(f"  {name} {mean:.3f}" for name, mean in metrics.items())
+            line += "" if metrics else " nats/token"
             self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
@@ -81,13 +80,13 @@ class Terminal:
 
 
 def duration(seconds: float) -> str:
-    """``3725`` -> ``'1:02:05'``."""
+    """Format seconds: ``3725`` is ``'1:02:05'``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
 def shown(path: Path) -> str:
-    """As short as it can be told."""
+    """Return a path relative to the working directory, if it is below it."""
     from_here = os.path.relpath(path)
     return str(path) if from_here.startswith("..") else from_here

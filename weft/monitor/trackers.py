@@ -64,7 +64,8 @@ class BackgroundTracker:
 
     A thread sends records in bursts: each time that it wakes it takes Python's lock from the step.
     Every tracker has its own, so that a server which does not answer keeps no other tracker from
-    its records.  Records that it refuses wait (`weft.monitor.log_buffer`); metrics.jsonl has them anyway.
+    its records.  Records that it refuses wait (`weft.monitor.log_buffer`); metrics.jsonl has them
+    anyway.
 
     A tracker that cannot be made ends a first start, with the reason: then somebody is there to
     read it.  Later it is tried again, as a record is.

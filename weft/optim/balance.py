@@ -1,9 +1,9 @@
-"""Balance of experts without a loss: see the top of `weft.models.moe`.
+"""Expert load balancing without an auxiliary loss; see `weft.models.moe`.
 
-After each optimizer step every expert's bias moves by a fixed rate: up if fewer tokens than the
-mean of its layer chose it, down if more did (Wang et al., arXiv:2408.15664, algorithm 1).  Tokens
-are those of the whole global batch, however it is spread over ranks and microbatches.  Counts are
-whole numbers, whose sums depend on no order: all ranks and all layouts move alike.
+After each optimizer step every expert's bias moves by a fixed rate: up if fewer tokens than its
+layer's mean selected it, down if more did (Wang et al., arXiv:2408.15664, algorithm 1).  The tokens
+are those of the global batch, for any split into ranks and microbatches.  Counts are integers, so
+their sums do not depend on the order, and every layout computes the same biases.
 """
 
 from __future__ import annotations
@@ -19,82 +19,86 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.private_hooks import is_in_backward
 
 
-class Balance:
-    """The loads of the experts on this rank's parts of a model, and their biases."""
+class ExpertBalancer:
+    """Loads of the experts on this rank's model parts, and their biases."""
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
-        routed: Callable[[nn.Module], list[Any]] | None,
+        model_parts: Sequence[nn.Module],
+        moe_layers: Callable[[nn.Module], list[Any]] | None,
         rate: float,
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        """
+        """Register a counter on every router.
+
         Args:
-            routed: the layers with experts of a part; None: the family has none.
-            rate: by how much a bias moves in a step.
+            model_parts: this rank's parts of the model.
+            moe_layers: returns a part's layers with experts; None: the family has none.
+            rate: update of a bias per step.
+            mesh: mesh over which token counts are summed.
+            device: device of the counts.
         """
-        layers = [layer for part in parts for layer in routed(part)] if routed else []
+        layers = [layer for part in model_parts for layer in moe_layers(part)] if moe_layers else []
         self._routers = [layer.router for layer in layers]
         self._rate, self._mesh = rate, mesh
-        self.routes = routed is not None
+        self.has_experts = moe_layers is not None
         experts = self._routers[0].expert_bias.numel() if layers else 0
-        # Tokens of each expert of each layer: of this rank, then of all.
+        # Tokens per layer and expert: of this rank, then summed over ranks.
         self.loads_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
-        for row_E, router in zip(self.loads_LE, self._routers, strict=True):
-            router.register_forward_hook(_Count(row_E))
+        for loads_E, router in zip(self.loads_LE, self._routers, strict=True):
+            router.register_forward_hook(_LoadCounter(loads_E))
 
-    def begin(self) -> None:
-        """A global batch begins."""
+    def reset(self) -> None:
+        """Reset the loads at the start of a global batch."""
         self.loads_LE.zero_()
 
-    def total(self) -> list[Tensor]:
-        """The loads (none, or one tensor), which are now those of all ranks' tokens."""
+    def reduce_loads(self) -> list[Tensor]:
+        """Sum the loads over all ranks in place; return them (no tensor, or one)."""
         if not self._routers:
             return []
         return [self._mesh.all_reduce_dp_cp(self.loads_LE)]
 
     @torch.no_grad()
-    def step(self, bad: Tensor | None = None) -> None:
-        """Move every bias; none if ``bad``, a bool on the device, is true."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Move every bias; change nothing if ``skip``, a bool on the device, is true."""
         if not self._routers:
             return
         loads_LE = self.loads_LE.double()
         moves_LE = (self._rate * (loads_LE.mean(1, keepdim=True) - loads_LE).sign()).float()
-        if bad is not None:
-            moves_LE = moves_LE.masked_fill(bad, 0.0)
+        if skip is not None:
+            moves_LE = moves_LE.masked_fill(skip, 0.0)
         torch._foreach_add_([router.expert_bias for router in self._routers], list(moves_LE))
 
-    def worst(self, stages: dist.ProcessGroup | None) -> list[Tensor]:
-        """The load of the most loaded expert over the mean of its layer, of the worst layer.
+    def max_load_ratio(self, pp_group: dist.ProcessGroup | None) -> list[Tensor]:
+        """Return the maximum load over the mean load, of the most unbalanced layer.
 
         Args:
-            stages: the ranks that hold the other stages; None where there are none.
+            pp_group: pipeline-parallel group; None without pipeline parallelism.
 
         Returns:
-            A float32 tensor of one element on the device, the same on all ranks of a pipeline;
-            nothing without experts.
+            A float32 tensor of one element on the device, equal on all ranks of a pipeline; an
+            empty list without experts.
         """
-        if not self.routes:
+        if not self.has_experts:
             return []
-        worst = torch.zeros((), device=self.loads_LE.device)
-        if self._routers:  # a stage may have none
+        max_ratio = torch.zeros((), device=self.loads_LE.device)
+        if self._routers:  # a stage can be without experts
             loads_LE = self.loads_LE.float()
-            worst = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)).amax()
-        if stages is not None:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, stages)
-        return [worst.view(1)]
+            max_ratio = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)).amax()
+        if pp_group is not None:
+            dist.all_reduce(max_ratio, dist.ReduceOp.MAX, pp_group)
+        return [max_ratio.view(1)]
 
 
-class _Count:
-    """A hook of a router: adds what it chose to the loads of a layer."""
+class _LoadCounter:
+    """Forward hook of a router that adds its selections to a layer's loads."""
 
     def __init__(self, loads_E: Tensor) -> None:
         self.loads_E = loads_E
 
     def __call__(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        # Neither an evaluation counts, nor what is computed again for a backward pass.
+        # Evaluation and recomputation in backward do not count.
         if torch.is_grad_enabled() and not is_in_backward():
             chosen = output[0].flatten()
             self.loads_E.scatter_add_(0, chosen, torch.ones_like(chosen))

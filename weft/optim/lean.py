@@ -1,36 +1,35 @@
-"""AdamW whose two moments take two bytes each, or about one, instead of four.
+"""AdamW with moments in bfloat16 or 8 bits, instead of float32.
 
-Of the 16 bytes that a parameter takes in training, 8 are AdamW's moments.  They can be rounded:
+AdamW's moments are 8 of the 16 bytes per parameter in training.  Two formats are smaller:
 
-    bfloat16    Two bytes.  It has float32's exponents, so nothing underflows.
-    8bit        A byte each for the matrices of the blocks, see below; all other parameters
-                (embedding, head, gains) keep float32 moments: their rows may be rare.
+    bfloat16    Two bytes, with float32's exponents, so nothing underflows.
+    8bit        One byte each for the matrices of the blocks, see below.  All other parameters
+                (embedding, head, gains) keep float32 moments, because their rows may be rare.
 
-Nearest rounding would not do.  The second moment moves by (1 - beta2) of its distance each step;
-with beta2 = 0.999 that is less than half of the last place, so it would never come down again.
-Both forms round up or down by chance, in proportion to what lies between, and are right on
-average (docs/results.md).
+Round-to-nearest would fail.  The second moment moves by (1 - beta2) of its distance per step.  With
+beta2 = 0.999 that is less than half of the last place, so the moment could never decrease.  Both
+formats therefore use stochastic rounding, which is unbiased (docs/results.md).
 
-*Eight bits.*  An update is first / root(second).  It goes wrong where the second moment is rounded
-to much less than it is, so both are stored with a relative error:
+*Eight bits.*  An update is first / sqrt(second).  It fails where rounding makes the second moment
+much too small, so both moments have a relative error:
 
-    second      2 ** (bottom + (code - 1) / 2 ** fine), code 0 for zero; ``bottom``, an octave, and
-                ``fine`` are of a block of 32 neighbors in a row: the finest steps by which 255
-                codes reach from the block's smallest to its largest.  What lies more than 40
-                octaves below the largest (20 of the root) is rounded up, and moves less.
-    first       its ratio to the root of the *stored* second moment, which cannot exceed a number
-                that follows from the betas: 127 steps to each side, finer near zero.
+    second      2 ** (bottom + (code - 1) / 2 ** fine), code 0 for zero.  ``bottom``, an octave, and
+                ``fine`` belong to a block of 32 neighbors in a row.  ``fine`` is the finest
+                resolution with which 255 codes span the block.  Values more than 40 octaves below
+                the largest (20 of the root) are rounded up, and move less.
+    first       its ratio to the root of the *stored* second moment, which is bounded by a function
+                of the betas: 127 steps to each side, finer near zero.
 
-So a stored pair never gives a larger update than AdamW can make.  Blocks lie in rows of the whole
-parameter, and chance is a hash of the parameter's name, the step and the place in the whole
-parameter: on any layout a moment is rounded alike, and a resumed run takes the same bits.
+A stored pair therefore never gives a larger update than AdamW can.  Blocks lie in rows of the
+unsharded parameter.  The random bits are a hash of the parameter's name, the step and the position
+in the unsharded parameter, so every layout rounds alike, and a resumed run gets the same bits.
 
-torchao's 8-bit states, which bitsandbytes' resemble, share one linear scale over 256 elements of a
-shard: an element with 2e-4 of the block's largest gradient has second moment 0 beside a first that
-is not, and moves by first / eps.
+torchao's 8-bit states, which resemble bitsandbytes', share one linear scale over 256 elements of a
+shard.  An element with 2e-4 of the block's largest gradient has second moment 0 but a nonzero
+first moment, and moves by first / eps.
 
-Parameters stay float32, and so does the arithmetic.  On CUDA the update of a parameter is one
-kernel that torch.compile makes; on CPU, where that takes longer than it saves, it runs as written.
+Parameters and arithmetic stay float32.  On CUDA torch.compile makes one kernel per parameter
+update.  On CPU the code runs eagerly, because compilation would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -47,25 +46,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.parallel.compile import compile_label
-from weft.parallel.dtensor import to_local, shard_offsets
+from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.private import disable_recompile_limit
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 
-SMALLEST = 2.0**-126  # second moments below are zero, as are first moments beside them
-OCTAVES = 40  # of the second moment, that a block can span
-FINEST = 7  # steps of an octave, as a power of two
+MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
+MAX_OCTAVES = 40  # of the second moment that a block can span
+MAX_FINE = 7  # log2 of the maximum steps per octave
 
 
 class LowPrecisionAdamW(Optimizer):
-    """AdamW with moments in ``states``; groups as torch's AdamW takes them.
+    """AdamW with moments in ``state_dtype``.
 
-    Groups with ``low_precision`` false keep float32 moments under 8bit.  ``names`` of a group are
-    those of its parameters in the whole model; without, chance goes by their order.
+    Parameter groups are as for torch's AdamW.  Groups with ``low_precision`` false keep float32
+    moments under 8bit.  A group's ``names`` are its parameters' names in the full model; without
+    them, random bits depend on the order.
 
-    Loaded moments are in the dtype that was saved until `adopt` has been called.
+    Loaded moments have the saved dtype until `convert_loaded_state` is called.
     """
 
-    # As torch's GradScaler asks it: `found_inf` true, on the device, and nothing changes.
+    # Protocol of torch's GradScaler: if `found_inf`, on the device, is true, nothing changes.
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
@@ -76,47 +76,47 @@ class LowPrecisionAdamW(Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        states: Literal["bfloat16", "8bit"],
+        state_dtype: Literal["bfloat16", "8bit"],
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.states = states
-        self._offsets: dict[Tensor, tuple[int, ...]] = {}  # of a rank's part in the parameter
+        self.state_dtype = state_dtype
+        self._offsets: dict[Tensor, tuple[int, ...]] = {}  # of a rank's shard in the parameter
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.  No closure."""
+        """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
-        place, bad = 0, torch.zeros(()) if self.found_inf is None else self.found_inf
+        index, found_inf = 0, torch.zeros(()) if self.found_inf is None else self.found_inf
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.tensor(group["lr"]), group["betas"]
             names = group.get("names") or [None] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                place += 1
+                index += 1
                 if param.grad is None:
                     continue
-                state, live = self.state[param], to_local(param).detach()
+                state, local = self.state[param], to_local(param).detach()
                 if not state:
-                    state["step"] = torch.zeros((), device=live.device)
+                    state["step"] = torch.zeros((), device=local.device)
                     self._allocate(param, group, state)
                 if param not in self._offsets:
                     self._offsets[param] = tuple(shard_offsets(param))
-                if live.numel() == 0:  # it counts its steps as the ranks do that hold a part
-                    state["step"] += ~(bad.to(live.device) > 0)
+                if local.numel() == 0:  # counts its steps as ranks with a shard do
+                    state["step"] += ~(found_inf.to(local.device) > 0)
                     continue
                 first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
                 moments: tuple[Tensor, ...] = (first, second)
                 update: Callable[..., None] = _update
-                if isinstance(first, Packed) and isinstance(second, Packed):
+                if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
                     moments = (first.codes, second.codes, second.ranges)
                     update = _update_packed
-                seed = place if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
+                seed = index if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
                 _run(
                     update,
-                    live,
+                    local,
                     to_local(param.grad),
                     *moments,
                     state["step"],
-                    bad.to(live.device),
+                    found_inf.to(local.device),
                     lr,
                     beta1,
                     beta2,
@@ -127,8 +127,8 @@ class LowPrecisionAdamW(Optimizer):
                     tuple(param.shape),
                 )
 
-    def adopt(self) -> None:
-        """Bring loaded moments, as they were saved, into their form and to their parameter."""
+    def convert_loaded_state(self) -> None:
+        """Convert loaded moments from the saved dtype and device, in place."""
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.get(param)
@@ -139,48 +139,52 @@ class LowPrecisionAdamW(Optimizer):
                 loaded = [to_local(state[key]).to(device) for key in ("exp_avg", "exp_avg_sq")]
                 self._allocate(param, group, state)
                 first, second = (to_local(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-                if not (isinstance(first, Packed) and isinstance(second, Packed)):
+                if not (isinstance(first, PackedMoment) and isinstance(second, PackedMoment)):
                     first.copy_(loaded[0])
                     second.copy_(loaded[1])
                 elif second.numel():
-                    # As near as can be: what was stored like this comes back as it was.
+                    # Round to nearest: moments saved in 8 bits are restored exactly.
                     half = torch.full_like(second.codes, 1 << 15, dtype=torch.int32)
                     pack_second(loaded[1].float(), half, second.codes, second.ranges)
                     root = unpack_second(second.codes, second.ranges).sqrt()
-                    pack_first(loaded[0].float(), root, _limit(*group["betas"]), half, first.codes)
+                    pack_first(
+                        loaded[0].float(), root, _max_ratio(*group["betas"]), half, first.codes
+                    )
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Give a parameter zero moments.
+        """Allocate zero moments for a parameter.
 
         Raises:
-            ValueError: if the layout cuts rows into parts that are no whole blocks.
+            ValueError: if the layout splits rows into shards that are not whole blocks.
         """
-        live = to_local(param)
+        local = to_local(param)
         first: Tensor
         second: Tensor
-        packs = group.get("low_precision", True) and is_packed(param.shape)
-        if self.states == "8bit" and packs:
-            *rows, columns = live.shape
+        is_packable = group.get("low_precision", True) and is_packed(param.shape)
+        if self.state_dtype == "8bit" and is_packable:
+            *rows, columns = local.shape
             if columns % MOMENT_BLOCK_SIZE:
                 raise ValueError(
-                    f"optim.state_dtype 8bit: a rank's {columns} columns of a parameter of "
-                    f"{tuple(param.shape)} are no whole blocks of {MOMENT_BLOCK_SIZE}"
+                    f"optim.state_dtype = 8bit: a rank's {columns} columns of a parameter of shape "
+                    f"{tuple(param.shape)} are not a multiple of {MOMENT_BLOCK_SIZE}"
                 )
-            # Both with `zeros`, by which a trace knows states from what is computed.
-            codes = torch.zeros(live.shape, dtype=torch.uint8, device=live.device)
+            # Both use `zeros`, by which a trace recognizes optimizer state.
+            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
             shape = (*rows, columns // MOMENT_BLOCK_SIZE)
-            ranges = torch.zeros(shape, dtype=torch.int16, device=live.device)
-            second = Packed(codes, ranges)
-            codes = torch.zeros(live.shape, dtype=torch.int8, device=live.device)
-            first = Packed(codes, ranges, Ratio(second, _limit(*group["betas"])))
+            ranges = torch.zeros(shape, dtype=torch.int16, device=local.device)
+            second = PackedMoment(codes, ranges)
+            codes = torch.zeros(local.shape, dtype=torch.int8, device=local.device)
+            first = PackedMoment(codes, ranges, MomentRatio(second, _max_ratio(*group["betas"])))
         else:
-            kind = torch.bfloat16 if self.states == "bfloat16" else live.dtype
-            first, second = (torch.zeros_like(live, dtype=kind) for _ in range(2))
-        state["exp_avg"], state["exp_avg_sq"] = (_as(param, each) for each in (first, second))
+            dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else local.dtype
+            first, second = (torch.zeros_like(local, dtype=dtype) for _ in range(2))
+        state["exp_avg"], state["exp_avg_sq"] = (
+            _shard_like(param, moment) for moment in (first, second)
+        )
 
 
-def _as(param: Tensor, local: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread as the parameter is."""
+def _shard_like(param: Tensor, local: Tensor) -> Tensor:
+    """Return this rank's shard as a DTensor with the layout of the parameter."""
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(
@@ -194,36 +198,38 @@ def _as(param: Tensor, local: Tensor) -> Tensor:
 
 
 def is_packed(shape: Sequence[int]) -> bool:
-    """Return True if a parameter of that whole shape has rows of whole blocks."""
+    """Return True if a parameter of that unsharded shape has rows of whole blocks."""
     return len(shape) >= 2 and shape[-1] % MOMENT_BLOCK_SIZE == 0
 
 
 # --------------------------------------------------------------------------- eight bits
 
 
-class Ratio(NamedTuple):
-    """What a packed first moment is a multiple of."""
+class MomentRatio(NamedTuple):
+    """Reference of a packed first moment."""
 
-    second: Packed
+    second: PackedMoment
     limit: float  # of the first moment over the second's root
 
 
-class Packed(Tensor):
-    """A moment in 8 bits, which stands for float32 numbers: see `dequantize`.
+class PackedMoment(Tensor):
+    """Moment in 8 bits that represents float32 values; see `dequantize`.
 
-    ``codes`` has the moment's shape: uint8 of a second moment, int8 of a first, which has a
+    ``codes`` has the moment's shape: uint8 for a second moment, int8 for a first, which has a
     ``ratio``.  ``ranges``, int16 ``[..., columns / MOMENT_BLOCK]``, are 8 * bottom + fine.
     """
 
     codes: Tensor
     ranges: Tensor
-    ratio: Ratio | None
+    ratio: MomentRatio | None
 
     @staticmethod
-    def __new__(cls, codes: Tensor, ranges: Tensor, ratio: Ratio | None = None) -> Packed:
-        """Make a tensor without memory of its own beside those."""
+    def __new__(
+        cls, codes: Tensor, ranges: Tensor, ratio: MomentRatio | None = None
+    ) -> PackedMoment:
+        """Create a wrapper tensor that owns no other memory."""
         make: Any = Tensor._make_wrapper_subclass
-        packed: Packed = make(
+        packed: PackedMoment = make(
             cls,
             codes.shape,
             strides=codes.stride(),
@@ -235,20 +241,20 @@ class Packed(Tensor):
         return packed
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Packed({tuple(self.shape)}, device={self.device})"
+        return f"PackedMoment({tuple(self.shape)}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # What DTensor asks of the part of a rank.
+        # The operators that DTensor calls on a local tensor.
         if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
             packed = args[0]
             return cls(packed.codes, packed.ranges, packed.ratio)
         raise NotImplementedError(f"{func} of a packed moment")
 
     def dequantize(self) -> Tensor:
-        """Return what it stands for, float32 in memory of its own."""
+        """Return the float32 values in new memory."""
         if self.ratio is None:
             return unpack_second(self.codes, self.ranges)
         second, limit = self.ratio
@@ -256,79 +262,87 @@ class Packed(Tensor):
 
 
 def unpack_second(codes: Tensor, ranges: Tensor) -> Tensor:
-    """Return the second moments that codes stand for: float32."""
+    """Return the second moments of codes: float32."""
     blocks = codes.view(*ranges.shape, MOMENT_BLOCK_SIZE).float()
     bottom, fine = (ranges >> 3).float().unsqueeze(-1), (ranges & 7).float().unsqueeze(-1)
     values = (bottom + (blocks - 1) * (-fine).exp2()).exp2()
     return values.where(blocks > 0, 0.0).view(codes.shape)
 
 
-def pack_second(values: Tensor, chance: Tensor, codes: Tensor, ranges: Tensor) -> None:
+def pack_second(values: Tensor, random_bits: Tensor, codes: Tensor, ranges: Tensor) -> None:
     """Write second moments into codes and their blocks' ranges.
 
     Args:
-        values: float32, none negative.
-        chance: int32, uniform from 0 to 2^16 - 1: which of two neighboring codes it becomes.
+        values: float32, nonnegative.
+        random_bits: int32, uniform from 0 to 2^16 - 1, for stochastic rounding.
+        codes: uint8 output.
+        ranges: int16 output.
     """
     blocks = values.view(*ranges.shape, MOMENT_BLOCK_SIZE)
-    there = blocks >= SMALLEST
-    logs = blocks.where(there, 1.0).log2()
-    some = there.any(-1, keepdim=True)
-    _, top = _octaves(blocks.amax(-1, keepdim=True).where(some, 1.0))
-    bottom, _ = _octaves(blocks.where(there, math.inf).amin(-1, keepdim=True).where(some, 1.0))
-    bottom = bottom.maximum(top - OCTAVES)
+    nonzero = blocks >= MIN_SECOND_MOMENT
+    logs = blocks.where(nonzero, 1.0).log2()
+    any_nonzero = nonzero.any(-1, keepdim=True)
+    _, top = _octaves(blocks.amax(-1, keepdim=True).where(any_nonzero, 1.0))
+    bottom, _ = _octaves(
+        blocks.where(nonzero, math.inf).amin(-1, keepdim=True).where(any_nonzero, 1.0)
+    )
+    bottom = bottom.maximum(top - MAX_OCTAVES)
     top = top.maximum(bottom + 1)
-    fine = (254 / (top - bottom)).log2().floor().clamp(max=FINEST)
+    fine = (254 / (top - bottom)).log2().floor().clamp(max=MAX_FINE)
     steps = fine.exp2()
-    place = ((logs - bottom) * steps).clamp(min=0.0)
-    low = place.floor()
-    # Of the way between the two numbers, not between their logarithms.
-    share = (((place - low) / steps).exp2() - 1) / ((1 / steps).exp2() - 1)
-    up = chance.view(blocks.shape).float() < share * (1 << 16)
-    code = (low + up).clamp(max=254.0) + 1
-    codes.copy_(code.where(there, 0.0).view(codes.shape))
+    position = ((logs - bottom) * steps).clamp(min=0.0)
+    low = position.floor()
+    # Position between the two values, not between their logarithms.
+    up_probability = (((position - low) / steps).exp2() - 1) / ((1 / steps).exp2() - 1)
+    rounds_up = random_bits.view(blocks.shape).float() < up_probability * (1 << 16)
+    code = (low + rounds_up).clamp(max=254.0) + 1
+    codes.copy_(code.where(nonzero, 0.0).view(codes.shape))
     ranges.copy_((bottom * 8 + fine).squeeze(-1))
 
 
 def _octaves(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logarithms to base 2, rounded down and up.
 
-    Exactly, of positive float32 numbers that are not denormal: what was packed packs alike.
+    Exact for positive normal float32 numbers, so a packed moment packs to the same codes.
     """
     bits = values.view(torch.int32)
-    below = (bits >> 23) - 127
-    return below.float(), (below + ((bits & 0x7FFFFF) > 0).int()).float()
+    exponent = (bits >> 23) - 127
+    return exponent.float(), (exponent + ((bits & 0x7FFFFF) > 0).int()).float()
 
 
 def unpack_first(codes: Tensor, root: Tensor, limit: float) -> Tensor:
-    """Return the first moments that codes stand for beside the root of the second: float32."""
+    """Return the first moments of codes, given the root of the second: float32."""
     steps = codes.float()
     return steps * steps.abs() * (limit / 127**2) * root
 
 
-def pack_first(values: Tensor, root: Tensor, limit: float, chance: Tensor, codes: Tensor) -> None:
+def pack_first(
+    values: Tensor, root: Tensor, limit: float, random_bits: Tensor, codes: Tensor
+) -> None:
     """Write first moments into codes.
 
     Args:
-        root: of the second moments as they are stored.
-        limit: of the ratio of the two.
-        chance: as of `pack_second`.
+        values: float32.
+        root: square root of the stored second moments.
+        limit: maximum of the ratio of the two.
+        random_bits: as in `pack_second`.
+        codes: int8 output.
     """
     ratio = (values / root).where(root > 0, 0.0)
-    place = (ratio.abs() * (1 / limit)).clamp(max=1.0).sqrt() * 127
-    low = place.floor()
-    up = chance.float() < (place.square() - low.square()) / (2 * low + 1) * (1 << 16)
-    codes.copy_((low + up).clamp(max=127.0).copysign(ratio))
+    position = (ratio.abs() * (1 / limit)).clamp(max=1.0).sqrt() * 127
+    low = position.floor()
+    rounds_up = random_bits.float() < (position.square() - low.square()) / (2 * low + 1) * (1 << 16)
+    codes.copy_((low + rounds_up).clamp(max=127.0).copysign(ratio))
 
 
-def _limit(beta1: float, beta2: float) -> float:
-    """Return the most that a first moment can be of the root of the second.
+def _max_ratio(beta1: float, beta2: float) -> float:
+    """Return the maximum of the first moment over the root of the second.
 
-    By Cauchy's inequality, over all gradients.  Where beta1^2 comes near to beta2 there is none,
-    or a useless one: it is cut there to ten times what one gradient makes.
+    The bound is Cauchy's inequality over all gradients.  As beta1^2 approaches beta2 the bound
+    diverges; it is capped at ten times the ratio after one gradient.
     """
-    rest = max(1 - beta1**2 / max(beta2, 1e-9), 0.01)
-    return (1 - beta1) / math.sqrt((1 - beta2) * rest)
+    gap = max(1 - beta1**2 / max(beta2, 1e-9), 0.01)
+    return (1 - beta1) / math.sqrt((1 - beta2) * gap)
 
 
 # --------------------------------------------------------------------------- a step
@@ -348,7 +362,7 @@ def _update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     step: Tensor,
-    bad: Tensor,
+    found_inf: Tensor,
     lr: Tensor,
     beta1: float,
     beta2: float,
@@ -358,17 +372,17 @@ def _update(
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> None:
-    """AdamW in float32, in place; with ``bad`` everything keeps its bits."""
-    skip = bad > 0
+    """Update by AdamW in float32, in place; with ``found_inf`` all bits stay the same."""
+    skip = found_inf > 0
     grad = grad.float().masked_fill(skip, 0.0)
     first, second = exp_avg.float(), exp_avg_sq.float()
     new_first, new_second = _adamw(
         param, grad, first, second, step, skip, lr, beta1, beta2, eps, weight_decay
     )
     if exp_avg.dtype == torch.bfloat16:
-        chance = _chance(param, step, seed, offsets, shape)
-        new_first = round_by(new_first, chance & 0xFFFF)
-        new_second = round_by(new_second, chance >> 16 & 0xFFFF)
+        random_bits = _random_bits(param, step, seed, offsets, shape)
+        new_first = round_stochastic(new_first, random_bits & 0xFFFF)
+        new_second = round_stochastic(new_second, random_bits >> 16 & 0xFFFF)
     exp_avg.copy_(new_first)
     exp_avg_sq.copy_(new_second)
 
@@ -380,7 +394,7 @@ def _update_packed(
     second_codes: Tensor,
     ranges: Tensor,
     step: Tensor,
-    bad: Tensor,
+    found_inf: Tensor,
     lr: Tensor,
     beta1: float,
     beta2: float,
@@ -390,19 +404,19 @@ def _update_packed(
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> None:
-    """`_update` of moments in 8 bits."""
-    skip, limit = bad > 0, _limit(beta1, beta2)
+    """Update as `_update` does, with moments in 8 bits."""
+    skip, limit = found_inf > 0, _max_ratio(beta1, beta2)
     grad = grad.float().masked_fill(skip, 0.0)
     second = unpack_second(second_codes, ranges)
     first = unpack_first(first_codes, second.sqrt(), limit)
     new_first, new_second = _adamw(
         param, grad, first, second, step, skip, lr, beta1, beta2, eps, weight_decay
     )
-    chance = _chance(param, step, seed, offsets, shape)
-    packed = [torch.empty_like(each) for each in (first_codes, second_codes, ranges)]
-    pack_second(new_second, chance >> 16 & 0xFFFF, packed[1], packed[2])
+    random_bits = _random_bits(param, step, seed, offsets, shape)
+    packed = [torch.empty_like(tensor) for tensor in (first_codes, second_codes, ranges)]
+    pack_second(new_second, random_bits >> 16 & 0xFFFF, packed[1], packed[2])
     root = unpack_second(packed[1], packed[2]).sqrt()
-    pack_first(new_first, root, limit, chance & 0xFFFF, packed[0])
+    pack_first(new_first, root, limit, random_bits & 0xFFFF, packed[0])
     for old, new in zip((first_codes, second_codes, ranges), packed, strict=True):
         old.copy_(torch.where(skip, old, new))
 
@@ -420,7 +434,7 @@ def _adamw(
     eps: float,
     weight_decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """Move a parameter and count the step, in place; return the new moments in float32."""
+    """Update a parameter and its step count in place; return the new float32 moments."""
     step += ~skip
     old = param.float()
     new_first = torch.where(skip, first, first.lerp(grad, 1 - beta1))
@@ -436,39 +450,44 @@ def _compiled(update: Callable[..., None]) -> Any:
     return torch.compile(update, fullgraph=True, dynamic=False)
 
 
-def round_by(value: Tensor, chance: Tensor) -> Tensor:
-    """Float32 to what bfloat16 can hold, up or down; zero, infinity and NaN stay what they are.
+def round_stochastic(value: Tensor, random_bits: Tensor) -> Tensor:
+    """Round float32 to bfloat16 stochastically; zero, infinity and NaN are unchanged.
 
     Args:
-        chance: int32, uniform from 0 to 2^16 - 1; the share of them that round away from zero is
-            the share of the last place that is cut off.
+        value: float32.
+        random_bits: int32, uniform from 0 to 2^16 - 1.  The fraction that rounds away from zero is
+            the fraction of the last place that is cut off.
     """
-    rounded = ((value.view(torch.int32) + chance) & -0x10000).view(torch.float32)
-    # Of a NaN with all bits set, such as CUDA's, the sum would overflow to a zero.
+    rounded = ((value.view(torch.int32) + random_bits) & -0x10000).view(torch.float32)
+    # For a NaN with all bits set, such as CUDA's, the sum would overflow to zero.
     return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
 
 
-def _chance(
+def _random_bits(
     like: Tensor, step: Tensor, seed: Tensor, offsets: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
-    """32 bits for each element, of its place in the whole parameter, the step and a seed: int32.
+    """Return 32 random bits per element from its position, the step and a seed.
 
     Args:
-        like: this rank's part of the parameter.
-        offsets: where that begins in the whole.
-        shape: of the whole.
+        like: this rank's shard of the parameter.
+        step: optimizer step.
+        seed: hash of the parameter's name.
+        offsets: position of the shard in the unsharded parameter.
+        shape: unsharded shape.
     """
     index, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
     for dim in reversed(range(like.dim())):
-        along = torch.arange(like.shape[dim], device=like.device) + offsets[dim]
-        index = index + (along * stride).view([-1 if d == dim else 1 for d in range(like.dim())])
+        positions = torch.arange(like.shape[dim], device=like.device) + offsets[dim]
+        index = index + (positions * stride).view(
+            [-1 if d == dim else 1 for d in range(like.dim())]
+        )
         stride *= shape[dim]
     mixed = _hash(step.to(torch.int32) * 0x10001 + seed.to(step.device))
     return _hash(index.to(torch.int32) ^ mixed)
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A good 32-bit mixer: C. Wellons, "Prospecting for hash functions" (lowbias32), 2018."""
+    """Mix 32 bits (C. Wellons, "Prospecting for hash functions", lowbias32, 2018)."""
     x = x ^ (x >> 16 & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15 & 0x1FFFF)

@@ -1,4 +1,4 @@
-"""The optimizer, and the one gradient norm of the whole model."""
+"""Optimizer construction, gradient norm and gradient clipping."""
 
 from __future__ import annotations
 
@@ -17,119 +17,124 @@ from weft.optim.muon import Muon
 from weft.parallel.dtensor import l2_norms, to_local
 from weft.parallel.private import set_found_inf
 
-# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, the names
-# of their parameters, whether they are the matrices of the blocks, and whether these or stacks of
-# them, whose moments may be kept in low precision.
+# (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
+# parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of the
+# blocks or stacks of them, whose moments may have low precision).
 BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 
 
-def adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019): the fused kernel, on CPU and CUDA."""
+def build_adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """Build AdamW (Loshchilov and Hutter, 2019) with the fused kernel."""
     if optim.state_dtype != "float32":
-        return LowPrecisionAdamW(groups, states=optim.state_dtype, **_adamw(optim))
-    return torch.optim.AdamW(groups, fused=True, **_adamw(optim))
+        return LowPrecisionAdamW(groups, state_dtype=optim.state_dtype, **_adamw_options(optim))
+    return torch.optim.AdamW(groups, fused=True, **_adamw_options(optim))
 
 
-def muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
-    """Muon for the matrices of the blocks, AdamW for the rest: see `weft.optim.muon`."""
-    return Muon(groups, momentum=optim.momentum, **_adamw(optim))
+def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """Build Muon for the blocks' matrices, AdamW for the rest; see `weft.optim.muon`."""
+    return Muon(groups, momentum=optim.momentum, **_adamw_options(optim))
 
 
-def _adamw(optim: OptimSection) -> dict[str, Any]:
+def _adamw_options(optim: OptimSection) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
 
 
-OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": adamw, "muon": muon}
+OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": build_adamw, "muon": build_muon}
 
 
 def build_optimizer(
     params: Iterable[tuple[str, nn.Parameter]],
     optim: OptimSection,
     build: BuildOptimizer,
-    decays: Callable[[str], bool],
-    in_blocks: Collection[nn.Parameter],
+    has_weight_decay: Callable[[str], bool],
+    block_params: Collection[nn.Parameter],
 ) -> Optimizer:
-    """The optimizer over the parameters in groups: with weight decay or without, and matrices.
+    """Build the optimizer over its parameter groups.
 
     Embeddings, head and gains are in groups with ``low_precision`` false.
 
     Args:
-        params: (name in the whole model, parameter).
-        decays: whether weight decay applies to the parameter of that name.
-        in_blocks: those of the repeated blocks; of two dims they are matrices, not tables.
+        params: (name in the full model, parameter) pairs.
+        optim: the section ``optim``.
+        build: entry of `OPTIMIZERS`.
+        has_weight_decay: True for names of parameters with weight decay.
+        block_params: parameters of the repeated blocks; the 2-D ones are matrices, not tables.
     """
     groups: dict[tuple[float, bool, bool], dict[str, nn.Parameter]] = {}
     for name, param in params:
-        decay = optim.weight_decay if decays(name) else 0.0
-        stacked = param.dim() >= 2 and param in in_blocks
-        key = (decay, stacked and param.dim() == 2, stacked)
+        weight_decay = optim.weight_decay if has_weight_decay(name) else 0.0
+        low_precision = param.dim() >= 2 and param in block_params
+        key = (weight_decay, low_precision and param.dim() == 2, low_precision)
         groups.setdefault(key, {})[name] = param
     return build(
         [
             {
-                "params": list(some.values()),
-                "names": list(some),
-                "weight_decay": decay,
+                "params": list(params_by_name.values()),
+                "names": list(params_by_name),
+                "weight_decay": weight_decay,
                 "matrices": matrices,
                 "low_precision": low_precision,
             }
-            for (decay, matrices, low_precision), some in groups.items()
+            for (weight_decay, matrices, low_precision), params_by_name in groups.items()
         ],
         optim,
     )
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """The rate of every group, for the steps to come."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def masked_step(optimizer: Optimizer, bad: torch.Tensor) -> None:
-    """``optimizer.step()``, which changes nothing if ``bad``, a bool on the device, is true.
+def masked_step(optimizer: Optimizer, skip: torch.Tensor) -> None:
+    """Run ``optimizer.step()``, without effect if ``skip`` is true.
 
-    Parameters, moments and step counts keep their bits.  A fused optimizer looks at the flag on the
-    device; for any other the host waits.
+    ``skip`` is a bool on the device.  Parameters, moments and step counts then keep their bits.  A
+    fused optimizer reads the flag on the device; for any other the host waits.
     """
-    if set_found_inf(optimizer, bad) or not bad:
+    if set_found_inf(optimizer, skip) or not skip:
         optimizer.step()
 
 
 def clip_grad_norm(
-    params: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
+    params: Iterable[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their global L2 norm is at most ``max_norm``.
+    """Scale all gradients in place to a global L2 norm of at most ``max_norm``.
 
     Args:
-        pipeline: the ranks that hold the other stages; None where there are none.
+        params: parameters with gradients.
+        max_norm: maximum norm.
+        pp_group: pipeline-parallel group; None without pipeline parallelism.
 
     Returns:
         The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
     """
     params = list(params)
-    norm, _ = grad_norm(params, pipeline)
-    clip(params, norm, max_norm)
+    norm, _ = compute_grad_norm(params, pp_group)
+    clip_grads_with_norm(params, norm, max_norm)
     return norm
 
 
 @torch.no_grad()
-def grad_norm(
-    params: Sequence[nn.Parameter], pipeline: dist.ProcessGroup | None = None
+def compute_grad_norm(
+    params: Sequence[nn.Parameter], pp_group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global L2 norm of all gradients, and that of what this rank holds of them.
+    """Return the global L2 norm of all gradients, and that of this rank's shards.
 
-    Each rank adds up the squares of what it holds; the sums are added over the axes that a
-    gradient is sharded on, and over no other, so that nothing is counted twice.  torch's own
-    function does the same through DTensor dispatch, one operator and parameter at a time,
-    and refuses gradients that live on different meshes.
+    Each rank sums the squares of its shards.  The sums are reduced over the mesh axes on which a
+    gradient is sharded, and no other, so nothing counts twice.  torch's own function goes through
+    DTensor dispatch, one operator and parameter at a time, and refuses gradients on different
+    meshes.
 
     Args:
-        pipeline: the ranks that hold the other stages; None where there are none.
+        params: parameters with gradients.
+        pp_group: pipeline-parallel group; None without pipeline parallelism.
 
     Returns:
         Float32 scalars on the parameters' device; the first is equal on all ranks.
     """
-    # Gradients by the process groups that together hold them whole.
+    # Gradients by the process groups over which they are sharded.
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for param in params:
         grad = param.grad
@@ -146,30 +151,32 @@ def grad_norm(
             assert not any(placement.is_partial() for placement in grad.placements)
             grad = grad.to_local()
         by_groups.setdefault(groups, []).append(grad)
-    held, squares = [], []
+    local_squares, group_squares = [], []
     for groups, grads in by_groups.items():
-        norms = l2_norms(grads)
-        held.append(norms.square().sum())
-        square = held[-1].clone()
+        grad_norms = l2_norms(grads)
+        local_squares.append(grad_norms.square().sum())
+        group_square = local_squares[-1].clone()
         for group in groups:
-            dist.all_reduce(square, group=group)
-        squares.append(square)
-    # A stage that trains nothing has zero, where the others of the pipeline have their sums.
+            dist.all_reduce(group_square, group=group)
+        group_squares.append(group_square)
+    # A stage without trainable parameters contributes zero to the pipeline's sum.
     zero = torch.zeros((), device=params[0].device if params else None)
-    total = torch.stack(squares).sum() if squares else zero.clone()
-    if pipeline is not None:
-        dist.all_reduce(total, group=pipeline)
-    own = torch.stack(held).sum() if held else zero
-    return total.sqrt(), own.sqrt()
+    total = torch.stack(group_squares).sum() if group_squares else zero.clone()
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
+    local_total = torch.stack(local_squares).sum() if local_squares else zero
+    return total.sqrt(), local_total.sqrt()
 
 
 @torch.no_grad()
-def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients in place by what takes ``norm`` down to ``max_norm``, if it is above."""
-    # As torch's: a norm below the limit multiplies by exactly one; no look at its value here,
-    # which would stall the device.
+def clip_grads_with_norm(
+    params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float
+) -> None:
+    """Scale all gradients in place from ``norm`` down to ``max_norm``, if it is above."""
+    # As in torch, a norm below the limit multiplies by exactly one.  The host does not read the
+    # norm, which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [param.grad for param in params if param.grad is not None]
-    here = [to_local(grad) for grad in grads]
-    if here:
-        torch._foreach_mul_(here, scale)
+    local_grads = [to_local(grad) for grad in grads]
+    if local_grads:
+        torch._foreach_mul_(local_grads, scale)

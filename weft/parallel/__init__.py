@@ -1,1 +1,1 @@
-"""What a layout does to a model, from outside of it."""
+"""Parallelism and memory techniques, applied to a model from outside."""

@@ -1,13 +1,13 @@
-"""What blocks keep for their backward pass waits in the host's memory instead of the device's.
+"""Activation offload: saved tensors of blocks wait in host memory.
 
-A block's activations are idle from the end of its forward pass until its backward pass, the longer
-the earlier the block.  So they are copied to pinned host memory while the next blocks run, and
-back before they are needed: when the backward pass reaches a block, the copies of the ``ahead``
-blocks before it begin.  The last ``ahead`` blocks, whose turn comes at once, stay, and only call
-for those before them.  With recomputation what is moved is less: each block's input.
+A block's activations are idle between its forward and its backward pass, the longer the earlier the
+block.  So they are copied to pinned host memory while the next blocks run.  When backward reaches a
+block, it starts to prefetch the activations of the blocks before it.  The last ``prefetch`` blocks,
+whose backward is next, are not offloaded; they only prefetch for others.  With activation
+checkpointing only each block's input is copied.
 
-Both ways go over a stream of their own, and computing waits for a copy only if that is not done.
-On a CPU there is nowhere to move to: it is done all the same, as a copy, so that it can be tested.
+Copies run on their own CUDA stream, and computation waits for a copy only if the copy is late.  On
+a CPU the copies stay on the CPU, for tests.
 """
 
 from __future__ import annotations
@@ -25,105 +25,116 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.parallel.activation_checkpoint import frozen_param_storages, is_parameter
 
-MIN_OFFLOAD_BYTES = 1 << 20  # bytes; what is smaller is not worth a copy
+MIN_OFFLOAD_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
 
-def apply_activation_offload(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Make blocks move what they keep, in place; after they are compiled, before sharding.
+def apply_activation_offload(blocks: Sequence[nn.Module], prefetch: int) -> None:
+    """Offload saved tensors of all blocks but the last ``prefetch``.
+
+    Call it after the blocks are compiled, and before they are sharded.
 
     Args:
-        blocks: in the order of their use; all but the last ``ahead`` move.
+        blocks: in the order of their use.
     """
-    moving = len(blocks) - ahead
-    if moving <= 0:
+    num_offloaded = len(blocks) - prefetch
+    if num_offloaded <= 0:
         return
-    mover = _Offloader(ahead, moving)
-    for place, block in enumerate(blocks):
-        block.forward = MethodType(partial(_forward_with_offload, mover, block.forward, place), block)
+    offloader = _Offloader(prefetch, num_offloaded)
+    for index, block in enumerate(blocks):
+        forward = partial(_forward_with_offload, offloader, block.forward, index)
+        block.forward = MethodType(forward, block)
 
 
 def _forward_with_offload(
-    mover: _Offloader, forward: Any, place: int, block: nn.Module, x: Tensor, *shared: Any
+    offloader: _Offloader, forward: Any, index: int, block: nn.Module, x: Tensor, *shared: Any
 ) -> Any:
-    """A block's forward pass, of which all that autograd keeps is moved if the block is to move."""
+    """Run a block's forward with hooks; ``shared`` arguments are not offloaded."""
     if not torch.is_grad_enabled():
         return forward(x, *shared)
-    call = mover.begin(place, [t for t in shared if isinstance(t, Tensor)])
-    call.shared |= frozen_param_storages(block)
+    call = offloader.begin(index, [t for t in shared if isinstance(t, Tensor)])
+    call.excluded |= frozen_param_storages(block)
     with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
         return forward(x, *shared)
 
 
 class _Offloader:
-    """The copies of all blocks, of which the first ``moving`` move."""
+    """The state that all blocks share."""
 
-    def __init__(self, ahead: int, moving: int) -> None:
-        self.ahead, self.moving = ahead, moving
+    def __init__(self, prefetch: int, num_offloaded: int) -> None:
+        self.prefetch, self.num_offloaded = prefetch, num_offloaded
         self.last: _BlockForward | None = None
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
-    def begin(self, place: int, shared: list[Tensor]) -> _BlockForward:
-        """The block at ``place`` begins its forward pass, with what all blocks are given."""
-        # Of the block before, in the same pass.
-        before = self.last if place and self.last and self.last.place == place - 1 else None
-        self.last = _BlockForward(self, place, before, {t.untyped_storage()._cdata for t in shared})
+    def begin(self, index: int, shared: list[Tensor]) -> _BlockForward:
+        """Begin a forward pass of a block."""
+        # The call of the previous block, if it is of the same forward pass of the model.
+        previous = self.last if index and self.last and self.last.index == index - 1 else None
+        excluded = {t.untyped_storage()._cdata for t in shared}
+        self.last = _BlockForward(self, index, previous, excluded)
         return self.last
 
 
 class _BlockForward:
-    """One forward pass of a block."""
+    """One forward pass of a block, with its saved tensors."""
 
-    def __init__(self, mover: _Offloader, place: int, before: _BlockForward | None, shared: set[int]) -> None:
-        self.mover, self.place, self.shared = mover, place, shared
-        self.before = None if before is None else weakref.ref(before)
-        self.moved: dict[tuple[Any, ...], weakref.ref[OffloadedTensor]] = {}
-        self.reached = False
+    def __init__(
+        self,
+        offloader: _Offloader,
+        index: int,
+        previous: _BlockForward | None,
+        excluded: set[int],
+    ) -> None:
+        self.offloader, self.index, self.excluded = offloader, index, excluded
+        self.previous = None if previous is None else weakref.ref(previous)
+        self.offloaded: dict[tuple[Any, ...], weakref.ref[OffloadedTensor]] = {}
+        self.backward_started = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Return the tensor, or the offloaded tensor that autograd saves instead."""
         if (
-            self.place >= self.mover.moving
+            self.index >= self.offloader.num_offloaded
             or is_parameter(tensor)
-            or tensor.untyped_storage()._cdata in self.shared  # by all blocks, or frozen
+            or tensor.untyped_storage()._cdata in self.excluded
             or tensor.nbytes < MIN_OFFLOAD_BYTES
-            or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # with gaps
+            or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # has gaps
         ):
             return tensor
-        # Not the address: tensors in a trace have none.
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
-        key = (*place, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-        if (known := self.moved.get(key)) and (moved := known()) and not moved.source.expired():
-            return moved  # autograd keeps some twice
-        moved = OffloadedTensor(self.mover, tensor)
-        self.moved[key] = weakref.ref(moved)
-        return moved
+        # Not the address: traced tensors have none.
+        view = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+        key = (*view, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        ref = self.offloaded.get(key)  # autograd saves some tensors twice
+        if ref and (offloaded := ref()) and not offloaded.source.expired():
+            return offloaded
+        offloaded = OffloadedTensor(self.offloader, tensor)
+        self.offloaded[key] = weakref.ref(offloaded)
+        return offloaded
 
     def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
-        """The tensor again; the first one of a block calls for those of the blocks before."""
-        if not self.reached:
-            self.reached = True
+        """Return the tensor; the block's first call prefetches for earlier blocks."""
+        if not self.backward_started:
+            self.backward_started = True
             call: _BlockForward | None = self
-            for _ in range(self.mover.ahead):
-                call = call.before() if call is not None and call.before else None
+            for _ in range(self.offloader.prefetch):
+                call = call.previous() if call is not None and call.previous else None
                 if call is not None:
                     call.fetch()
-        return packed if isinstance(packed, Tensor) else packed.get()
+        return packed if isinstance(packed, Tensor) else packed.wait()
 
     def fetch(self) -> None:
-        """Begin to copy back all that is still wanted."""
-        for moved in self.moved.values():
-            if (one := moved()) is not None:
-                one.fetch()
+        """Start to copy back all tensors that autograd still holds."""
+        for ref in self.offloaded.values():
+            if (offloaded := ref()) is not None:
+                offloaded.fetch()
 
 
 class OffloadedTensor:
-    """A tensor in the host's memory, and soon back."""
+    """A tensor in host memory, which can be copied back."""
 
-    def __init__(self, mover: _Offloader, tensor: Tensor) -> None:
-        self.stream = mover.stream if tensor.device.type == "cuda" else None
+    def __init__(self, offloader: _Offloader, tensor: Tensor) -> None:
+        self.stream = offloader.stream if tensor.device.type == "cuda" else None
         self.device = tensor.device
         self.source: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.back: Tensor | None = None
+        self.on_device: Tensor | None = None
         self.ready: Any = None
         self.host = self.empty_on_host(tensor, pin=self.stream is not None)
         with self._on_copy_stream():
@@ -132,29 +143,28 @@ class OffloadedTensor:
             tensor.record_stream(self.stream)
 
     def fetch(self) -> None:
-        """Begin to copy it back."""
-        if self.back is None:
+        """Start to copy the tensor back to its device."""
+        if self.on_device is None:
             with self._on_copy_stream():
-                shape, stride = self.host.shape, self.host.stride()
-                kind = self.host.dtype
-                self.back = torch.empty_strided(shape, stride, dtype=kind, device=self.device)
-                self.back.copy_(self.host, non_blocking=True)
+                shape, stride, dtype = self.host.shape, self.host.stride(), self.host.dtype
+                self.on_device = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+                self.on_device.copy_(self.host, non_blocking=True)
                 if self.stream is not None:
                     self.ready = self.stream.record_event()
 
-    def get(self) -> Tensor:
-        """It on its device; the current stream waits until it is there."""
+    def wait(self) -> Tensor:
+        """Return the tensor on its device; the current stream waits for the copy."""
         self.fetch()
-        assert self.back is not None
+        assert self.on_device is not None
         if self.ready is not None:
-            now = torch.cuda.current_stream(self.device)
-            now.wait_event(self.ready)
-            self.back.record_stream(now)
-        return self.back
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self.ready)
+            self.on_device.record_stream(current)
+        return self.on_device
 
     @contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
-        """On the stream of copies, after what has been begun so far."""
+        """Use the copy stream, after all work that is queued on the current stream."""
         if self.stream is None:
             yield
             return
@@ -164,6 +174,6 @@ class OffloadedTensor:
 
     @staticmethod
     def empty_on_host(tensor: Tensor, pin: bool) -> Tensor:
-        """Memory for it on the CPU, uninitialised, with the same strides."""
+        """Allocate a CPU tensor with the same shape, strides and dtype."""
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)

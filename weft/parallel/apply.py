@@ -1,7 +1,9 @@
-"""apply: turn a single-device model into this rank's part of it, in THE order.
+"""Turn a single-device model into this rank's shard of it.
 
-The model knows nothing of ranks.  Everything that a layout does to it happens here,
-in place, one line per technique, and the order of the lines is part of the design.
+Models in `weft.models` have no process group and no parallel branch.  `parallelize_model` applies
+every technique to them from outside, in place.  Each technique is a file of this directory, and the
+comment at each step says why the step has this position.  `weft.train.setup` calls
+`build_model_parts`, then allocates and initializes the parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
 from weft.parallel.expert_parallel import apply_expert_parallel
 from weft.parallel.float8 import apply_float8
-from weft.parallel.lora import apply_lora, add_adapter_sharding
+from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel, materialize_local_weights
@@ -29,97 +31,118 @@ from weft.plan.resolve import Plan
 
 
 def build_model_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
-    """This rank's parts of the model on the meta device, laid out: one, or one for each of its
-    pipeline stages.  Parameter names are those of the whole model.
+    """Build this rank's parallelized model parts on the meta device.
 
     Gradients are *summed* over the ranks that see different tokens, not averaged: the loss is
-    already divided by the number of valid tokens of the whole step.
+    already divided by the number of valid tokens of the step.
+
+    Returns:
+        One part per pipeline stage of this rank, or the one model if there is no pipeline.
+        Parameters keep their names in the full model.
     """
-    parts = []
+    model_parts = []
     for units in _unit_ranges(plan, mesh):
         with torch.device("meta"):
             model = family.build(plan.model)
         if units is not None:
-            assert family.keep is not None
-            family.keep(model, units)
+            assert family.prune_to_stage is not None
+            family.prune_to_stage(model, units)
         parallelize_model(model, job, plan, mesh, family)
-        parts.append(model)
-    return parts
+        model_parts.append(model)
+    return model_parts
 
 
 def _unit_ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
-    """The units of each of this rank's parts; None: all of them."""
+    """Return the units of each of this rank's stages; None stands for all units."""
     if plan.pipeline is None:
         return [None]
-    mine = plan.pipeline.stages_of(mesh.at["pp"])
-    stages = [plan.pipeline.stages[i] for i in mine]
-    return [range(stage.first, stage.end) for stage in stages]
+    stage_ids = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
+    stages = [plan.pipeline.stages[i] for i in stage_ids]
+    return [range(stage.first_unit, stage.end_unit) for stage in stages]
 
 
 def parallelize_model(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
-    """Lay out ``model`` (on the meta device) in place."""
-    parallel, activation_checkpoint, compile = job.parallel, job.activation_checkpoint, job.compile
+    """Apply the plan's techniques to ``model`` (on the meta device), in place.
+
+    The order matters: each step wraps or changes the result of the steps before it.
+    """
     blocks = family.blocks(model)
-    # First what exchanges modules, which what comes after would be lost with.
+    moe_layers = family.moe_layers(model) if family.moe_layers is not None else []
+
+    # Float8 replaces linear modules.  It is first, because the new modules would lack the hooks,
+    # classes and sharded weights that later steps add.
     if plan.float8 != "none":
         matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
         names = [matrix.name for matrix in matrices]
         apply_float8(model, plan.float8, names, plan.float8_emulated)
+
+    # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
     sharding = family.sharding
     if job.lora.rank:
         apply_lora(model, blocks, job.lora, getattr(torch, plan.compute_dtype))
         sharding = add_adapter_sharding(sharding)
-    # Then what cuts single operators: the rest wraps around whatever they are then.
+
+    # Tensor, expert and context parallelism change single operators: their weights and their
+    # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
     if plan.tp > 1:
         config: Any = plan.model
         apply_tensor_parallel(
             model,
-            mesh.params["tp"],
+            mesh.param_mesh["tp"],
             sharding,
             config.num_kv_heads,
-            parallel.sequence_parallel,
+            job.parallel.sequence_parallel,
         )
-    routed = family.routed(model) if family.routed is not None else []
-    if mesh.experts is not None:
-        apply_expert_parallel([layer.experts for layer in routed], mesh.experts)
-    if mesh.context is not None:
+    # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
+    if mesh.expert_mesh is not None:
+        apply_expert_parallel([layer.experts for layer in moe_layers], mesh.expert_mesh)
+    if mesh.cp_group is not None:
         apply_context_parallel(
             model,
-            mesh.context,
-            parallel.cp_method,
-            parallel.cp_load_balance,
-            compiled=compile.enable,
+            mesh.cp_group,
+            job.parallel.cp_method,
+            job.parallel.cp_load_balance,
+            compiled=job.compile.enable,
         )
-    # What is recomputed is compiled with the rest, and FSDP gathers the parameters for it.
-    apply_activation_checkpoint(blocks, activation_checkpoint, compile.enable)
-    # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
-    # sit outside of the compiled forward.
-    if parallel.async_tp:
-        enable_async_tp(mesh.group("tp"))
-    if compile.enable:
+
+    # Before torch.compile, which then compiles the recomputation too, and before FSDP, which then
+    # gathers the parameters for it.
+    apply_activation_checkpoint(blocks, job.activation_checkpoint, job.compile.enable)
+
+    # After tensor parallelism, because the compiler must see its collectives to overlap them with
+    # matmuls.  Before FSDP, because FSDP's hooks must stay outside of the compiled forward.
+    if job.parallel.async_tp:
+        enable_async_tp(mesh.get_group("tp"))
+    if job.compile.enable:
         if plan.tp > 1:
             for block in blocks:
                 materialize_local_weights(block)
-        # Dynamo cannot follow the exchanges of a context, nor groups of a size that tokens decide;
-        # what is around them is compiled.
-        for layer in routed:
+        # Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
+        # depend on the tokens.  Both break the graph, and the code around them is compiled.
+        for layer in moe_layers:
             layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
-        apply_compile(blocks, compile.cache_dir, whole=mesh.context is None and not routed)
-    if activation_checkpoint.offload:
-        apply_activation_offload(blocks, activation_checkpoint.offload_prefetch)
-    # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
-    # model: nothing to gather, nothing to cast.
-    wrapped = plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload
-    if wrapped and not plan.canonical:
+        fullgraph = mesh.cp_group is None and not moe_layers
+        apply_compile(blocks, job.compile.cache_dir, fullgraph)
+
+    # After torch.compile, because offloading hooks the tensors that the compiled forward saves.
+    if job.activation_checkpoint.offload:
+        apply_activation_offload(blocks, job.activation_checkpoint.offload_prefetch)
+
+    # FSDP is last: it replaces the parameters by shards and decides when they are gathered.  One
+    # rank in float32 needs no FSDP, because it has nothing to gather and nothing to cast.
+    casts = plan.compute_dtype != "float32"
+    needs_fsdp = plan.world_size > 1 or casts or job.parallel.cpu_offload
+    if needs_fsdp and not plan.world_size_invariant:
+        expert_mesh = mesh.expert_mesh
         apply_fsdp(
             model,
             blocks,
-            mesh.params["dp_replicate", "dp_shard"],
-            parallel,
+            mesh.param_mesh["dp_replicate", "dp_shard"],
+            job.parallel,
             compute_dtype=getattr(torch, plan.compute_dtype),
             reduce_dtype=getattr(torch, plan.reduce_dtype),
             reshard_after_forward=plan.reshard_after_forward,
             node_size=plan.shard_ranks_per_node,
-            experts=[layer.experts for layer in routed],
-            expert_mesh=None if mesh.experts is None else mesh.experts["dp_replicate", "edp"],
+            experts=[layer.experts for layer in moe_layers],
+            expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
         )

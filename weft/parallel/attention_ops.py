@@ -1,24 +1,25 @@
-"""Attention of some queries to some keys, with its log-sum-exp: PyTorch's private operators.
+"""Attention of a block of queries to a block of keys, with its log-sum-exp.
 
-Attention over keys that come in blocks is exact if each block's output comes with the
-logarithm of its softmax's denominator: the outputs are then averaged with weights
-``exp(lse_of_block - lse_of_all)``.  And backward of one block is ordinary flash attention's
-backward with the output and log-sum-exp of *all* blocks in place of its own.  The public
-``F.scaled_dot_product_attention`` hides the log-sum-exp and offers no such backward, so this
-file calls the operators below it.  They are private, and a test compares their schemas:
-nothing else in weft may depend on them.
+Attention over blocks of keys is exact if each block returns its output and its log-sum-exp, the
+logarithm of the softmax's denominator.  The outputs are then averaged with the weights
+``exp(lse_of_block - lse_of_all)``.  The backward pass of a block is that of flash attention, with
+the output and log-sum-exp of *all* blocks in place of the block's own.
+
+The public ``F.scaled_dot_product_attention`` neither returns the log-sum-exp nor has such a
+backward, so this module calls private operators of PyTorch.  A test compares their schemas, and no
+other module of weft may use them.
 
     device   block                      operator, after _scaled_dot_product_
     cpu      any                        flash_attention_for_cpu
-    cuda     no mask, 16 bit, K % 8=0   flash_attention: grouped queries as they are
+    cuda     no mask, 16 bit, K % 8=0   flash_attention: supports grouped queries
     cuda     other                      efficient_attention: bias in the dtype of the queries,
-                                        rows padded to 16, one key head for each query head
+                                        rows padded to 16, one key head per query head
 
-The CUDA half is written from the schemas, the meta kernels (which a test runs) and the C++
-sources behind them (ATen/native/transformers/cuda).  It was never run on a GPU.
+The CUDA half follows the schemas, the meta kernels (which a test runs) and their C++ sources
+(ATen/native/transformers/cuda).  It was never run on a GPU.
 
-Shapes in names: B rows, Q queries and S keys of a block, H query heads, G key/value heads
-(query head h reads head ``h // (H / G)``), K width of one head.
+Shapes in names: B sequences, Q queries and S keys of a block, H query heads, G key/value heads
+(query head h reads head ``h // (H / G)``), K head dim.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ aten = torch.ops.aten
 
 
 class BlockMask(NamedTuple):
-    """Which query of a block may look at which key, and which may look at none.
+    """The attention mask of one block.
 
     Attributes:
-        allowed_B1QS: bool.
-        blind_B1Q: bool, queries with no key in this block.
+        allowed_B1QS: bool, True if the query may attend to the key.
+        no_keys_B1Q: bool, True for queries without a key in this block.
     """
 
     allowed_B1QS: Tensor
-    blind_B1Q: Tensor
+    no_keys_B1Q: Tensor
 
 
 def build_block_mask(allowed_BQS: Tensor) -> BlockMask:
-    """The `BlockMask` of a bool ``[B, Q, S]``."""
+    """Build the `BlockMask` of a bool tensor ``[B, Q, S]``."""
     return BlockMask(allowed_BQS.unsqueeze(1), ~allowed_BQS.any(dim=-1).unsqueeze(1))
 
 
 def attend_block(
     q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask: BlockMask | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``Q`` queries to ``S`` keys and nothing else.
+    """Compute attention of ``Q`` queries to ``S`` keys.
 
     Args:
-        q_BQHK, k_BSGK, v_BSGK: of one dtype; any strides with the last dim contiguous.
-        causal: query i sees keys 0 to i; needs Q = S, and no mask.
-        mask: None: every query sees every key, unless ``causal``.
+        q_BQHK, k_BSGK, v_BSGK: one dtype; any strides with a contiguous last dim.
+        causal: query i attends to keys 0 to i; requires Q = S, and no mask.
+        mask: None: every query attends to every key, unless ``causal``.
 
     Returns:
         The output ``[B, Q, H, K]`` in the dtype of the queries, and the log-sum-exp
-        ``[B, H, Q]`` in float32 (float64 for float64).  Where the mask allows no key they are
-        0 and -inf, whatever the operator has to say: the CPU's says 0 and 0.
+        ``[B, H, Q]`` in float32 (float64 for float64).  For queries without a key they are 0 and
+        -inf; the CPU operator itself returns 0 and 0.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BQHK, k_BSGK, v_BSGK))
     if q.device.type == "cpu":
@@ -74,8 +75,8 @@ def attend_block(
     else:
         out, lse = _cuda_efficient(q, k, v, causal, mask)
     if mask is not None:
-        out = out.masked_fill(mask.blind_B1Q.unsqueeze(-1), 0)
-        lse = lse.masked_fill(mask.blind_B1Q, -torch.inf)
+        out = out.masked_fill(mask.no_keys_B1Q.unsqueeze(-1), 0)
+        lse = lse.masked_fill(mask.no_keys_B1Q, -torch.inf)
     return out.transpose(1, 2), lse
 
 
@@ -89,15 +90,15 @@ def attend_block_backward(
     causal: bool,
     mask: BlockMask | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients of its queries, keys and values.
+    """Compute a block's contribution to the gradients of queries, keys and values.
 
     Args:
         grad_BQHK: gradient of the output over all blocks.
         q_BQHK, k_BSGK, v_BSGK, causal, mask: as in `attend_block`.
-        out_BQHK, lse_BHQ: over all blocks; the latter finite.
+        out_BQHK, lse_BHQ: output and log-sum-exp over all blocks; the latter finite.
 
     Returns:
-        Gradients in the shapes and dtype of queries, keys and values.
+        Gradients in the shapes and dtypes of queries, keys and values.
     """
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BQHK, q_BQHK, k_BSGK, v_BSGK, out_BQHK))
     if q.device.type == "cpu":
@@ -114,7 +115,7 @@ def attend_block_backward(
 
 
 def _bias(mask: BlockMask, q: Tensor, align: int = 1) -> Tensor:
-    """0 where allowed and -inf elsewhere, ``[B, 1, Q, S]``, with rows ``align`` elements apart."""
+    """Return ``[B, 1, Q, S]``, 0 or -inf, with row strides divisible by ``align``."""
     num_keys = mask.allowed_B1QS.shape[-1]
     padded = F.pad(mask.allowed_B1QS, (0, -num_keys % align))
     return torch.where(padded, q.new_zeros(()), q.new_full((), -torch.inf))[..., :num_keys]
@@ -135,7 +136,7 @@ def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, 
 def _cuda_flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The states of the random generator are read where there is dropout, only.
+    # The operator reads the state of the random generator only with dropout.
     state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad,
@@ -163,7 +164,7 @@ def _cuda_efficient(
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _cuda_bias(mask, q), True, is_causal=causal
     )
-    return out, lse[..., : q.shape[2]]  # it comes padded to a multiple of 32
+    return out, lse[..., : q.shape[2]]  # the operator pads it to a multiple of 32
 
 
 def _cuda_efficient_backward(
@@ -185,9 +186,9 @@ def _cuda_efficient_backward(
         k,
         v,
         _cuda_bias(mask, q),
-        # Contiguous as [B, tokens, heads, K]: the kernel takes the stride of a token for granted.
+        # Contiguous as [B, tokens, heads, K]: the kernel assumes this stride of a token.
         out.transpose(1, 2).contiguous().transpose(1, 2),
-        # As forward pads it: the kernel loads aligned rows, and wants inf behind the queries.
+        # Padded as in forward: the kernel loads aligned rows, and expects inf after the queries.
         F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf),
         unused,
         unused,
@@ -200,7 +201,7 @@ def _cuda_efficient_backward(
 
 
 def _repeat_kv(x: Tensor, num_heads: int) -> Tensor:
-    """Key or value heads, repeated for the query heads that share them."""
+    """Repeat key or value heads for the query heads that share them."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 

@@ -1,42 +1,39 @@
-"""Float8: the blocks' matrix products with 8-bit numbers, twice as fast where tensor cores can.
+"""Float8 training: linear layers multiply 8-bit numbers, at twice the speed.
 
-The problem.  Float8 has 3 bits of mantissa (e4m3, up to 448) or 2 (e5m2, up to 57344, for
-gradients).  That is enough for the factors of a product, whose sums are kept in more, as long as
-they are *scaled* into the narrow range first (Micikevicius et al., arXiv:2209.05433).  So before
-each of the three products of a linear layer (output, gradient of the input, gradient of the weight)
-both factors are multiplied by 448 over their largest magnitude and cast.  Weights, gradients,
-optimizer states and all activations between products stay what they were: nothing in a checkpoint
-shows how it was trained.  What shares a scale is the recipe:
+Float8 has 3 mantissa bits (e4m3, up to 448) or 2 (e5m2, up to 57344, for gradients).  This suffices
+for the factors of a matmul with high-precision accumulation, if they are *scaled* to the narrow
+range first (Micikevicius et al., arXiv:2209.05433).  A linear layer has three matmuls: output,
+input gradient and weight gradient.  Before each, both factors are multiplied by the format's
+maximum over their largest magnitude, and cast.  Weights, gradients, optimizer states and
+activations keep their dtypes, and checkpoints are the same as without float8.  The recipe defines
+the numbers that share a scale:
 
-    tensorwise          a whole matrix; the fastest
-    rowwise             a row (or column) of it; an outlier spoils its row alone
-    rowwise_with_gw_hp  the same, and gradients of weights multiplied in high precision
-    mxfp8               32 numbers, with a power of two (OCP Microscaling Formats, v1.0); SM100
+    tensorwise          a full matrix; the fastest
+    rowwise             a row (or column); an outlier affects only its row
+    rowwise_with_gw_hp  like rowwise, with weight gradients in high precision
+    mxfp8               32 numbers, a power-of-two scale (OCP Microscaling Formats, v1.0); SM100
 
-The products are torchao's: `Float8Linear` in place of a linear layer, with the same weight under
-the same name; and its prototype of MXFP8.  Which layers, `weft.plan.float8_rules` says.
+torchao does the matmuls: its `Float8Linear` replaces a linear layer and keeps the weight and its
+name; for mxfp8 see `weft.parallel.mxfp8`.  `weft.plan.float8_rules` chooses the layers.
 
-*Gathering in float8.*  With one scale for a whole weight, its shards can be cast before FSDP
-gathers them, if all ranks agree on the scale: half of the bytes.  FSDP asks a shard how it wants to
-be gathered: torchao answers with a tensor subclass that is then every rank's parameter, and that
-whoever saves, compares, fills or updates parameters has to reckon with.  Here the shard stays a
-plain tensor, and its answers, which are torchao's, hang on it.  They are given as bytes
-(uint8), since gloo has no float8.  Scales need the largest magnitude over all shards: one maximum
-for all weights (`Float8AllGather`), before the first gather of each pass through the model and not after
-the optimizer's step, so that whatever has changed the weights (a step, a skipped one, a
-checkpoint, a replica) needs not tell.  A weight that does not divide evenly is gathered as ever.
+*Float8 all-gather.*  With one scale per weight, FSDP can gather shards that are already cast, which
+halves the bytes, if all ranks agree on the scale.  FSDP asks a shard for gather hooks.  torchao
+provides the hooks by a tensor subclass, which all code that saves, compares, initializes or updates
+parameters would see.  Here the shard stays a plain tensor, and torchao's hooks are attributes of
+it.  They gather uint8, because gloo has no float8.  `Float8AllGather.update_scales` computes all
+scales with one max-reduction, before the first gather of each pass through the model.  It does not
+run after the optimizer step, so code that changes weights (a skipped step, a checkpoint, a replica)
+needs no call.  Weights that do not shard evenly are gathered in high precision.
 
-*Any layout, same numbers.*  A tensor-parallel rank scales its part of a matrix by what is in that
-part, and a microbatch by what is in it: there is no exchange for scales, and they differ between
-layouts.  Results need not: all scales are rounded down to powers of two, and those move a number's
-exponent and leave its mantissa alone.  So a number is rounded to the same one under any scale,
-unless it is so much smaller than the largest (about 2**-14 for e4m3) that it leaves the range of
-normal numbers.
+*Any layout, same numbers.*  Scales differ between layouts: a tensor-parallel rank scales its shard,
+and a microbatch its own numbers.  Results do not differ, because all scales are rounded down to
+powers of two, which change a number's exponent but not its mantissa.  The exception are numbers so
+much smaller than the largest (about 2**-14 for e4m3) that they become subnormal.
 
-*Emulation.*  Where the device has no such products, factors are cast all the same and multiplied in
-float32: the same rounding, for tests and for seeing what float8 does to a loss; slower than none.
+*Emulation.*  On devices without float8 matmuls, factors are cast and then multiplied in float32.
+The rounding is the same, but it is slower than no float8.
 
-Imported are torchao's modules only where a layer is converted: importing takes seconds.
+torchao is imported only when a layer is converted, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -51,26 +48,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.parallel.private import set_all_gather_hooks, import_quietly, iter_sharded_parameters
+from weft.parallel.private import import_quietly, iter_sharded_parameters, set_all_gather_hooks
 
 
 def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate: bool) -> None:
-    """Let linear layers multiply in float8, in place; before tensor parallelism cuts them.
+    """Convert linear layers to float8 in place, before tensor parallelism.
 
     Args:
-        recipe: see above.
-        names: of the modules, in the whole model; a pipeline stage has only some.
+        recipe: see the module docstring.
+        names: module names in the full model; a pipeline stage may lack some.
+        emulate: multiply in float32 after the cast.
     """
-    chosen = set(names)
-    convert = _converter(recipe, emulate)
+    selected = set(names)
+    convert = _get_converter(recipe, emulate)
     for name, module in list(model.named_modules()):
-        if name in chosen:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, convert(module))
+        if name in selected:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, convert(module))
 
 
-def _converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
-    """What makes of a linear layer one that multiplies in float8, with the same weight."""
+def _get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
+    """Return a function that converts a linear layer and keeps its weight."""
     if recipe == "mxfp8":
         return partial(import_quietly("weft.parallel.mxfp8").MXLinear, emulate=emulate)
     float8 = import_quietly("torchao.float8")
@@ -80,29 +78,29 @@ def _converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
 
 
 class Float8AllGather:
-    """How FSDP gathers the float8 weights of a model's parts, from when parameters have memory."""
+    """FSDP's all-gather of float8 weights; create it after parameters are allocated."""
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
         from torchao.float8.float8_linear import Float8Linear
 
         self._shards: list[Any] = []
         self._group: dist.ProcessGroup | None = None
-        for param in iter_sharded_parameters(parts):
-            if isinstance(param.module, Float8Linear) and param.even:
+        for param in iter_sharded_parameters(model_parts):
+            if isinstance(param.module, Float8Linear) and param.is_even:
                 shard = _Float8Shard(param.local, param.module)
-                set_all_gather_hooks(param, shard.before, shard.after)
+                set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
                 self._shards.append(shard)
                 self._group = param.group
 
     @torch.no_grad()
-    def scale(self) -> None:
-        """Find the scales of all weights, on all ranks, before the first gather of a pass."""
+    def update_scales(self) -> None:
+        """Compute the scales of all weights; call it before a pass.  Collective."""
         if not self._shards:
             return
         from torchao.float8.float8_utils import amax_to_scale
 
-        largest = torch._foreach_norm([shard.local for shard in self._shards], math.inf)
-        amax = torch.stack(largest)
+        shards = [shard.local for shard in self._shards]
+        amax = torch.stack(torch._foreach_norm(shards, math.inf))
         dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
         scales = amax_to_scale(amax, self._shards[0].dtype, round_scales_to_power_of_2=True)
         for shard, scale in zip(self._shards, scales, strict=True):
@@ -110,7 +108,7 @@ class Float8AllGather:
 
 
 class _Float8Shard:
-    """How this rank's shard of a weight is gathered."""
+    """This rank's shard of a float8 weight, with its gather hooks."""
 
     def __init__(self, local: Tensor, module: Any) -> None:
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -120,14 +118,14 @@ class _Float8Shard:
             local, module.linear_mm_config, self.dtype
         )
 
-    def before(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
-        """What is gathered, and what is needed to make a weight of it."""
+    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+        """Return the bytes to gather, and the scale."""
         (data,), scale = self.weight.fsdp_pre_all_gather(mesh)
         return (data.view(torch.uint8),), scale
 
-    def after(
+    def post_all_gather(
         self, gathered: tuple[Tensor], scale: Any, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The weight, which computes as ``dtype``, and what of it can be freed."""
-        data = tuple(part.view(self.dtype) for part in gathered)
+        """Return the weight, of nominal ``dtype``, and the tensors to free."""
+        data = tuple(bytes_.view(self.dtype) for bytes_ in gathered)
         return self.weight.fsdp_post_all_gather(data, scale, dtype, out=out)

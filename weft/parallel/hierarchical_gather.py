@@ -1,12 +1,13 @@
-"""Hierarchical gathering, in a group of N nodes with K ranks each: across the nodes, then inside.
+"""Hierarchical all-gather: inter-node, then intra-node.
 
-Rank ``n * K + k`` is number k of node n and has C elements.  Of the gathered ``[N, K, C]``
-it first gets column k from its peers in the other nodes, all columns at the same time.  Then
-each node gathers its rows from its own ranks, row by row: each lands where it belongs, so
-that the result is that of a plain gather without being put in order.
+A group has N nodes with K ranks each.  Rank ``n * K + k`` is rank k of node n and has C elements.
+The result is ``[N, K, C]``.  First each rank gathers column k from its peers in the other nodes;
+all K columns travel at the same time.  Then the ranks of a node gather the N rows among themselves,
+one by one.  Each row lands in its final place, so the result equals a plain all-gather without a
+reorder.
 
-Of what is gathered (N - 1) / N enters a node, once, over all the links that it has, in N - 1
-steps.  In the ring of a plain gather (NK - 1) / NK passes the slowest link, in NK - 1 steps
+(N - 1) / N of the result enters a node, once, over all links of the node, in N - 1 steps.  In the
+ring of a plain all-gather (NK - 1) / NK of the result passes the slowest link, in NK - 1 steps
 (MiCS, arXiv:2205.00119).
 """
 
@@ -24,22 +25,24 @@ from weft.parallel.private import all_gather, unflatten_axis
 
 
 def check_divides(name: str, number: int, degree: int) -> None:
-    """Raise ValueError if a number of ranks does not divide a shard group of ``degree``."""
+    """Raise ValueError if ``number`` does not divide a shard group of ``degree``."""
     if degree % number:
         raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
 
 
-def build_hierarchical_gather(mesh: DeviceMesh, node_size: int | None) -> HierarchicalAllGather | None:
-    """The gather for a shard group that spans nodes, else None.
+def build_hierarchical_gather(
+    mesh: DeviceMesh, node_size: int | None
+) -> HierarchicalAllGather | None:
+    """Return the all-gather of a shard group that spans nodes, else None.
 
-    Every rank of the world calls this, with its own shard group.
+    Collective: every rank of the world calls this, with its own shard group.
 
     Args:
         mesh: the shard axis.
-        node_size: how many consecutive ranks share a node; None: all, or now more, now less.
+        node_size: consecutive ranks on one node; None: all, or a varying number.
 
     Raises:
-        ValueError: if that does not divide the group.
+        ValueError: if ``node_size`` does not divide the group.
     """
     if node_size is None or node_size >= mesh.size():
         return None
@@ -48,21 +51,22 @@ def build_hierarchical_gather(mesh: DeviceMesh, node_size: int | None) -> Hierar
 
 
 class HierarchicalAllGather:
-    """The gather of one shard group, as FSDP calls it.
+    """The hierarchical all-gather of one shard group.
 
-    It has the methods of FSDP's private ``AllGather``, whose instance it need not be.
+    It has the methods of FSDP's private protocol ``AllGather``.
     """
 
     def __init__(self, mesh: DeviceMesh, node_size: int) -> None:
-        """Make the groups.  Every rank of the world calls this, with its own shard group.
+        """Create the process groups; collective over all ranks of the world.
 
         Args:
             mesh: the shard axis.
-            node_size: K; divides its size.
+            node_size: K; divides the size of ``mesh``.
         """
         self.shape = (mesh.size() // node_size, node_size)
-        nodes = unflatten_axis(mesh, self.shape, ("node", "place"))
-        self.whole, self.across, self.inside = mesh.get_group(), *nodes.get_all_groups()
+        nodes = unflatten_axis(mesh, self.shape, ("node", "local_rank"))
+        self.group = mesh.get_group()
+        self.inter_node, self.intra_node = nodes.get_all_groups()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -74,43 +78,44 @@ class HierarchicalAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``[C]`` into ``[N * K * C]``, which may contain the input in its place.
+        """Gather ``[C]`` into ``[N * K * C]``, which may alias the input.
 
         Returns:
             With ``async_op`` a handle to wait for.  Without, None: both stages are done, or
-            ordered on the current stream, as with a plain gather.
+            ordered on the current stream, as with a plain all-gather.
         """
-        if group.group_name != self.whole.group_name:  # resharded over fewer ranks
+        if group.group_name != self.group.group_name:  # resharded over fewer ranks
             work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
             return work
         rows_NKC = output_tensor.view(*self.shape, -1)
-        place = self.inside.rank()
+        local_rank = self.intra_node.rank()
 
-        def inside() -> None:
+        def gather_intra_node() -> None:
             for row_KC in rows_NKC:
-                all_gather(row_KC.view(-1), row_KC[place], self.inside)
+                all_gather(row_KC.view(-1), row_KC[local_rank], self.intra_node)
 
-        first = dist.all_gather(list(rows_NKC[:, place]), input_tensor, self.across, async_op)
+        column_NC = list(rows_NKC[:, local_rank])
+        inter_node_work = dist.all_gather(column_NC, input_tensor, self.inter_node, async_op)
         if async_op:
-            return _ChainedWork(first, inside)
-        inside()
+            return _ChainedWork(inter_node_work, gather_intra_node)
+        gather_intra_node()
         return None
 
 
 class _ChainedWork(dist.Work):
-    """An operation under way, and what is to follow it when it is waited for.
+    """A pending operation, and a function that `wait` calls after it.
 
-    So the stage between nodes, the slow one, overlaps with what is done until then.
+    So the inter-node stage, the slow one, overlaps with the work until `wait`.
     """
 
-    def __init__(self, first: dist.Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work, continuation: Callable[[], None]) -> None:
         super().__init__()
-        self.first = first
-        self.then: Callable[[], None] | None = then
+        self.work = work
+        self.continuation: Callable[[], None] | None = continuation
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.then is not None:
-            self.first.wait()
-            self.then()
-            self.then = None
+        if self.continuation is not None:
+            self.work.wait()
+            self.continuation()
+            self.continuation = None
         return True

@@ -1,21 +1,20 @@
-"""LoRA (arXiv:2106.09685) from outside: a low-rank product beside each chosen frozen matrix.
+"""LoRA (arXiv:2106.09685): trained low-rank adapters of frozen matrices.
 
     out = x W^T + alpha / rank * (x A^T) B^T        A [rank, inputs], B [outputs, rank]
 
-Only A and B are trained.  A starts as PEFT has it (Kaiming, uniform) and B with zeros, so that the
-model starts as what it was.  All other weights are frozen, in the dtype that they are computed in,
-since no optimizer adds up small changes in them, or those of the blocks in fewer bits
-(`weft.parallel.quantize`).
+Only A and B are trained.  As in PEFT, A starts uniform (Kaiming) and B with zeros, so the model
+starts unchanged.  All other weights are frozen in the compute dtype, because no optimizer
+accumulates small updates in them.  Those of the blocks may be quantized (`weft.parallel.quantize`).
 
-A linear layer's class is exchanged and keeps its ``weight``; A and B are linear layers of their own
-inside, `lora_A` and `lora_B`, which gives the names that PEFT has.  So they are parameters like any
-other to FSDP, to checkpoints and to the optimizer.
+A linear layer gets the class `LoraLinear` and keeps its ``weight``.  A and B are its submodules
+`lora_A` and `lora_B`, the names of PEFT.  So FSDP, checkpoints and the optimizer see ordinary
+parameters.
 
-*Tensor parallel.*  Where W is cut by outputs, A is whole on every rank and B is cut as W is; where
-by inputs, A is cut as W is and B is whole.  No exchange is added: a sum that a *row* product leaves
-in parts is linear in them, and what comes before a *column* product is whole already.  But of the
-one that is whole each rank computes a part of the gradient, from its own part of the other: it is
-*summed* (`weft.models.family.TensorParallelSpec`).
+*Tensor parallel.*  If W is sharded by outputs, A is replicated and B is sharded like W.  If W is
+sharded by inputs, A is sharded like W and B is replicated.  This adds no collective: the all-reduce
+after a *row* matmul is linear in the partial outputs, and the input of a *column* matmul is
+complete.  The gradient of the replicated factor is a partial sum on each rank: *partial_grad*
+(`weft.models.family.TensorParallelSpec`).
 """
 
 from __future__ import annotations
@@ -28,44 +27,44 @@ from torch import Tensor, nn
 from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
 from weft.parallel.quantize import quantized_linear
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES, is_target, lora_scaling
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
 from weft.plan.matrices import find_linear_layers
 
 ADAPTER_INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
-# How A and B are cut, by how W is; others as W.
+# The specs of A and B by that of W; if it is not listed, they equal it.
 ADAPTER_SHARDING = {
-    "column": (TensorParallelSpec("summed"), TensorParallelSpec("column")),
-    "heads": (TensorParallelSpec("summed"), TensorParallelSpec("heads")),
-    "row": (TensorParallelSpec("row"), TensorParallelSpec("summed")),
+    "column": (TensorParallelSpec("partial_grad"), TensorParallelSpec("column")),
+    "heads": (TensorParallelSpec("partial_grad"), TensorParallelSpec("heads")),
+    "row": (TensorParallelSpec("row"), TensorParallelSpec("partial_grad")),
 }
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer, with an adapter or (`lora_A` is None) without."""
+    """A frozen linear layer; without an adapter if `lora_A` is None."""
 
     lora_A: nn.Linear | None
     lora_B: nn.Linear
     scaling: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., inputs]`` to ``[..., outputs]``."""
+        """Map ``[..., inputs]`` to ``[..., outputs]``."""
         out = quantized_linear(x, self.weight, self.bias)
         if self.lora_A is None:
             return out
-        low: Tensor = self.lora_A(x)
-        added: Tensor = self.lora_B(low * self.scaling)
-        return out + added
+        hidden: Tensor = self.lora_A(x)
+        update: Tensor = self.lora_B(hidden * self.scaling)
+        return out + update
 
 
 def apply_lora(
     model: nn.Module, blocks: list[nn.Module], section: LoraSection, dtype: torch.dtype
 ) -> None:
-    """Freeze ``model`` in place, and add adapters; before tensor parallelism cuts anything.
+    """Freeze ``model`` in place and add adapters, before tensor parallelism.
 
     Args:
         blocks: modules of ``model``.
-        dtype: of what is computed, in which frozen weights are kept.
+        dtype: compute dtype, which frozen weights get.
     """
     layers = find_linear_layers(model, blocks)
     quantized = set(layers.values()) if section.quantize != "none" else set()
@@ -73,7 +72,8 @@ def apply_lora(
         for name, param in module.named_parameters(recurse=False):
             frozen = param.data.to(dtype)
             if module in quantized and name == "weight":
-                shape = (param.shape[0], param.shape[1] // QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES[section.quantize])
+                outputs, inputs = param.shape
+                shape = outputs, inputs // QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES[section.quantize]
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     for name, layer in layers.items():
@@ -88,18 +88,18 @@ def apply_lora(
             layer.scaling = lora_scaling(section)
 
 
-def add_adapter_sharding(sharding: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
-    """The family's SHARDING, and that of its adapters."""
-    found = dict(sharding)
-    for pattern, split in sharding.items():
-        if split.weight is not None:
-            as_w = TensorParallelSpec(split.weight)
-            a, b = ADAPTER_SHARDING.get(split.weight, (as_w, as_w))
-            found |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
-    return found
+def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
+    """Return a family's SHARDING, extended by that of the adapters."""
+    extended = dict(table)
+    for pattern, spec in table.items():
+        if spec.weight is not None:
+            same = TensorParallelSpec(spec.weight)
+            a, b = ADAPTER_SHARDING.get(spec.weight, (same, same))
+            extended |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
+    return extended
 
 
-def adapter_init(name: str, others: Callable[[str], Init]) -> Init:
-    """How the parameter of that name starts; ``others`` knows those of the family."""
+def adapter_init(name: str, get_init: Callable[[str], Init]) -> Init:
+    """Return a parameter's initialization; ``get_init`` serves the base model."""
     module = name.split(".")[-2] if "." in name else name
-    return ADAPTER_INIT[module] if module in ADAPTER_INIT else others(name)
+    return ADAPTER_INIT[module] if module in ADAPTER_INIT else get_init(name)

@@ -1,9 +1,9 @@
-"""MXFP8: a linear layer whose factors are cast in blocks of 32 numbers with a scale each.
+"""MXFP8 linear layer: factors are cast in blocks of 32 numbers with one scale.
 
-On top of torchao's prototype (`torchao.prototype.moe_training.mxfp8_linear`), which is bound to
-change: this file is all that knows of it, and is imported only where a layer is converted.  Its
-own module cannot be emulated: it casts for the gradient of the weight by a CUDA kernel whatever it
-is told, so here the product is called with the choice of the kernels.
+It uses torchao's prototype (`torchao.prototype.moe_training.mxfp8_linear`), whose interface is not
+stable.  No other module uses the prototype, and this one is imported only when a layer is
+converted.  torchao's own module cannot be emulated, because it always casts for the weight gradient
+with a CUDA kernel.  So this module calls the matmul with an explicit choice of kernels.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ import torch
 from torch import Tensor, nn
 from torchao.prototype.moe_training.mxfp8_linear import mx_mm
 from torchao.prototype.mx_formats.config import (
-    MXFP8Dim0CastKernelChoice as Along,
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
 )
-from torchao.prototype.mx_formats.config import (
-    MXFP8Dim1CastKernelChoice as Across,
-)
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 BLOCK_SIZE = 32
-E4M3 = torch.float8_e4m3fn  # for gradients, too: a scale for 32 of them leaves enough range
+E4M3 = torch.float8_e4m3fn  # also for gradients: one scale per 32 numbers leaves enough range
 
 
 class MXLinear(nn.Linear):
-    """``module`` with the same weight and bias, multiplied in MXFP8."""
+    """A linear layer in MXFP8, with the weight and bias of ``module``."""
 
     def __init__(self, module: nn.Linear, emulate: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = module.in_features, module.out_features
         self.weight, self.bias = module.weight, module.bias
+        dim0, dim1 = MXFP8Dim0CastKernelChoice, MXFP8Dim1CastKernelChoice
         self.kernels = (
-            (KernelPreference.EMULATED, Along.TORCH, Across.TORCH)
+            (KernelPreference.EMULATED, dim0.TORCH, dim1.TORCH)
             if emulate
-            else (KernelPreference.AUTO, Along.TRITON, Across.CUDA)
+            else (KernelPreference.AUTO, dim0.TRITON, dim1.CUDA)
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        rounding = ScaleCalculationMode.RCEIL  # scales are rounded up: nothing saturates
+        rounding = ScaleCalculationMode.RCEIL  # rounds scales up, so nothing saturates
         out: Tensor = mx_mm.apply(
             input, self.weight, E4M3, E4M3, E4M3, BLOCK_SIZE, *self.kernels, rounding, False
         )

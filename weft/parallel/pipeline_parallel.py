@@ -1,11 +1,13 @@
-"""Pipeline parallelism: this rank's stages under a schedule of torch.distributed.pipelining.
+"""Pipeline parallelism with schedules of torch.distributed.pipelining.
 
-The engine of torch passes activations and gradients between stages and orders the work; what is
-given to it here are stages of known shapes (it would otherwise run a stage to find out, which does
-not work under tensor parallelism), microbatches of equal size, and a loss that is divided by the
-tokens of the whole step beforehand (it would otherwise divide by the number of microbatches).
+torch's runtime orders the work and passes activations and gradients between stages.  This module
+gives it stages of known shapes, because torch would otherwise run a stage to infer them, which
+fails under tensor parallelism.  Microbatches have equal size.  The loss is already divided by the
+tokens of the step, so torch must not divide gradients by the number of microbatches.
 
-Shapes: B rows of a microbatch, T tokens of a row on this rank, D model width, V vocabulary.
+`weft.plan.stages` assigns layers to stages; `weft.plan.pipeline_schedule` reads a schedule's order.
+
+Shapes in names: B sequences of a microbatch, T tokens on this rank, D model width, X output width.
 """
 
 from __future__ import annotations
@@ -19,51 +21,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.private import (
-    unshard_for_split_backward,
-    set_max_active_stages,
     enable_recv_grad,
-    reduce_scatter_each_microbatch,
     load_schedule,
+    reduce_scatter_each_microbatch,
+    set_max_active_stages,
     skip_self_p2p_init,
+    unshard_for_split_backward,
 )
 from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.resolve import Plan
 
 
 def build_pipeline_schedule(
-    parts: list[nn.Module],
+    model_parts: list[nn.Module],
     plan: Plan,
     group: dist.ProcessGroup,
     device: torch.device,
     seq_len: int,
     sequence_parallel: bool,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    headless: bool,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    fused_loss: bool,
 ) -> Any:
-    """The schedule object of torch.distributed.pipelining for this rank.
+    """Build this rank's schedule of torch.distributed.pipelining.
 
     Args:
-        parts: this rank's stages, in order.
-        group: of the pipeline.
-        seq_len: tokens of a whole row.
-        loss: of the last stage's output and the targets; not scaled any further.
-        headless: whether that output is what the last product takes, and not logits.
+        model_parts: this rank's stages, in order.
+        group: the pipeline's process group.
+        seq_len: tokens of a full sequence.
+        loss_fn: takes the last stage's output and the targets; torch does not scale its result.
+        fused_loss: the last stage returns hidden states; ``loss_fn`` computes the logits.
 
     Returns:
         An object with ``step`` and ``eval``.
     """
-    # Here, for it brings torch's compiler, and with it a fifth of what a launcher, which builds no
-    # stages, would take to start.
+    # A local import, because it imports torch's compiler: a fifth of the start time of the
+    # launcher, which builds no stages.
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     pipeline = plan.pipeline
     assert pipeline is not None
-    last = len(pipeline.stages) - 1
+    num_stages = len(pipeline.stages)
     tokens = seq_len // plan.cp
-    hidden_BTD = (plan.microbatch, tokens // (plan.tp if sequence_parallel else 1), plan.model.dim)
-    width = plan.model.dim if headless else plan.model.vocab_size // plan.tp
-    out_BTX = (plan.microbatch, tokens, width)
+    hidden_tokens = tokens // (plan.tp if sequence_parallel else 1)
+    hidden_BTD = (plan.microbatch_size, hidden_tokens, plan.model.dim)
+    width = plan.model.dim if fused_loss else plan.model.vocab_size // plan.tp
+    out_BTX = (plan.microbatch_size, tokens, width)
     dtype = getattr(torch, plan.compute_dtype)
 
     def meta(shape: tuple[int, ...]) -> Tensor:
@@ -72,28 +75,28 @@ def build_pipeline_schedule(
     stages = [
         PipelineStage(
             part,
-            stage,
-            last + 1,
+            stage_id,
+            num_stages,
             device,
-            input_args=torch.empty((plan.microbatch, tokens), dtype=torch.int64, device="meta")
-            if stage == 0
+            input_args=torch.empty((plan.microbatch_size, tokens), dtype=torch.int64, device="meta")
+            if stage_id == 0
             else meta(hidden_BTD),
-            output_args=meta(out_BTX if stage == last else hidden_BTD),
+            output_args=meta(out_BTX if stage_id == num_stages - 1 else hidden_BTD),
             group=group,
         )
-        for stage, part in zip(pipeline.stages_of(group.rank()), parts, strict=True)
+        for stage_id, part in zip(pipeline.stages_on_rank(group.rank()), model_parts, strict=True)
     ]
-    for each in stages:
-        skip_self_p2p_init(each)
-        enable_recv_grad(each)
-        unshard_for_split_backward(each)
+    for stage in stages:
+        skip_self_p2p_init(stage)
+        enable_recv_grad(stage)
+        unshard_for_split_backward(stage)
         if plan.gradient_sync == "microbatch":
-            reduce_scatter_each_microbatch(each)
-    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-    keeps = plan.reshard_after_forward is False
-    with set_max_active_stages(len(stages)) if keeps else nullcontext():
+            reduce_scatter_each_microbatch(stage)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
+    keeps_unsharded = plan.reshard_after_forward is False
+    with set_max_active_stages(len(stages)) if keeps_unsharded else nullcontext():
         if is_schedule_file(pipeline.schedule):
-            return load_schedule(pipeline.schedule, stages, plan.accumulation, **options)
-        kind = get_schedule_class(pipeline.schedule)
+            return load_schedule(pipeline.schedule, stages, plan.num_microbatches, **options)
+        schedule_class = get_schedule_class(pipeline.schedule)
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
-        return kind(stages[0] if single else stages, plan.accumulation, **options)
+        return schedule_class(stages[0] if single else stages, plan.num_microbatches, **options)

@@ -1,9 +1,9 @@
-"""What weft uses of PyTorch that is private, or differs between the versions it works with.
+"""PyTorch internals that weft uses, and names that differ between versions.
 
-Each name says what is needed, and why the public interface does not give it.  The rest of weft
-imports from here, but for the operators of attention (`weft.parallel.attention_ops`) and what it
-takes to look on at a step (`weft.parallel.private_hooks`).  ``tests/parallel/test_private.py``
-fails when one of them changes.
+Each function says what it does and why the public interface is not enough.  No other module of weft
+uses private parts of PyTorch, except `weft.parallel.attention_ops` (operators of attention) and
+`weft.parallel.private_hooks` (hooks that observe a step).  ``tests/parallel/test_private.py`` fails
+when one of them changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.distributed.tensor import Placement
 
 @contextmanager
 def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """In this context an attribute that a class, a module or an object has itself is another."""
-    # As it is: what `getattr` gives of a class may not be bound to an instance any more.
+    """Replace an attribute that ``owner`` itself defines, in this context."""
+    # Not `getattr`: for a class, it would turn a method or static method into a plain function.
     original = inspect.getattr_static(owner, name)
     setattr(owner, name, replacement)
     try:
@@ -42,72 +42,72 @@ def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- collectives
 
-# torch 2.13 renamed them and warns of the old names, which are the only ones before.
+# torch 2.13 renamed these functions and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Collectives that stay in the graph under torch.compile, where the pass for asynchronous tensor
-# parallelism looks for them.  The public ones break the graph.
+# Collectives that torch.compile can trace, as the pass for asynchronous tensor parallelism needs.
+# The public ones break the graph.
 c10d_functional = torch.ops._c10d_functional
 
 
 def register_compile_callbacks(start: Callable[[], None], end: Callable[[bool], None]) -> None:
-    """Call back when torch.compile begins to compile something, and when it has done so.
+    """Register callbacks for the start and the end of every compilation.
 
     Args:
-        end: is told whether it was a backward pass.
+        end: its argument is True for a backward pass.
     """
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-    callback_handler.register_start_callback(lambda about: start())
+    callback_handler.register_start_callback(lambda args: start())
     callback_handler.register_end_callback(
-        lambda about: end(about.callback_trigger == CallbackTrigger.LAZY_BACKWARD)
+        lambda args: end(args.callback_trigger == CallbackTrigger.LAZY_BACKWARD)
     )
 
 
 def num_captured_graphs() -> int:
-    """Return how many graphs torch.compile has captured in this process; 0 if it never ran."""
+    """Return the number of graphs that torch.compile captured in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def collect_recompile_reasons() -> list[str]:
-    """A list that gets, from now on, why each function is compiled again, in a line."""
-    found: list[str] = []
+    """Return a list to which each later recompilation appends its reason."""
+    reasons: list[str] = []
 
-    class Listen(logging.Handler):
+    class ReasonHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines = [line.strip(" -") for line in record.getMessage().splitlines()]
-            found.extend(line for line in lines[-1:] if line)
+            reasons.extend(line for line in lines[-1:] if line)
 
     torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]
     logger = logging.getLogger("torch._dynamo.guards.__recompiles")
-    logger.addHandler(Listen())
+    logger.addHandler(ReasonHandler())
     logger.propagate = False
-    return found
+    return reasons
 
 
 def disable_recompile_limit() -> AbstractContextManager[None]:
-    """In this context torch.compile does not give up on a function with many shapes."""
+    """Let torch.compile compile a function for any number of shapes."""
     from torch._dynamo.utils import disable_cache_limit
 
     return disable_cache_limit()
 
 
 def set_activation_memory_budget(share: float) -> None:
-    """Let torch.compile keep no more than a share of the activations for the backward pass."""
+    """Limit the share of activations that torch.compile saves for backward."""
     from torch._functorch import config
 
     config.activation_memory_budget = share
 
 
 def enable_async_tp(group: dist.ProcessGroup) -> None:
-    """Let torch.compile hide gathers and scatters of ``group`` behind the products beside them.
+    """Let torch.compile overlap the collectives of ``group`` with matmuls.
 
-    Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2): a gather and
-    the product that it feeds become one operator that multiplies pieces while others arrive, over
-    SymmetricMemory.  To be called before anything is compiled, on GPUs that reach each other's
+    Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2) fuses a gather
+    and the matmul that uses it into one operator, which multiplies chunks while others arrive over
+    SymmetricMemory.  Call it before the first compilation, on GPUs with access to each other's
     memory.
     """
     from torch._inductor import config
@@ -118,9 +118,10 @@ def enable_async_tp(group: dist.ProcessGroup) -> None:
 
 
 def use_symmetric_memory(unit: Any) -> None:
-    """Let NCCL move what an FSDP unit gathers and reduces by copy engines, or in the switch.
+    """Let an FSDP unit communicate over symmetric memory.
 
-    The method came with torch 2.12; before, NCCL could at least be given memory of its own.
+    NCCL then uses copy engines or the switch.  torch 2.11 lacks the method and can only allocate
+    from NCCL's memory pool.
     """
     if hasattr(unit, "set_symm_mem_for_comm"):
         unit.set_symm_mem_for_comm()
@@ -129,43 +130,42 @@ def use_symmetric_memory(unit: Any) -> None:
 
 
 def create_tcp_store(host: str, port: int, serve: bool, size: int | None = None) -> Any:
-    """torch's TCPStore, which listens on the interface of ``host`` alone.
+    """Create a TCPStore that listens only on the interface of ``host``.
 
-    By itself it listens on every interface, where anybody could write into it.  The argument for a
-    socket of one's own is public, but says nothing of what that is good for.
+    By default, a TCPStore listens on every interface, where anybody could write to it.
 
     Args:
-        port: 0 is a free one.
-        serve: whether this process is the one that listens.
-        size: processes that will come, if known.
+        port: 0 chooses a free port.
+        serve: True on the process that listens.
+        size: number of processes, if known.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if serve:
-        families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-        listening = socket.create_server((host, port), family=family, backlog=2048)
-        port = listening.getsockname()[1]
-        more["master_listen_fd"] = listening.detach()
-    return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **more)
+        server = socket.create_server((host, port), family=family, backlog=2048)
+        port = server.getsockname()[1]
+        options["master_listen_fd"] = server.detach()
+    return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **options)
 
 
-def create_gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
-    """A gloo process group that stands by itself, and listens on one interface.
+def create_gloo_group(prefix: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """Create a standalone gloo process group that listens on one interface.
 
-    It is not among torch's groups, so it ends when it is let go of, which its peers see, and can
-    be made anew with other processes, as often as need be.  The public constructor takes the
-    interface from the environment.
+    torch does not register the group.  So deleting it closes it, which its peers detect, and a new
+    group can have other processes.  The public constructor takes the interface from the
+    environment.
 
     Args:
-        place: HOST:PORT/NAME of a store, the name used once.
-        address: of this process, on the interface.
+        prefix: HOST:PORT/NAME of a store; each name can be used once.
+        address: this process's address on the interface.
         timeout: of every operation.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    endpoint, _, name = place.partition("/")
+    endpoint, _, name = prefix.partition("/")
     host, _, port = endpoint.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     gloo: Any = dist.ProcessGroupGloo
@@ -178,17 +178,17 @@ def create_gloo_group(place: str, rank: int, size: int, address: str, timeout: t
 # --------------------------------------------------------------------------- optimizers
 
 
-def set_found_inf(optimizer: Any, bad: Tensor) -> bool:
-    """Let the next step of a fused optimizer change nothing if ``bad``, on the device, is true.
+def set_found_inf(optimizer: Any, found_inf: Tensor) -> bool:
+    """Make the next step of a fused optimizer a no-op if ``found_inf`` is true.
 
-    What torch's GradScaler uses, and tells by the same attribute whether there is such a thing.
+    The value stays on the device.  torch's GradScaler uses the same attributes.
 
     Returns:
-        Whether the optimizer can do that.
+        False if the optimizer does not support it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    optimizer.found_inf = bad.float()
+    optimizer.found_inf = found_inf.float()
     return True
 
 
@@ -196,19 +196,19 @@ def set_found_inf(optimizer: Any, bad: Tensor) -> bool:
 
 
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """``function.apply(*args)``, which has no types."""
+    """Call ``function.apply(*args)``, which is untyped in torch."""
     return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values to ask for, because a program is traced."""
+    """Return True for a fake tensor, which has no values (a traced program)."""
     return isinstance(tensor, FakeTensor)
 
 
 def import_quietly(module: str) -> Any:
-    """A module of torchao, or one that imports it, without what it warns of while it is imported.
+    """Import a module that imports torchao, without torchao's warnings.
 
-    That is every kernel that it has for other hardware, and torch's next version.
+    It warns about kernels for other hardware, and about torch versions.
     """
     logging.disable(logging.WARNING)
     try:
@@ -218,39 +218,39 @@ def import_quietly(module: str) -> Any:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether it stands for values that it holds in 8 bits, as moments and torchao's tensors do."""
+    """Return True for 8-bit moments and torchao's quantized tensors."""
     return type(tensor) is not Tensor and hasattr(tensor, "codes")
 
 
 def get_flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The ranks along several axes of a mesh.  All ranks of the world call it: it makes groups."""
+    """Return the group over several mesh axes; collective over all ranks."""
     return mesh[axes]._flatten().get_group()
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Whether it is what FSDP gives to a parameter cut twice on one dim."""
+    """Return True for FSDP's placement on a dim that is sharded twice."""
     return type(placement).__name__ == "_StridedShard"
 
 
 def unflatten_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of one axis as one of several.  All ranks of the world call it: it makes groups."""
+    """Split a one-axis mesh into several axes; collective over all ranks."""
     return mesh._unflatten(0, sizes, names)
 
 
-def use_reshard_mesh(smaller: DeviceMesh) -> AbstractContextManager[None]:
-    """In this context `fully_shard` takes ``smaller`` (copies, kept) to reshard over some ranks.
+def use_reshard_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Make `fully_shard` reshard over ``mesh`` (copies, shards) in this context.
 
-    By itself it makes a mesh for every block, which costs process groups (pytorch#153302) and
-    hangs where there are other shard groups, whose process groups get the same names.
+    By default, it creates a mesh per block.  This costs process groups (pytorch#153302), and hangs
+    if there are other shard groups, whose process groups get the same names.
     """
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
-    return patch_attribute(module, "DeviceMesh", lambda *args: smaller)
+    return patch_attribute(module, "DeviceMesh", lambda *args: mesh)
 
 
 def allow_integer_params() -> AbstractContextManager[None]:
-    """Inside, `fully_shard` takes frozen parameters of whole numbers, too.
+    """Make `fully_shard` accept frozen integer parameters in this context.
 
-    FSDP of torch 2.11 makes every parameter one that learns before it looks whether it does.
+    FSDP of torch 2.11 creates each sharded parameter with ``requires_grad=True`` first.
     """
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
 
@@ -261,11 +261,11 @@ def allow_integer_params() -> AbstractContextManager[None]:
 
 
 def move_fsdp_hooks(inner: nn.Module, outer: nn.Module) -> None:
-    """Let FSDP gather the unit ``inner`` when the unit ``outer``, which runs it, is called, and
-    free it when that is done.
+    """Make FSDP gather and free the unit ``inner`` with ``outer``, which calls it.
 
-    By itself it does so when ``inner`` is called.  Where ``outer`` is computed again selectively,
-    torch would take FSDP's operators, which are others then, for those of the model.
+    By default, FSDP gathers ``inner`` when it is called.  Selective recomputation of ``outer``
+    counts operators, and would confuse FSDP's operators, which differ in recomputation, with those
+    of the model.
     """
     state: Any = fully_shard.state(inner)  # type: ignore[attr-defined]
     state._pre_forward_hook_handle.remove()
@@ -277,140 +277,148 @@ def move_fsdp_hooks(inner: nn.Module, outer: nn.Module) -> None:
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter as FSDP keeps it on this rank."""
+    """A parameter that FSDP has sharded."""
 
-    module: nn.Module  # that has it
-    local: Tensor  # the shard, sharing memory
-    even: bool  # all ranks' shards are equally large, and cut by rows
-    group: dist.ProcessGroup  # of the ranks that hold shards
+    module: nn.Module  # which has the parameter
+    local: Tensor  # this rank's shard, sharing memory
+    is_even: bool  # dim 0 is sharded, and all shards have the same size
+    group: dist.ProcessGroup  # of the ranks that hold the shards
 
 
-def iter_sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[ShardedParameter]:
-    """Every parameter that FSDP shards, once it has its memory."""
-    for module in (module for part in parts for module in part.modules()):
+def iter_sharded_parameters(model_parts: Iterable[nn.Module]) -> Iterator[ShardedParameter]:
+    """Yield every parameter that FSDP shards, after parameters are allocated."""
+    for module in (module for part in model_parts for module in part.modules()):
         if not isinstance(module, FSDPModule):
             continue
         for group in _param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
             for param in group.fsdp_params:
-                param.reset_sharded_param()  # FSDP does so in the first forward pass: sees memory
+                # As FSDP does in the first forward pass: use the allocated memory.
+                param.reset_sharded_param()
                 rows, size = param._orig_size[0], param.shard_mesh.size()
-                even = rows % size == 0 and param.fsdp_placement.dim == 0
+                is_even = rows % size == 0 and param.fsdp_placement.dim == 0
                 local = param.sharded_param._local_tensor
-                holder = param._module_info.module
-                yield ShardedParameter(holder, local, even, param.shard_mesh.get_group())
+                owner = param._module_info.module
+                yield ShardedParameter(owner, local, is_even, param.shard_mesh.get_group())
 
 
-def set_all_gather_hooks(sharded: ShardedParameter, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let FSDP gather a parameter by two functions; before the first forward pass.
+def set_all_gather_hooks(
+    sharded: ShardedParameter,
+    pre_all_gather: Callable[..., Any],
+    post_all_gather: Callable[..., Any],
+) -> None:
+    """Set FSDP's all-gather hooks of a parameter, before the first forward pass.
 
-    They are its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for at a
-    parameter's tensor subclass.  An attribute of a plain tensor does as well, and the parameter
-    stays plain to everybody else.
+    FSDP expects ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` as methods of a tensor
+    subclass.  Attributes of a plain tensor work too, and the parameter stays a plain tensor for all
+    other code.
     """
     local: Any = sharded.local
-    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
 # --------------------------------------------------------------------------- pipelines
 
 
-def load_schedule(path: str, stages: list[Any], microbatches: int, **options: Any) -> Any:
-    """A schedule whose order is a CSV file: only the private runtime takes one."""
+def load_schedule(path: str, stages: list[Any], num_microbatches: int, **options: Any) -> Any:
+    """Load a schedule from a CSV file, as only the private runtime can."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     runtime: Any = _PipelineScheduleRuntime
-    schedule = runtime(stages, microbatches, **options)
+    schedule = runtime(stages, num_microbatches, **options)
     schedule._load_csv(path)
     return schedule
 
 
-def set_max_active_stages(stages: int) -> AbstractContextManager[None]:
-    """Schedules made inside keep the weights of so many stages gathered at once.
+def set_max_active_stages(num_stages: int) -> AbstractContextManager[None]:
+    """Let schedules created in this context keep ``num_stages`` stages gathered.
 
-    Else it is three, and of more those whose turn is far are freed, and gathered again for it.
+    By default, a schedule keeps three, and frees and gathers again the stages of later actions.
     """
     from torch.distributed.pipelining import schedules
 
     name = "_add_unshard_reshard"
-    add = partial(getattr(schedules, name), max_active_stages=stages)
+    add = partial(getattr(schedules, name), max_active_stages=num_stages)
     return patch_attribute(schedules, name, add)
 
 
 @contextmanager
 def use_forward_only_order(schedule: Any) -> Iterator[None]:
-    """Inside, the schedule's order is its forward passes alone.
+    """Reduce a schedule's order to its forward passes, in this context.
 
-    Its own ``eval`` runs the training order and leaves out what is backward, which fails where a
-    forward and a backward are one action (DualPipeV).
+    The schedule's own ``eval`` runs the training order and skips backward actions, which fails if
+    one action is a forward and a backward pass (DualPipeV).
     """
     from torch.distributed.pipelining import schedules as torch_schedules
 
     private: Any = torch_schedules
     if not isinstance(schedule, private._PipelineScheduleRuntime):
-        yield  # one stage per rank: its eval is right
+        yield  # one stage per rank, so its eval is correct
         return
     forwards = {
         rank: private._add_unshard_reshard(
-            [action for action in _split_overlapped_actions(order) if action.computation_type.value == "F"]
+            [
+                action
+                for action in _split_overlapped_actions(order)
+                if action.computation_type.value == "F"
+            ]
         )
         for rank, order in schedule.pipeline_order.items()
     }
-    homes = schedule.stage_index_to_group_rank
+    stage_to_rank = schedule.stage_index_to_group_rank
     order = private._add_send_recv(
-        forwards, stage_to_rank=lambda stage: homes[stage], num_stages=schedule._num_stages
+        forwards, stage_to_rank=lambda stage: stage_to_rank[stage], num_stages=schedule._num_stages
     )
     with patch_attribute(schedule, "pipeline_order_with_comms", order):
         yield
 
 
 def _split_overlapped_actions(order: Iterable[Any]) -> Iterator[Any]:
-    """The actions of one rank, one that overlaps two as both."""
+    """Yield a rank's actions; an action that overlaps two becomes both."""
     for action in order:
         if action is not None:
             yield from action.sub_actions or (action,)
 
 
 def skip_self_p2p_init(stage: Any) -> None:
-    """Keep a pipeline stage from a message to its own rank, which gloo cannot send.
+    """Skip a stage's initial message to its own rank, which gloo cannot send.
 
-    In its first step a stage of torch 2.11 sends a number to both neighbours, and in a V the two
-    stages at the bottom are on one rank.
+    In its first step, a stage of torch 2.11 sends a number to both neighbors.  In a V schedule, the
+    two stages at the bottom are on one rank.
     """
-    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
-    if greetings is not None:
-        own = stage.group_rank
+    get_init_ops = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if get_init_ops is not None:
+        own_rank = stage.group_rank
         stage._get_init_p2p_neighbors_ops = lambda: [
-            greeting for greeting in greetings() if greeting.group_peer != own
+            op for op in get_init_ops() if op.group_peer != own_rank
         ]
 
 
 def enable_recv_grad(stage: Any) -> None:
-    """Let what a pipeline stage receives have gradients, even if an evaluation comes first.
+    """Let the buffers that a stage receives into require gradients.
 
-    A stage of torch 2.11 makes the tensors that it receives into at its first pass, and decides
-    then, for good, whether they have.
+    A stage of torch 2.11 allocates them in its first pass, and never changes ``requires_grad``,
+    even if that pass was an evaluation.
     """
     if not hasattr(stage, "_get_init_p2p_neighbors_ops"):
         return
     prepare = stage._prepare_forward_infra
 
     def prepare_for_backward(*args: Any, **kwargs: Any) -> Any:
-        before, stage.has_backward = stage.has_backward, True
+        original, stage.has_backward = stage.has_backward, True
         try:
             return prepare(*args, **kwargs)
         finally:
-            stage.has_backward = before
+            stage.has_backward = original
 
     stage._prepare_forward_infra = prepare_for_backward
 
 
 def unshard_for_split_backward(stage: Any) -> None:
-    """Gather a pipeline stage's parameters before each half of a split backward pass.
+    """Gather a stage's parameters before each half of a split backward pass.
 
     Both halves (input gradients, then weight gradients) find the leaves of the autograd graph
-    through the stage's parameters.  Of a unit that FSDP has resharded, since its own forward pass
-    or by that of another microbatch, those are the shards, which are no part of the graph: torch
-    drops the weight gradients without an error.
+    through the stage's parameters.  If FSDP has resharded a unit, its parameters are the shards,
+    which are not in the graph: torch drops the weight gradients without an error.
     """
     backward = stage.backward_maybe_with_nosync
     modules: list[Any] = list(stage.submod.modules())
@@ -426,11 +434,11 @@ def unshard_for_split_backward(stage: Any) -> None:
 
 
 def reduce_scatter_each_microbatch(stage: Any) -> None:
-    """Let a pipeline stage reduce-scatter its gradients after every microbatch but the last.
+    """Reduce-scatter a stage's gradients after every microbatch.
 
-    A schedule reduces once, after the last: until then whole gradients add up on every rank, in
-    the dtype of the reduction.  With this they are shards from the first on, and only the last
-    one's reduction goes on over the replicas.
+    By default, a schedule reduces once, after the last microbatch, and accumulates unsharded
+    gradients until then.  With this function it accumulates shards, and only the reduction after
+    the last microbatch includes the replicas.
     """
     if not isinstance(stage.submod, FSDPModule):
         return
@@ -439,8 +447,8 @@ def reduce_scatter_each_microbatch(stage: Any) -> None:
 
     def backward_and_reduce(kind: str, arguments: Any, last_backward: bool = False) -> Any:
         result = backward(kind, arguments, last_backward)
-        if kind != "input" and not last_backward:  # of inputs only: no gradients of weights yet
-            stage.submod.set_requires_gradient_sync(True)  # sets both
+        if kind != "input" and not last_backward:  # "input" computes no weight gradients
+            stage.submod.set_requires_gradient_sync(True)  # also sets all_reduce
             stage.submod.set_requires_all_reduce(False)
             for unit in state._state_ctx.all_states:
                 for params in _param_groups(unit):

@@ -1,7 +1,7 @@
-"""What weft uses of PyTorch's private parts to look on at a step: profiles, hangs, the planner.
+"""PyTorch internals that observe a step, for profiles, hangs and estimates.
 
-As in `weft.parallel.private`: each name says what is needed, and
-``tests/parallel/test_private.py`` fails when something of it changes.
+The rules of `weft.parallel.private` apply here too: ``tests/parallel/test_private.py`` fails when
+one of these internals changes.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from weft.parallel.private import patch_attribute
 
 
 class CollectiveRecord(NamedTuple):
-    """One that was begun; its number counts those of its group, or what this rank sent in it."""
+    """A started collective in the Flight Recorder."""
 
     group: str
-    number: int
+    seq_id: int  # counts collectives of the group; for p2p, this rank's messages in it
     name: str  # 'all_reduce'
-    sizes: list[list[int]]
-    open: bool  # not done
-    p2p: bool
+    input_sizes: list[list[int]]
+    is_pending: bool
+    is_p2p: bool
 
 
 def read_flight_recorder() -> list[CollectiveRecord]:
-    """What this process's Flight Recorder holds, in order: the last 2,000 or so.
+    """Return the last collectives (about 2,000) of this process, in order.
 
-    Sending and receiving are not among them with gloo.  There is no public way to ask it.
+    With gloo they include no point-to-point messages.  torch has no public function for this.
     """
     from torch._C import _distributed_c10d as c10d
 
-    found = []
-    # A build for CUDA has one recorder for NCCL and one for the others.
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if ask := getattr(c10d, dump, None):
-            found += parse_flight_recorder(json.loads(ask()))
-    return found
+    records = []
+    # A CUDA build has one recorder for NCCL and one for other backends.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(c10d, name, None):
+            records += parse_collectives(json.loads(dump()))
+    return records
 
 
-def parse_flight_recorder(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
-    """Those of a Flight Recorder's dump, which torch writes as JSON and, of itself, as a pickle."""
-    found = []
+def parse_collectives(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
+    """Return the collectives of a Flight Recorder dump, in order."""
+    records = []
     for entry in dump.get("entries", []):
-        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        seq_id = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         name = entry["profiling_name"].partition(":")[2]
-        is_open = not entry["retired"] and entry["state"] != "completed"
+        is_pending = not entry["retired"] and entry["state"] != "completed"
         group = str(entry["process_group"][0])
-        sizes, p2p = entry["input_sizes"], entry["is_p2p"]
-        found.append(CollectiveRecord(group, number, name, sizes, is_open, p2p))
-    return found
+        sizes, is_p2p = entry["input_sizes"], entry["is_p2p"]
+        records.append(CollectiveRecord(group, seq_id, name, sizes, is_pending, is_p2p))
+    return records
 
 
 def configure_flight_recorder(prefix: str) -> None:
-    """Let the Flight Recorder record, and NCCL leave what it holds in ``prefix`` + RANK when a
-    collective takes too long; before there is a process group.
+    """Enable the Flight Recorder, before any process group is created.
 
-    That is torch's default in 2.11 to 2.13 but for the place, and what the user has set stays: of
-    the names for one thing, the first counts.
+    NCCL writes its dump to ``prefix`` + RANK when a collective times out.  Except for the path,
+    these are torch's defaults in 2.11 to 2.13.  Variables that the user has set are not changed; if
+    a variable has two names, torch prefers the first.
     """
     for names, value in (
         (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
@@ -81,124 +81,126 @@ def configure_flight_recorder(prefix: str) -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
+    """Return True if autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def observe_storage_resizes(
-    told: Callable[[torch.UntypedStorage, int], None],
+    on_resize: Callable[[torch.UntypedStorage, int], None],
 ) -> AbstractContextManager[None]:
-    """Inside, ``told`` hears of every storage that was resized, and how many bytes it had: FSDP
-    gives memory back so."""
+    """Call ``on_resize(storage, bytes before)`` at each resize, by which FSDP frees."""
     storage: Any = torch.UntypedStorage
     original = storage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         before = self.nbytes()
         result = original(self, size)
-        told(self, before)
+        on_resize(self, before)
         return result
 
     return patch_attribute(storage, "resize_", resize_)
 
 
 ContextFactory = Callable[..., AbstractContextManager[Any]]
+OnChange = Callable[[bool], None]
 
 
-def wrap_pipeline_actions(schedule: Any, around: ContextFactory) -> Callable[[], None]:
-    """From now on actions of a pipeline's schedule run in ``around(place, kind, microbatch)``.
+def wrap_pipeline_actions(schedule: Any, make_context: ContextFactory) -> Callable[[], None]:
+    """Run each action of a pipeline schedule in a context.
 
     Args:
-        around: is given the place of the stage among those of this rank, and the action's kind: F,
-            B, I or W.
+        make_context: takes the index of the stage among this rank's stages, the kind of the action
+            (F, B, I or W), and the microbatch.
 
     Returns:
-        What undoes it.
+        A function that removes the wrappers.
     """
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-    before = [(stage, name, getattr(stage, name)) for stage in stages for name in names]
+    originals = [(stage, name, getattr(stage, name)) for stage in stages for name in names]
 
-    def watched(place: int, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(index: int, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(microbatch: int, *args: Any, **options: Any) -> Any:
             full = options.get("full_backward", True)
             kind = {names[0]: "F", names[1]: "B" if full else "I", names[2]: "W"}[name]
-            with around(place, kind, microbatch):
+            with make_context(index, kind, microbatch):
                 return call(microbatch, *args, **options)
 
         return run
 
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for name in names:
-            setattr(stage, name, watched(place, name, getattr(stage, name)))
+            setattr(stage, name, wrap(index, name, getattr(stage, name)))
 
-    def undo() -> None:
-        for stage, name, call in before:
+    def restore() -> None:
+        for stage, name, call in originals:
             setattr(stage, name, call)
 
-    return undo
+    return restore
 
 
-def observe_sharding_propagation(told: Callable[[bool], None]) -> AbstractContextManager[None]:
-    """Inside, ``told`` hears when DTensor begins (True) and ends to run an operator on tensors of
-    global shape, which are not there, to see what comes of it."""
+def observe_sharding_propagation(on_change: OnChange) -> AbstractContextManager[None]:
+    """Call ``on_change`` when metadata propagation starts (True) and ends (False).
+
+    DTensor then runs an operator on meta tensors of global shape, which are not part of the step.
+    """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    return _observe_calls(ShardingPropagator, "_propagate_tensor_meta_non_cached", told)
+    return _observe_calls(ShardingPropagator, "_propagate_tensor_meta_non_cached", on_change)
 
 
-def observe_collective_waits(told: Callable[[bool], None]) -> AbstractContextManager[None]:
-    """Inside, ``told`` hears when a collective begins (True) and ends to be waited for."""
-    return _observe_calls(dist.Work, "wait", told)
+def observe_collective_waits(on_change: OnChange) -> AbstractContextManager[None]:
+    """Call ``on_change`` when a collective's wait starts (True) and ends (False)."""
+    return _observe_calls(dist.Work, "wait", on_change)
 
 
-def _observe_calls(owner: Any, name: str, told: Callable[[bool], None]) -> AbstractContextManager[None]:
+def _observe_calls(owner: Any, name: str, on_change: OnChange) -> AbstractContextManager[None]:
     original = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:
-        told(True)
+        on_change(True)
         try:
             return original(*args, **options)
         finally:
-            told(False)
+            on_change(False)
 
     return patch_attribute(owner, name, call)
 
 
 @contextmanager
-def wrap_collectives(around: ContextFactory) -> Iterator[None]:
-    """Inside, collectives that Python starts, and the waits for them, happen in ``around(ranks)``.
+def wrap_collectives(make_context: ContextFactory) -> Iterator[None]:
+    """Run each collective that Python starts, and each wait, in a context.
 
     Args:
-        around: is given the ranks of the process group.
+        make_context: takes the ranks of the process group.
     """
     owner: Any = dist.ProcessGroup
     work: Any = dist.Work
-    groups: dict[int, list[int]] = {}  # by the id of a work, which its next owner overwrites
+    groups: dict[int, list[int]] = {}  # by id of the work; a reused id is overwritten
 
-    def started(call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(group: Any, *args: Any, **options: Any) -> Any:
             ranks = dist.get_process_group_ranks(group)
-            with around(ranks):
-                found = call(group, *args, **options)
-            groups[id(found)] = ranks
-            return found
+            with make_context(ranks):
+                result = call(group, *args, **options)
+            groups[id(result)] = ranks
+            return result
 
         return run
 
     def wait(self: Any, *args: Any, _call: Any = work.wait) -> Any:
-        with around(groups.get(id(self), [])):
+        with make_context(groups.get(id(self), [])):
             return _call(self, *args)
 
     with ExitStack() as stack:
         for name in COLLECTIVES:
             if hasattr(owner, name):
-                stack.enter_context(patch_attribute(owner, name, started(getattr(owner, name))))
+                stack.enter_context(patch_attribute(owner, name, wrap(getattr(owner, name))))
         stack.enter_context(patch_attribute(work, "wait", wait))
         yield
 
 
-# Methods of a process group that start a collective, under the names of torch 2.11 and of 2.13.
+# Methods of a process group that start a collective, by their names in torch 2.11 and 2.13.
 COLLECTIVES = (
     "_allgather_base",
     "_reduce_scatter_base",
@@ -226,19 +228,19 @@ COLLECTIVES = (
 )
 
 
-def set_memory_history(on: bool) -> None:
-    """Note from now on, or not any more, where in the code a GPU's memory is taken."""
-    torch.cuda.memory._record_memory_history("all" if on else None)
+def set_memory_history(enabled: bool) -> None:
+    """Start or stop to record the stack of each CUDA allocation."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
 
 
 def dump_memory_snapshot(path: Path) -> None:
-    """What a GPU's memory is taken by, for https://pytorch.org/memory_viz."""
+    """Write a CUDA memory snapshot for https://pytorch.org/memory_viz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 def find_group_name(args: Iterable[Any]) -> str:
-    """The name of the process group in a collective's arguments: an object, or the last text."""
+    """Return the group name in a collective's arguments: a group, or last string."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)
@@ -246,23 +248,23 @@ def find_group_name(args: Iterable[Any]) -> str:
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """The ranks of a process group, by its name."""
+    """Return the ranks of the process group of that name."""
     from torch.distributed import distributed_c10d
 
     private: Any = distributed_c10d
     return dist.get_process_group_ranks(private._resolve_process_group(name))
 
 
-# --------------------------------------------------------------------------- a fake world
+# --------------------------------------------------------------------------- fake processes
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[None]:
-    """Inside, this process is ``rank`` of a world whose others answer at once, with nothing.
+    """Be one rank of a fake world, whose collectives return at once.
 
     Args:
-        keep_sent: whether what is sent lives as long as what `isend` returns, as it does in gloo;
-            what NCCL keeps was not tried.
+        keep_sent: keep a sent tensor alive as long as the handle of `isend`, as gloo does.  NCCL
+            was not tested.
     """
     from torch.distributed import distributed_c10d
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -270,31 +272,31 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     pipelines: Any = schedules
-    # Stages first ask round whether all know their shapes, and read the answer from a tensor.  Here
-    # each is asked by itself.  In torch 2.11 they greet their neighbours instead.
+    # Stages first agree on their shapes, and read the answer from a received tensor, which has no
+    # data here.  So set each stage's shapes.  In torch 2.11 they send to their neighbors instead.
     owner: Any = pipelines._PipelineSchedule
     name = "_warmup_p2p"
-    silent: Any = _set_static_shapes
+    replacement: Any = _set_static_shapes
     if not hasattr(owner, name):
-        owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops
+        owner, name, replacement = PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops
     isend = dist.isend
 
-    def kept(tensor: Tensor, *args: Any, **options: Any) -> _PendingSend:
+    def isend_and_keep(tensor: Tensor, *args: Any, **options: Any) -> _PendingSend:
         return _PendingSend(tensor, isend(tensor, *args, **options))
 
     with ExitStack() as stack:
         stack.callback(clear_mesh_cache)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(patch_attribute(owner, name, silent))
+        stack.enter_context(patch_attribute(owner, name, replacement))
         stack.enter_context(patch_attribute(dist, "all_gather_object", _all_gather_own_object))
         if keep_sent:
             for module in (dist, distributed_c10d):
-                stack.enter_context(patch_attribute(module, "isend", kept))
+                stack.enter_context(patch_attribute(module, "isend", isend_and_keep))
         yield
 
 
 class _PendingSend(NamedTuple):
-    """A message under way, and what is sent."""
+    """A pending send, and its tensor."""
 
     tensor: Tensor
     work: Any
@@ -311,7 +313,9 @@ def _no_p2p_ops(stage: Any) -> list[Any]:
     return []
 
 
-def _set_static_shapes(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+def _set_static_shapes(
+    schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool
+) -> None:
     from torch.distributed.pipelining import schedules
 
     modes: Any = schedules
@@ -321,9 +325,9 @@ def _set_static_shapes(schedule: Any, stages: list[Any], has_backward: bool, p2p
 
 
 def clear_mesh_cache() -> None:
-    """Make DTensor forget the meshes that it has seen.
+    """Clear DTensor's caches of meshes.
 
-    It takes equal meshes for the same, and would communicate in the process groups of the first.
+    DTensor treats equal meshes as one, and would communicate in the groups of the first.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -1,24 +1,23 @@
-"""Frozen matrices in 4 or 8 bits (QLoRA, arXiv:2305.14314), in a form that any layout can cut.
+"""Frozen matrices in 4 or 8 bits, in a format that shards on any layout.
 
-A block of 64 neighbours in a row shares a scale, its largest magnitude.  *nf4* keeps of each number
-the nearest of 16 that are as likely as each other under a normal distribution; *int8* one of 255 at
-equal distances.  A matrix ``[outputs, inputs]`` becomes one tensor of bytes,
+As in QLoRA (arXiv:2305.14314), a block of 64 neighboring numbers of a row shares a scale, its
+largest magnitude.  *nf4* stores the nearest of 16 levels, which are equally likely under a normal
+distribution; *int8* the nearest of 255 equidistant levels.  A matrix ``[outputs, inputs]`` becomes
+one uint8 tensor,
 
-    [outputs, inputs / 64, 32 + 4]     nf4: two codes to a byte, the first in its upper half
+    [outputs, inputs / 64, 32 + 4]     nf4: two codes per byte, the first in the upper half
     [outputs, inputs / 64, 64 + 4]     int8
 
-whose last 4 bytes are the float32 scale: 4.5 and 8.5 bits a number.  So a cut by outputs (FSDP,
-tensor parallel *column*) is one of its dim 0, and one by inputs (*row*) of its dim 1: no block is
-ever cut through, and each rank makes its own part of the very bytes that one process has.  FSDP
-gathers bytes like any other tensor, and needs to know nothing of them.  The last size tells which
-of the two it is.
+whose last 4 bytes are the float32 scale: 4.5 and 8.5 bits per number.  Its last size distinguishes
+nf4 and int8.  Sharding by outputs (FSDP, tensor-parallel *column*) shards dim 0, and sharding by
+inputs (*row*) shards dim 1.  No shard splits a block, and each rank quantizes its shard to the same
+bytes as one process does.  FSDP gathers the bytes like any other tensor.
 
-The matrix is expanded in the dtype of the activations when it is multiplied by, forward and again
-backward, and never kept.
+Forward and backward dequantize the matrix in the dtype of the activations, and do not keep it.
 
-torchao's `NF4Tensor` packs a flattened tensor, with a second quantisation of the scales over blocks
-of blocks.  It is cut by chunks of that only, never by inputs, and its parts are of other bytes than
-the whole.  The second quantisation would take the 0.5 bits of scales to 0.13.
+torchao's `NF4Tensor` quantizes a flattened tensor, and its scales again over blocks of blocks.  So
+it shards by chunks only, never by inputs, and its shards have other bytes than the full tensor.
+The second quantization would reduce the 0.5 bits of scales to 0.13.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import to_local, from_local
+from weft.parallel.dtensor import from_local, to_local
 from weft.parallel.private import is_fake, run_function
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 SCALE_BYTES = 4  # bytes
-CHUNK_ELEMENTS = 1 << 24  # numbers that are quantised at a time
+CHUNK_ELEMENTS = 1 << 24  # numbers quantized at a time
 
 # Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
 NF4 = (
@@ -59,10 +58,11 @@ NF4 = (
 
 
 def quantize_matrix(values_OI: Tensor, kind: str) -> Tensor:
-    """The bytes of a matrix, uint8 ``[O, I / 64, BYTES[kind]]``; see above.
+    """Quantize a matrix to uint8 ``[O, I / 64, block bytes]``.
 
     Args:
         values_OI: float32, finite; ``I`` is a multiple of 64.
+        kind: nf4 or int8.
     """
     blocks_ONB = values_OI.float().view(len(values_OI), -1, QUANT_BLOCK_SIZE)
     scales_ON1 = blocks_ONB.abs().amax(dim=2, keepdim=True)
@@ -78,7 +78,7 @@ def quantize_matrix(values_OI: Tensor, kind: str) -> Tensor:
 
 
 def dequantize_matrix(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix ``[O, I]`` that the bytes stand for, rounded to ``dtype``."""
+    """Return the matrix ``[O, I]`` of quantized bytes, rounded to ``dtype``."""
     codes = packed[..., :-SCALE_BYTES]
     scales_ON1 = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     if packed.shape[2] == QUANT_BLOCK_BYTES["int8"]:
@@ -93,8 +93,8 @@ _nf4_tables: dict[torch.device, Tensor] = {}
 
 
 def _nf4_table(device: torch.device) -> Tensor:
-    """What each byte of nf4 stands for: float32 ``[256, 2]``."""
-    if device in _nf4_tables:  # else each use would wait for a copy to the device
+    """Return the two numbers of each nf4 byte: float32 ``[256, 2]``."""
+    if device in _nf4_tables:  # cached, because a copy to the device would make each use wait
         return _nf4_tables[device]
     pairs = torch.tensor([[high, low] for high in NF4 for low in NF4], device=device)
     if not torch.compiler.is_compiling() and not is_fake(pairs):
@@ -115,42 +115,44 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with a frozen weight, as it is or packed."""
+    """Apply `F.linear` with a frozen weight, which may be quantized."""
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
     out = run_function(_QuantizedLinear, x, weight)
     return out if bias is None else out + bias
 
 
-# --------------------------------------------------------------------------- filling
+# --------------------------------------------------------------------------- initialization
 
 
 def float32_buffer(param: Tensor) -> Tensor:
-    """Where the float32 numbers of a parameter go, cut as it is: its own memory if it is of
-    float32, else memory for them, uninitialised, which `store_float32` takes."""
+    """Return a float32 buffer for a parameter's values, sharded like it.
+
+    It is the parameter itself if that is float32, else uninitialized memory for `store_float32`.
+    """
     if param.dtype == torch.float32:
         return param.data
     shape, local = param.shape, to_local(param)
     sizes = local.shape
     if param.dtype == torch.uint8:
         shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
-    numbers = torch.empty(sizes, dtype=torch.float32, device=local.device)
+    buffer = torch.empty(sizes, dtype=torch.float32, device=local.device)
     if not isinstance(param, DTensor):
-        return numbers
-    return from_local(numbers, param.device_mesh, param.placements, shape)
+        return buffer
+    return from_local(buffer, param.device_mesh, param.placements, shape)
 
 
 @torch.no_grad()
-def store_float32(param: Tensor, numbers: Tensor) -> None:
-    """Round what lies in ``numbers_of(param)`` into ``param``."""
+def store_float32(param: Tensor, buffer: Tensor) -> None:
+    """Cast or quantize ``float32_buffer(param)`` into ``param``."""
     if param.dtype == torch.float32:
         return
-    local, here = to_local(param), to_local(numbers)
+    local, values = to_local(param), to_local(buffer)
     if param.dtype != torch.uint8:
-        local.copy_(here)
+        local.copy_(values)
         return
     kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[2])
-    rows = max(1, CHUNK_ELEMENTS // max(1, here.shape[1]))
-    for first in range(0, here.shape[0], rows):
-        some = slice(first, first + rows)
-        local[some] = quantize_matrix(here[some], kind)
+    rows = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
+    for first in range(0, values.shape[0], rows):
+        chunk = slice(first, first + rows)
+        local[chunk] = quantize_matrix(values[chunk], kind)

@@ -1,28 +1,30 @@
-"""Tensor parallelism: ranks that share each matrix, and the loss without whole logits.
+"""Tensor parallelism of the model and of the cross-entropy loss.
 
-Two products in a row need one exchange, not two (Megatron-LM, arXiv:1909.08053): the first
-weight is cut by its outputs (*column*), the second by its inputs (*row*), and what lies between
-them, heads or feed-forward units, never leaves its rank.  Before the first product the input must
-be whole, after the second the ranks' parts must be added.  With sequence parallelism
-(arXiv:2205.05198) each rank holds only its slice of the sequence outside of the products: the
-input is *gathered*, the parts are *scattered* (added and sliced), and norms and residuals cost
-1/tp of the memory.  Without it the same two places are an identity and an all-reduce.
+Two matmuls in a row need one collective, not two (Megatron-LM, arXiv:1909.08053).  The first weight
+is sharded by its outputs (*column*), the second by its inputs (*row*), and the heads or
+feed-forward units between them stay on their rank.  The first matmul needs the full input; after
+the second, the partial outputs of all ranks are summed.  With sequence parallelism
+(arXiv:2205.05198) each rank holds a slice of the sequence outside of the matmuls.  Then the input
+is *gathered*, the partial outputs are *scattered* (summed and sliced), and norms and residuals cost
+1/tp of the memory.  Without sequence parallelism, the two collectives are an identity and an
+all-reduce.
 
-The model's table says where (`weft.models.llama.SHARDING`), this file does it from outside:
+The model's table says where (`weft.models.llama.SHARDING`); this module applies it from outside:
 
-* Every parameter becomes a DTensor on the axis ``tp``.  So checkpoints, gradient norm and FSDP
-  know what a rank holds, and names and shapes stay those of the whole model.
-* Forward computes with plain local tensors.  A module's class is exchanged for a subclass whose
-  ``weight``, once FSDP has gathered it, is the local part; DTensor's dispatch, costly per
-  operator, is never entered.  It is also where a gradient's meaning is told: that of a gain, of
-  which each rank saw only its slice of the sequence, is a *partial* sum, which FSDP adds up over
-  the ranks before it reduces it over the others.
-* Exchanges are forward hooks around the modules that the table names.
+* Every parameter becomes a DTensor on the axis ``tp``.  So checkpoints, gradient norm and FSDP know
+  each rank's shard, and names and shapes remain those of the full model.
+* Forward computes with plain local tensors.  A module gets a subclass of its class, whose
+  ``weight`` is the local shard after FSDP has gathered it.  So forward never enters DTensor's
+  dispatch, which is costly per operator.  ``weight`` also sets the gradient's placement: a norm
+  whose rank saw only a slice of the sequence has a *partial* gradient, which FSDP sums over the
+  ranks of ``tp`` before it reduces it over the other ranks.
+* Collectives are forward hooks on the modules that the table names.
 
-With more ranks than key/value heads, groups of tp / num_kv_heads ranks share a head: its weight is
-whole on every rank, each computes with the rows of its own head, and gradients are partial sums.
+If there are more ranks than key/value heads, tp / num_kv_heads ranks share a head.  Then its weight
+is replicated, each rank computes with the rows of its own head, and gradients are partial sums.
 
-Shapes: B rows, T tokens of a row on this context-parallel rank, D model width, V vocabulary.
+Shapes in names: B sequences, T tokens of a sequence on this context-parallel rank, D model width, V
+vocabulary, N = B T tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from weft.models.family import TensorParallelSpec
 from weft.parallel.dtensor import from_local
-from weft.parallel.private import run_function, c10d_functional
+from weft.parallel.private import c10d_functional, run_function
 
 
 def apply_tensor_parallel(
@@ -50,121 +52,128 @@ def apply_tensor_parallel(
     num_kv_heads: int,
     sequence_parallel: bool,
 ) -> None:
-    """Cut ``model`` (on the meta device) over the one axis of ``mesh``, in place.
+    """Shard ``model`` (on the meta device) over the one axis of ``mesh``.
 
     Args:
-        sharding: module patterns; see `weft.models.family.TensorParallelSpec`.
-        num_kv_heads: of the whole model; a divisor or a multiple of the number of ranks.
-        sequence_parallel: whether activations between products are slices of the sequence.
+        sharding: specs by module name pattern.
+        num_kv_heads: of the full model; a divisor or a multiple of the number of ranks.
+        sequence_parallel: keep only a slice of the sequence between matmuls.
 
     Raises:
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
-    # Into a region of matrix products, and out of it.
-    functions = (_GatherSequence, _ReduceScatterSequence) if sequence_parallel else (_CopyToTP, _ReduceFromTP)
-    enter, leave = (_CollectiveHook(function, mesh.get_group()) for function in functions)
+    functions = (
+        (_GatherSequence, _ReduceScatterSequence)
+        if sequence_parallel
+        else (_CopyToTP, _ReduceFromTP)
+    )
+    enter_region, leave_region = (
+        _CollectiveHook(function, mesh.get_group()) for function in functions
+    )
     for name, module in list(model.named_modules()):
-        split = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
-        if split is None:
+        spec = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
+        if spec is None:
             if any(True for _ in module.parameters(recurse=False)):
                 raise ValueError(f"no pattern of SHARDING matches {name!r}, which has parameters")
             continue
-        if split.weight is not None:
-            _shard_weight(module, split, mesh, num_kv_heads, sequence_parallel)
-        if split.before == "gather":
-            module.register_forward_pre_hook(enter)
-        if split.after == "gather":
-            module.register_forward_hook(enter)
-        if split.after == "scatter":
-            module.register_forward_hook(leave)
+        if spec.weight is not None:
+            _shard_weight(module, spec, mesh, num_kv_heads, sequence_parallel)
+        if spec.input_comm == "gather":
+            module.register_forward_pre_hook(enter_region)
+        if spec.output_comm == "gather":
+            module.register_forward_hook(enter_region)
+        if spec.output_comm == "scatter":
+            module.register_forward_hook(leave_region)
 
 
 def _shard_weight(
     module: nn.Module,
-    split: TensorParallelSpec,
+    spec: TensorParallelSpec,
     mesh: DeviceMesh,
     num_kv_heads: int,
     sequence_parallel: bool,
 ) -> None:
     tp, rank = mesh.size(), mesh.get_local_rank()
-    rows: slice | None = None
-    grad: Placement | None = None
-    whole = module.weight
-    assert isinstance(whole, nn.Parameter), f"{type(module).__name__} has no weight of its own"
-    kind = split.weight
+    head_rows: slice | None = None
+    grad_placement: Placement | None = None
+    full = module.weight
+    assert isinstance(full, nn.Parameter), f"{type(module).__name__} has no parameter `weight`"
+    kind = spec.weight
     if kind == "heads" and tp > num_kv_heads:
-        height = whole.shape[0] // num_kv_heads
+        head_dim = full.shape[0] // num_kv_heads
         head = rank * num_kv_heads // tp
-        rows, grad, kind = slice(head * height, (head + 1) * height), Partial(), "whole"
-    elif kind == "summed" or (kind == "whole" and sequence_parallel):
-        grad, kind = Partial(), "whole"
-    # Outputs and inputs (or blocks of them: `weft.parallel.quantize`) come first; an expert's
-    # weight has a dim before them.
-    first = int(whole.dim() == 3 and whole.is_floating_point())
-    outputs, inputs = Shard(first), Shard(first + 1)
-    placement: Placement = {"whole": Replicate(), "row": inputs}.get(str(kind), outputs)
-    local = whole.data
+        head_rows = slice(head * head_dim, (head + 1) * head_dim)
+        grad_placement, kind = Partial(), "replicated"
+    elif kind == "partial_grad" or (kind == "replicated" and sequence_parallel):
+        grad_placement, kind = Partial(), "replicated"
+    # The first dims are outputs and inputs (or blocks of inputs: `weft.parallel.quantize`).  The
+    # stacked weight of experts has one more dim before them.
+    output_dim = int(full.dim() == 3 and full.is_floating_point())
+    outputs, inputs = Shard(output_dim), Shard(output_dim + 1)
+    placement: Placement = {"replicated": Replicate(), "row": inputs}.get(str(kind), outputs)
+    local = full.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    cut = from_local(local, mesh, [placement], whole.shape)
-    module.register_parameter("weight", nn.Parameter(cut, requires_grad=whole.requires_grad))
+    sharded = from_local(local, mesh, [placement], full.shape)
+    module.register_parameter("weight", nn.Parameter(sharded, requires_grad=full.requires_grad))
 
     def weight(self: Any) -> Tensor:
-        if self.part is not None:
-            return cast(Tensor, self.part)
+        if self.local_weight is not None:
+            return cast(Tensor, self.local_weight)
         param: Tensor | None = self._parameters["weight"]
         if not isinstance(param, DTensor) or param.device_mesh.ndim > 1:
             assert isinstance(param, nn.Parameter)
-            return param  # sharded by FSDP: not gathered for computing
-        part: Tensor = param.to_local(grad_placements=None if grad is None else [grad])
-        return part if rows is None else part[rows]
+            return param  # FSDP has not gathered it
+        placements = None if grad_placement is None else [grad_placement]
+        local: Tensor = param.to_local(grad_placements=placements)
+        return local if head_rows is None else local[head_rows]
 
-    kind_of_module = type(module)
-    members: dict[str, Any] = {"weight": property(weight), "part": None}
-    if split.weight == "vocabulary":
+    module_class = type(module)
+    members: dict[str, Any] = {"weight": property(weight), "local_weight": None}
+    if spec.weight == "vocabulary":
         members["forward"] = _vocab_parallel_forward(rank * local.shape[0])
-    module.__class__ = type(kind_of_module.__name__, (kind_of_module,), members)
+    module.__class__ = type(module_class.__name__, (module_class,), members)
 
 
 def materialize_local_weights(block: nn.Module) -> None:
-    """Let ``block`` make local tensors of its weights before its forward pass, not within.
+    """Convert a block's weights to local tensors before its forward, not in it.
 
-    So a compiled forward pass sees plain tensors.  Of a DTensor it would keep the mesh as well,
-    which in torch 2.13 fails if all is computed again ("to be Tensors, got types: DeviceMesh").
+    So the compiled forward sees plain tensors.  With a DTensor it would also save the mesh, which
+    fails with full recomputation in torch 2.13 ("to be Tensors, got types: DeviceMesh").
     """
-    cut: list[Any] = [module for module in block.modules() if hasattr(type(module), "part")]
+    sharded: list[Any] = [m for m in block.modules() if hasattr(type(m), "local_weight")]
 
-    def before(_: nn.Module, args: Any) -> None:
-        for module in cut:
-            vars(module)["part"] = module.weight  # no parameter of the module's, whatever it is
+    def set_local_weights(_: nn.Module, args: Any) -> None:
+        for module in sharded:
+            vars(module)["local_weight"] = module.weight  # setattr would register a parameter
 
-    def after(*_: Any) -> None:
-        for module in cut:
-            vars(module).pop("part", None)
+    def clear_local_weights(*_: Any) -> None:
+        for module in sharded:
+            vars(module).pop("local_weight", None)
 
-    block.register_forward_pre_hook(before)
-    block.register_forward_hook(after, always_call=True)
+    block.register_forward_pre_hook(set_local_weights)
+    block.register_forward_hook(clear_local_weights, always_call=True)
 
 
 def _vocab_parallel_forward(first: int) -> Any:
-    """The forward of an embedding whose table begins at row ``first``: zeros for other ids."""
+    """Return the forward of a shard from id ``first``: zeros for other ids."""
 
     def forward(self: nn.Module, tokens_BT: Tensor) -> Tensor:
         table = self.weight
         assert isinstance(table, Tensor)
         rows_BT = tokens_BT - first
-        elsewhere_BT = (rows_BT < 0) | (rows_BT >= table.shape[0])
-        x_BTD = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table)
-        return x_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        outside_BT = (rows_BT < 0) | (rows_BT >= table.shape[0])
+        x_BTD = F.embedding(rows_BT.masked_fill(outside_BT, 0), table)
+        return x_BTD.masked_fill(outside_BT.unsqueeze(-1), 0)
 
     return forward
 
 
-# --------------------------------------------------------------------------- exchanges
+# --------------------------------------------------------------------------- collectives
 
 
 class _CollectiveHook:
-    """Exchanges the output of a module; as a pre-hook, its first argument."""
+    """A hook that applies a collective to a module's output, or first argument."""
 
     def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup) -> None:
         self.function, self.group = function, group
@@ -189,7 +198,8 @@ def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return c10d_functional.wait_tensor(c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+    total = c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name)
+    return c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
 
 
 class _Collective(torch.autograd.Function):
@@ -199,7 +209,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _GatherSequence(_Collective):
-    """Slices of the sequence to the whole; gradients of the whole, added up, to slices."""
+    """All-gather the sequence; reduce-scatter its gradient."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -211,7 +221,7 @@ class _GatherSequence(_Collective):
 
 
 class _ReduceScatterSequence(_Collective):
-    """Parts of the whole, added up, to slices of the sequence; and back."""
+    """Reduce-scatter partial sums over the sequence; all-gather the gradient."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,7 +233,7 @@ class _ReduceScatterSequence(_Collective):
 
 
 class _CopyToTP(_Collective):
-    """The whole on every rank as it is; gradients added up."""
+    """Identity; all-reduce the gradient."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -235,7 +245,7 @@ class _CopyToTP(_Collective):
 
 
 class _ReduceFromTP(_Collective):
-    """Parts added up on every rank; gradients as they are."""
+    """All-reduce partial sums; identity for the gradient."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -250,53 +260,57 @@ class _ReduceFromTP(_Collective):
 
 
 def vocab_parallel_cross_entropy(
-    logits_BTV: Tensor, targets_BT: Tensor, ignore: int, group: dist.ProcessGroup
+    logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Cross-entropy of each token in nats, of logits whose vocabulary is cut over ``group``.
+    """Compute each token's cross-entropy in nats from vocabulary-sharded logits.
 
-    Exchanged are three numbers per token (maximum, sum of exponentials, logit of the target),
-    never logits.
+    Communicates three numbers per token (maximum, sum of exponentials, logit of the target) instead
+    of logits.
 
     Args:
         logits_BTV: this rank's V / tp entries of the vocabulary, any floating dtype.
-        targets_BT: int64 ids of the whole vocabulary; ``ignore`` where there is no loss.
+        targets_BT: int64 ids of the full vocabulary; ``ignore_index`` for tokens without a loss.
 
     Returns:
-        float32 (B, T), the same on every rank of ``group``; 0 where there is no loss.
+        float32 ``[B, T]``, equal on all ranks of ``group``; 0 for tokens without a loss.
     """
-    return run_function(_VocabParallelCrossEntropy, logits_BTV, targets_BT, ignore, group)
+    return run_function(_VocabParallelCrossEntropy, logits_BTV, targets_BT, ignore_index, group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_BTV: Tensor, targets_BT: Tensor, ignore: int, group: dist.ProcessGroup
+        ctx: Any,
+        logits_BTV: Tensor,
+        targets_BT: Tensor,
+        ignore_index: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         logits_NV = logits_BTV.float().flatten(0, 1)
         first = group.rank() * logits_NV.shape[1]
-        valid_N = targets_BT.flatten() != ignore
+        valid_N = targets_BT.flatten() != ignore_index
         columns_N = targets_BT.flatten() - first
-        mine_N = valid_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
-        columns_N = columns_N.masked_fill(~mine_N, 0)
+        local_N = valid_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
+        columns_N = columns_N.masked_fill(~local_N, 0)
 
-        highest_N = logits_NV.amax(dim=1)
-        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group)
-        shifted_NV = logits_NV - highest_N.unsqueeze(1)
+        max_N = logits_NV.amax(dim=1)
+        dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
+        shifted_NV = logits_NV - max_N.unsqueeze(1)
         target_N = shifted_NV.gather(1, columns_N.unsqueeze(1)).squeeze(1)
-        target_N = target_N.masked_fill(~mine_N, 0.0)
+        target_N = target_N.masked_fill(~local_N, 0.0)
         exp_NV = shifted_NV.exp_()
         sums_2N = torch.stack((exp_NV.sum(dim=1), target_N))
         dist.all_reduce(sums_2N, group=group)
         losses_N = sums_2N[0].log() - sums_2N[1]
 
-        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), columns_N, mine_N, valid_N)
+        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), columns_N, local_N, valid_N)
         ctx.shape, ctx.dtype = logits_BTV.shape, logits_BTV.dtype
         return losses_N.masked_fill(~valid_N, 0.0).view_as(targets_BT)
 
     @staticmethod
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax_NV, columns_N, mine_N, valid_N = ctx.saved_tensors
+        softmax_NV, columns_N, local_N, valid_N = ctx.saved_tensors
         grad_N = grad_BT.flatten()
         grad_NV = softmax_NV * (grad_N * valid_N).unsqueeze(1)
-        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad_N * mine_N).unsqueeze(1))
+        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad_N * local_N).unsqueeze(1))
         return grad_NV.to(ctx.dtype).view(ctx.shape), None, None, None

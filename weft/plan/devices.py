@@ -1,19 +1,17 @@
-"""What is known of devices by name: arithmetic, memory, links; and clusters of them.
+"""Specifications of devices, links, networks and clusters by name.
 
-The facts are data, with their sources: ``clusters.toml`` beside this file, and the user's own
-``~/.config/weft/clusters.toml``, which adds devices, links and networks or changes single numbers.
-Beside that lies ``calibrated.toml``: what weft itself has measured.
+The specifications are data, with their sources, in ``clusters.toml`` next to this file.  The user's
+``~/.config/weft/clusters.toml`` adds entries or overrides single numbers; weft writes its own
+measurements to ``calibrated.toml`` in the same directory.
 
-*Peaks* are dense FLOP/s, without sparsity; MFU is reckoned against bfloat16's.  A device that is
-not in the table, and every CPU, has no known peak: MFU is then not reported, rather than guessed.
-With float8 products the peak stays bfloat16's.  Only part of the arithmetic is in float8, so a
-float8 peak, twice as high, is none that could be reached, and a mixture of the two could be
-compared with nothing.  Against bfloat16 MFUs of equal models compare as their speeds do, whatever
-the precision.
+*Peaks* are dense FLOP/s, without sparsity.  MFU is relative to the bfloat16 peak, also with float8:
+only part of the arithmetic is in float8, so its peak, twice as high, is out of reach.  So MFU ranks
+runs of one model as their speed does, in every precision.  A device that is not in the table, and
+every CPU, has no known peak, and weft does not report an MFU.
 
-*Memory*: the vendors' GB of these parts is 2**30 bytes: nvidia-smi tells 81,920 MiB of an A100,
-81,559 of an H100 and 143,771 of an H200.  So a driver tells the table's number or up to 1 % less,
-and of parts without stacked memory (A10G, L4, L40S) up to 6 % less.
+*Memory*: a vendor's GB is 2**30 bytes here: nvidia-smi reports 81,920 MiB for an A100, 81,559 for
+an H100 and 143,771 for an H200.  A driver reports the table's number or up to 1 % less, and up to
+6 % less for parts without stacked memory (A10G, L4, L40S).
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import pydantic.dataclasses
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -41,7 +40,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic.dataclasses import dataclass as checked
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
 
@@ -52,20 +50,23 @@ BUILTIN_CLUSTERS = Path(__file__).with_name("clusters.toml")
 
 
 def user_cluster_files() -> tuple[Path, Path]:
-    """What the user writes, and what weft has measured; whether they are there or not."""
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "weft"
-    return folder / "clusters.toml", folder / "calibrated.toml"
+    """Return the paths of the user's file and of weft's measurements."""
+    directory = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "weft"
+    return directory / "clusters.toml", directory / "calibrated.toml"
 
 
 STRICT = ConfigDict(extra="forbid")
 
 
-@checked(frozen=True, config=STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Link:
-    """Between the devices of a node: bytes/s that a device sends in collectives, and seconds a hop.
+    """The link between the devices of a node.
 
-    ``domain``: how many devices it joins, where these are more than a node's.  ``peer_access``:
-    devices reach each other's memory over it.
+    Attributes:
+        bandwidth: bytes/s that a device sends in collectives.
+        latency: seconds per hop.
+        domain: number of linked devices, if larger than a node.
+        peer_access: True if devices can read each other's memory over the link.
     """
 
     bandwidth: PositiveFloat
@@ -80,17 +81,17 @@ def _pairs_from_table(achieved: Any) -> Any:
 
 def _require_bf16(achieved: Mapping[str, float]) -> Mapping[str, float]:
     if "bf16" not in achieved:
-        raise ValueError("lacks bf16, which every device computes in")
+        raise ValueError("must have an entry for bf16")
     return achieved
 
 
-@checked(frozen=True, config=STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Network:
-    """Between nodes: bytes/s of one device's adapter, and the part that collectives reach."""
+    """The network between nodes: bytes/s of one device's adapter, and seconds per hop."""
 
     bandwidth: PositiveFloat
     latency: PositiveFloat
-    # Rising numbers of nodes, each with its fraction; in a file a table of them.
+    # (number of nodes, fraction of the bandwidth that collectives achieve); a table in the file.
     achieved: Annotated[
         tuple[tuple[PositiveInt, PositiveFloat], ...],
         BeforeValidator(_pairs_from_table),
@@ -98,23 +99,26 @@ class Network:
     ] = Field(min_length=1)
 
     def busbw(self, nodes: int) -> float:
-        """Bytes/s of a device in a collective over so many nodes."""
+        """Return the bytes/s of a device in a collective over this many nodes."""
         points = self.achieved
         below = max((p for p in points if p[0] <= nodes), default=points[0])
         above = min((p for p in points if p[0] >= nodes), default=points[-1])
-        part = below[1]
+        fraction = below[1]
         if above[0] > below[0]:
-            way = math.log(nodes / below[0]) / math.log(above[0] / below[0])
-            part *= (above[1] / below[1]) ** way
-        return self.bandwidth * part
+            exponent = math.log(nodes / below[0]) / math.log(above[0] / below[0])
+            fraction *= (above[1] / below[1]) ** exponent
+        return self.bandwidth * fraction
 
 
-@checked(frozen=True, config=STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Device:
-    """One of ``clusters.toml``; see there.  ``bf16``, ``float8``, ``float4``: peaks, 0 if none.
+    """A device of ``clusters.toml``, which documents the fields.
 
-    ``launch``: seconds that a kernel costs the host.  ``software``: of the predicted speed, the
-    part that was measured; ``calibrated``: where, and when; empty if nowhere.
+    Attributes:
+        bf16, float8, float4: peaks in FLOP/s; 0 if unsupported or unknown.
+        launch: host seconds per kernel launch.
+        software: measured fraction of the predicted speed.
+        calibrated: place and date of that measurement; empty if there is none.
     """
 
     name: str
@@ -137,145 +141,154 @@ class Device:
     calibrated: str = ""
 
     def flops(self, precision: str) -> float:
-        """FLOP/s of the best matrix product; a precision that it lacks runs in bfloat16."""
-        known = self.achieved.get(precision)
+        """Return the FLOP/s of the best matrix product; bfloat16's if unsupported."""
+        measured = self.achieved.get(precision)
         peak = {"bf16": self.bf16, "float8": self.float8, "float4": self.float4}[precision]
-        return known or peak * self.achieved["bf16"] / (self.bf16 or 1) or self.flops("bf16")
+        return measured or peak * self.achieved["bf16"] / (self.bf16 or 1) or self.flops("bf16")
 
 
-# What was measured of one device says nothing of those that are like it.
+# Fields that a device does not inherit from its ``like``, because they were measured.
 NOT_INHERITED = ("like", "software", "calibrated", "launch")
 
 
 class _ClusterTables:
-    """What files say, by table and name, and what is wrong with it."""
+    """The entries of several files by table and name, and the errors in them."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """
+        """Read and merge the files.
+
         Raises:
             InvalidConfig: if a file cannot be read.
         """
         self.tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
-        self.problems: list[ConfigError] = []
-        self._wrote: dict[tuple[str, str], Path] = {}  # the last file that has an entry
+        self.errors: list[ConfigError] = []
+        self._source: dict[tuple[str, str], Path] = {}  # the last file that has an entry
         for file in files:
             try:
-                read = tomllib.loads(file.read_text("utf-8"))
+                content = tomllib.loads(file.read_text("utf-8"))
             except (OSError, ValueError) as error:
                 raise InvalidConfig(
                     [ConfigError(str(file), MISSING, f"cannot be read: {error}")]
                 ) from error
-            for table, entries in read.items():
-                self._add(file, table, entries)
+            for table, entries in content.items():
+                self._add_table(file, table, entries)
 
-    def _add(self, file: Path, table: str, entries: Any) -> None:
-        whole = table in self.tables and isinstance(entries, dict)
-        if not whole or not all(isinstance(entry, dict) for entry in entries.values()):
-            rule, remedy = "is no table of entries", "use [devices.NAME], links or networks"
-            self.problems.append(ConfigError(f"{file}: {table}", MISSING, rule, remedy))
+    def _add_table(self, file: Path, table: str, entries: Any) -> None:
+        is_valid = table in self.tables and isinstance(entries, dict)
+        if not is_valid or not all(isinstance(entry, dict) for entry in entries.values()):
+            rule = "is not a table of entries"
+            remedy = "use [devices.NAME], [links.NAME] or [networks.NAME]"
+            self.errors.append(ConfigError(f"{file}: {table}", MISSING, rule, remedy))
             return
         for name, entry in entries.items():
             self.tables[table][name] = {**self.tables[table].get(name, {}), **entry}
-            self._wrote[table, name] = file
+            self._source[table, name] = file
 
-    def complain(
+    def add_error(
         self, table: str, name: str, field: object, value: object, rule: str, remedy: str
     ) -> None:
-        key = f"{self._wrote[table, name]}: {table}.{name}.{field}"
-        problem = ConfigError(key, value, rule, remedy)
-        if problem not in self.problems:  # it shows in whatever is like this
-            self.problems.append(problem)
+        """Record an error of a field, once."""
+        key = f"{self._source[table, name]}: {table}.{name}.{field}"
+        error = ConfigError(key, value, rule, remedy)
+        if error not in self.errors:  # entries that inherit the field repeat it
+            self.errors.append(error)
 
-    def made(self, kind: type[T], table: str, name: str, entry: dict[str, Any]) -> T | None:
-        """An entry as ``kind``; None, with complaints, if it is none."""
+    def validate(self, cls: type[T], table: str, name: str, entry: dict[str, Any]) -> T | None:
+        """Return an entry as ``cls``; record errors and return None if it is invalid."""
         try:
-            return TypeAdapter(kind).validate_python(entry)
-        except ValidationError as error:
-            own = self.tables[table][name]
-            for one in error.errors():
-                field, missing = one["loc"][0], one["type"] == "missing"
-                if field in own or (missing and "like" not in own):  # else its model's mistake
-                    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
-                    remedy = "" if field in known else suggest(str(field), known)
-                    value = MISSING if missing else own[field]
-                    rule = one["msg"].removeprefix("Value error, ").lower()
-                    self.complain(table, name, field, value, rule, remedy)
+            return TypeAdapter(cls).validate_python(entry)
+        except ValidationError as exception:
+            own_fields = self.tables[table][name]
+            for error in exception.errors():
+                field, is_missing = error["loc"][0], error["type"] == "missing"
+                # An inherited field is reported for the entry that defines it.
+                if field in own_fields or (is_missing and "like" not in own_fields):
+                    fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+                    remedy = "" if field in fields else suggest(str(field), fields)
+                    value = MISSING if is_missing else own_fields[field]
+                    rule = error["msg"].removeprefix("Value error, ").lower()
+                    self.add_error(table, name, field, value, rule, remedy)
             return None
 
-    def complete(self, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-        """A device's entry, with what it takes from the one that it is like."""
+    def resolve_like(self, name: str, descendants: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return a device's entry, with the fields that it inherits through ``like``."""
         devices = self.tables["devices"]
         entry: dict[str, Any] = devices[name]
         if "like" not in entry:
             return dict(entry)
         like = str(entry["like"])
-        if like not in devices or like in (*above, name):
+        if like not in devices or like in (*descendants, name):
             remedy = suggest(like, [other for other in devices if other != name])
-            self.complain("devices", name, "like", like, "is no other device", remedy)
-            return {"link": None, **entry}  # that is enough of it; no TOML has this value
-        taken = self.complete(like, (*above, name))
-        return {k: v for k, v in taken.items() if k not in NOT_INHERITED} | entry
+            self.add_error("devices", name, "like", like, "is not another device", remedy)
+            return {"link": None, **entry}  # None, which TOML cannot express, marks it invalid
+        inherited = self.resolve_like(like, (*descendants, name))
+        return {k: v for k, v in inherited.items() if k not in NOT_INHERITED} | entry
 
 
 def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
-    """Devices and networks of files; each may change and add to what came before it.
+    """Read devices and networks; each file adds to and overrides those before it.
 
     Raises:
-        InvalidConfig: with everything that is wrong in them.
+        InvalidConfig: with every error in the files.
     """
-    read = _ClusterTables(files)
-    tables = read.tables
-    links = {n: read.made(Link, "links", n, entry) for n, entry in tables["links"].items()}
-    networks = {n: read.made(Network, "networks", n, e) for n, e in tables["networks"].items()}
+    reader = _ClusterTables(files)
+    tables = reader.tables
+    links = {n: reader.validate(Link, "links", n, entry) for n, entry in tables["links"].items()}
+    networks = {
+        n: reader.validate(Network, "networks", n, entry) for n, entry in tables["networks"].items()
+    }
     devices = {}
     for name in tables["devices"]:
-        entry = {"network": "infiniband-200"} | read.complete(name)
+        entry = {"network": "infiniband-200"} | reader.resolve_like(name)
         entry.pop("like", None)
-        for field, among in (("link", links), ("network", networks)):
+        for field, candidates in (("link", links), ("network", networks)):
             value = entry.get(field, MISSING)
-            if str(value) in among:
-                entry[field] = among[str(value)]
+            if str(value) in candidates:
+                entry[field] = candidates[str(value)]
             elif value is not None:
-                remedy = suggest(str(value), among)
-                read.complain("devices", name, field, value, "is not known", remedy)
+                remedy = suggest(str(value), candidates)
+                reader.add_error("devices", name, field, value, f"is not a known {field}", remedy)
         peak = entry.get("bf16", 0.0)
         if isinstance(peak, float | int) and peak > 0:
-            # What most reach where the table says nothing: the fraction of A10G and its like.
+            # The fraction that A10G and similar devices achieve.
             entry.setdefault("achieved", {"bf16": 0.75 * peak})
         rates = entry.get("achieved")
         best = rates.get("bf16") if isinstance(rates, dict) else None
-        # As A100's FlashAttention 2; any number where `achieved` is refused anyway.
+        # As FlashAttention 2 on A100; the value does not matter if `achieved` is invalid.
         rate = 0.6 * best if isinstance(best, float | int) else 1.0
         entry.setdefault("flash", (rate, 0.85 * rate))
         entry.setdefault("attention", entry["flash"])
-        linked = isinstance(entry.get("link"), Link) and isinstance(entry["network"], Network)
-        if linked and (device := read.made(Device, "devices", name, {**entry, "name": name})):
+        is_linked = isinstance(entry.get("link"), Link) and isinstance(entry["network"], Network)
+        entry["name"] = name
+        if is_linked and (device := reader.validate(Device, "devices", name, entry)):
             devices[name] = device
-    if read.problems:
-        raise InvalidConfig(read.problems)
+    if reader.errors:
+        raise InvalidConfig(reader.errors)
     return devices, {name: network for name, network in networks.items() if network}
 
 
 @lru_cache(maxsize=1)
 def load_clusters() -> tuple[dict[str, Device], dict[str, Network]]:
-    """What ships with weft, changed by the user's files."""
-    return read_clusters(BUILTIN_CLUSTERS, *(file for file in user_cluster_files() if file.is_file()))
+    """Return the built-in devices and networks, with the user's changes."""
+    return read_clusters(
+        BUILTIN_CLUSTERS, *(file for file in user_cluster_files() if file.is_file())
+    )
 
 
 def get_device(name: str) -> Device:
-    """The device of a name of a cluster."""
+    """Return the device of that name in ``clusters.toml``."""
     return load_clusters()[0][name]
 
 
-# A name that a cluster of processors may have; there is no telling their memory.
+# The device name of a CPU cluster, whose memory is unknown.
 CPU_DEVICE = "CPU"
 
-# More than the largest cluster that there is, and few enough to reckon with in seconds.
+# Larger than any existing cluster, and small enough to plan in seconds.
 MAX_DEVICES = 2**20
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None."""
+    """Return the dense bfloat16 FLOP/s of a driver's device name; None if unknown."""
     device = match_device(device_name)
     return device.bf16 or None if device else None
 
@@ -288,20 +301,24 @@ def _words(name: str) -> set[str]:
 
 
 def match_device(driver_name: str, memory_bytes: int | None = None) -> Device | None:
-    """The device that a driver calls so, by the longest name whose words are in it; of equals the
-    one of that memory.  None if it is not known."""
-    known = load_clusters()[0]
-    if driver_name in known:
-        return known[driver_name]
-    plain = {name: re.sub(r" \d+GB$", "", name) for name in known}
+    """Return the device that a driver's name stands for; None if it is unknown.
+
+    The longest name whose words all occur in the driver's name wins; among equals, the one with
+    the nearest memory size.
+    """
+    devices = load_clusters()[0]
+    if driver_name in devices:
+        return devices[driver_name]
+    base_names = {name: re.sub(r" \d+GB$", "", name) for name in devices}
     words = _words(driver_name)
-    found = [name for name in known if _words(plain[name]) <= words]
-    # Another board of the same chip is another device.
-    found = [name for name in found if _words(name) & BOARD_WORDS == words & BOARD_WORDS]
-    found = [name for name in found if len(plain[name]) == max(len(plain[n]) for n in found)]
-    size = (memory_bytes or 0) / GIB
-    near = sorted(found, key=lambda name: abs(known[name].memory_gib - size))
-    return known[near[0]] if near else None
+    matches = [name for name in devices if _words(base_names[name]) <= words]
+    # Another board of the same chip is a different device.
+    matches = [name for name in matches if _words(name) & BOARD_WORDS == words & BOARD_WORDS]
+    longest = max((len(base_names[name]) for name in matches), default=0)
+    matches = [name for name in matches if len(base_names[name]) == longest]
+    gib = (memory_bytes or 0) / GIB
+    nearest = min(matches, key=lambda name: abs(devices[name].memory_gib - gib), default=None)
+    return devices[nearest] if nearest else None
 
 
 # --------------------------------------------------------------------------- clusters
@@ -309,54 +326,57 @@ def match_device(driver_name: str, memory_bytes: int | None = None) -> Device | 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices, with a rank on each device."""
+    """A homogeneous cluster, with one rank per device."""
 
-    nodes: int
-    devices: int  # of one node
-    device_name: str  # of `clusters.toml`
+    num_nodes: int
+    devices_per_node: int
+    device_name: str  # a device of ``clusters.toml``
 
     @property
-    def ranks(self) -> int:
-        return self.nodes * self.devices
+    def world_size(self) -> int:
+        """Ranks of the cluster, one per device."""
+        return self.num_nodes * self.devices_per_node
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of one device; None where unknown."""
+        """Memory of one device; None if unknown."""
         return int(self.device.memory_gib * GIB) or None
 
     @cached_property
     def device(self) -> Device:
+        """The specification of the devices."""
         return get_device(self.device_name)
 
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.devices}x{self.device_name.replace(' ', '-')}"
+        return f"{self.num_nodes}x{self.devices_per_node}x{self.device_name.replace(' ', '-')}"
 
 
 def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
-    """A cluster from ``NODESxDEVICESxNAME``, such as ``64x8xH100``, in any case of letters.
+    """Parse ``NODESxDEVICESxNAME``, such as ``64x8xH100``, regardless of case.
 
-    Spaces, hyphens and underscores in a name count for nothing: ``A100-80GB``, ``rtx4090``.
+    Spaces, hyphens and underscores in the name are ignored: ``A100-80GB``, ``rtx4090``.
 
     Args:
-        key: where the text comes from, for the problem.
+        key: configuration key or option of the text, for the error.
 
     Returns:
-        The cluster, or what is wrong with the text.
+        The cluster, or an error.
     """
     match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
-        remedy = "NODESxDEVICESxNAME, such as 64x8xH100"
-        return ConfigError(key, text, "is not a cluster", remedy)
-    nodes, devices = int(match[1]), int(match[2])
-    if not 1 <= nodes * devices <= MAX_DEVICES:
-        return ConfigError(
-            key, text, f"has {nodes * devices:,} devices", f"use 1 to {MAX_DEVICES:,}"
-        )
-    by_plain = {_normalize(name): name for name in load_clusters()[0]}
-    name = by_plain.get(_normalize(match[3]))
+        rule = "is not a cluster of the form NODESxDEVICESxNAME"
+        return ConfigError(key, text, rule, "use a cluster such as 64x8xH100")
+    num_nodes, devices_per_node = int(match[1]), int(match[2])
+    num_devices = num_nodes * devices_per_node
+    if not 1 <= num_devices <= MAX_DEVICES:
+        rule = f"has {num_devices:,} devices, outside the supported range"
+        return ConfigError(key, text, rule, f"use 1 to {MAX_DEVICES:,} devices")
+    names = {_normalize(name): name for name in load_clusters()[0]}
+    name = names.get(_normalize(match[3]))
     if name is None:
-        return ConfigError(key, text, f"{match[3]!r} is not a known device", _suggest_device(match[3]))
-    return Cluster(nodes, devices, name)
+        rule = f"has an unknown device {match[3]!r}"
+        return ConfigError(key, text, rule, _suggest_device(match[3]))
+    return Cluster(num_nodes, devices_per_node, name)
 
 
 def _normalize(name: str) -> str:
@@ -364,10 +384,12 @@ def _normalize(name: str) -> str:
 
 
 def _suggest_device(name: str) -> str:
-    """The devices that may be meant: those that begin like that, or else are written alike."""
-    plain = {_normalize(known): known.replace(" ", "-") for known in load_clusters()[0]}
-    near = [shown for known, shown in plain.items() if known.startswith(_normalize(name))]
-    near = near or [plain[k] for k in difflib.get_close_matches(_normalize(name), plain, n=3)]
-    if not near:
-        return f"known: {', '.join(plain.values())}"
-    return f"did you mean {' or '.join(near)}?"
+    """Suggest the devices that begin with ``name``, or else the most similar ones."""
+    names = {_normalize(known): known.replace(" ", "-") for known in load_clusters()[0]}
+    similar = [shown for known, shown in names.items() if known.startswith(_normalize(name))]
+    similar = similar or [
+        names[known] for known in difflib.get_close_matches(_normalize(name), names, n=3)
+    ]
+    if not similar:
+        return f"known: {', '.join(names.values())}"
+    return f"did you mean {' or '.join(similar)}?"

@@ -1,18 +1,16 @@
-"""Which matrices are multiplied in float8, and whether the device can.
+"""Select the float8 matrices, and check that the job supports float8.
 
-One answer for all: the plan counts and refuses by it, and `weft.parallel.float8` converts by it.
-Only the blocks' linear layers are candidates.  What is outside of them, the embedding and the
-output head, always stays in high precision: an error there goes straight into the loss.  Of the
-candidates are left out
+The plan counts and validates with this module; `weft.parallel.float8` converts layers with it.
+Only linear layers of the blocks are candidates.  The embedding and the output head stay in high
+precision, because their errors reach the loss directly.  Candidates are excluded if
 
-* those that a pattern of ``precision.float8_exclude`` names,
-* those of which a side, as this tensor-parallel rank has it, is no multiple of 16 (``_scaled_mm``
-  takes no other, since tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32,
-* those too small to gain: casting and finding the scales, which are bound by memory, would take
-  longer than what the product saves.  The limits are those of torchao's
-  ``_auto_filter_for_recipe``, measured on H100 (github.com/pytorch/ao, torchao/float8/README.md).
-  It has none for *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks: taken are those
-  of *rowwise*.
+* a pattern of ``precision.float8_exclude`` matches their name,
+* a size, on one tensor-parallel rank, is not a multiple of 16 (``_scaled_mm`` requires it, because
+  tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32,
+* they are too small to gain: casting and scaling, which are memory-bound, would cost more than the
+  product saves.  The limits are those of torchao's ``_auto_filter_for_recipe``, measured on H100
+  (github.com/pytorch/ao, torchao/float8/README.md).  torchao has no limits for
+  *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks; weft uses those of *rowwise*.
 """
 
 from __future__ import annotations
@@ -30,16 +28,18 @@ from weft.plan.pipeline_schedule import find_schedule
 
 
 def required_multiple(recipe: str) -> int:
-    """What must divide the sides of a matrix, and the tokens of a product."""
+    """Return the required divisor of the sizes of a matrix and of the tokens."""
     return 32 if recipe == "mxfp8" else 16
 
 
-def find_float8_matrices(section: PrecisionSection, model: Any, family: Family, tp: int) -> list[Matrix]:
-    """The matrices of the whole model that are multiplied in float8, with the sides that a
-    tensor-parallel rank has, in the order of the model.
+def find_float8_matrices(
+    section: PrecisionSection, model: Any, family: Family, tp: int
+) -> list[Matrix]:
+    """Return the float8 matrices of the unsharded model, in model order.
 
     Args:
         model: the family's configuration.
+        tp: tensor-parallel degree; the sizes are those on one rank.
     """
     if section.float8 == "none":
         return []
@@ -47,105 +47,109 @@ def find_float8_matrices(section: PrecisionSection, model: Any, family: Family, 
 
 
 def _convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
-    """Those whose sides allow it."""
+    """Return the matrices whose sizes support float8."""
     unit = required_multiple(recipe)
-    every = list_matrices(model, family, tp)
-    return [matrix for matrix in every if matrix.outputs % unit == matrix.inputs % unit == 0]
-
-
-def _select_matrices(section: PrecisionSection, possible: list[Matrix]) -> list[Matrix]:
-    """Of those that are possible the ones that are worth it, and not left out by name."""
+    matrices = list_matrices(model, family, tp)
     return [
         matrix
-        for matrix in possible
+        for matrix in matrices
+        if matrix.out_features % unit == matrix.in_features % unit == 0
+    ]
+
+
+def _select_matrices(section: PrecisionSection, convertible: list[Matrix]) -> list[Matrix]:
+    """Drop the matrices that are too small to gain or excluded by name."""
+    return [
+        matrix
+        for matrix in convertible
         if (section.float8_small or not _is_too_small(section.float8, matrix))
         and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_exclude)
     ]
 
 
 def _is_too_small(recipe: str, matrix: Matrix) -> bool:
-    _, outputs, inputs = matrix
+    _, out_features, in_features = matrix
     if recipe == "tensorwise":
-        return inputs <= 4096 and outputs <= 1024
-    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+        return in_features <= 4096 and out_features <= 1024
+    return (
+        out_features <= 2048
+        or in_features <= 1024
+        or (out_features <= 4096 and in_features <= 2048)
+    )
 
 
 # --------------------------------------------------------------------------- rules
 
 
 def supports_float8(recipe: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU of that compute capability multiplies so; (0, 0) is one that is unknown."""
+    """Return True if a GPU of that compute capability supports the recipe."""
     return capability[0] == 10 if recipe == "mxfp8" else capability >= (8, 9)
 
 
 def check_float8(
-    job: Job, model: Any, family: Family, degrees: ParallelDims, compute: str, emulated: bool
+    job: Job, model: Any, family: Family, degrees: ParallelDims, compute_dtype: str, emulated: bool
 ) -> Iterator[ConfigError]:
-    """Why these products cannot be in float8."""
+    """Yield errors if the job does not support float8 products."""
     section = job.precision
     key, recipe = "precision.float8", section.float8
     if recipe == "none":
         return
     if job.train.world_size_invariant:
-        rule = "is not possible in canonical order, which is in float32"
-        yield ConfigError(
-            key,
-            recipe,
-            rule,
-            "use none, or train.world_size_invariant false",
-            ("train.world_size_invariant",),
-        )
-    if compute == "float32" and not emulated:
-        rule = f"and {compute} around it are not possible: products in float8 give bfloat16"
-        depends = ("precision.compute_dtype",)
-        yield ConfigError(
-            key, recipe, rule, "use precision.compute_dtype bfloat16, or none", depends
-        )
+        rule = "is not supported with train.world_size_invariant, which computes in float32"
+        remedy = "use none, or train.world_size_invariant false"
+        yield ConfigError(key, recipe, rule, remedy, ("train.world_size_invariant",))
+    if compute_dtype == "float32" and not emulated:
+        rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
+        remedy = "use precision.compute_dtype bfloat16, or none"
+        yield ConfigError(key, recipe, rule, remedy, ("precision.compute_dtype",))
 
-    possible = _convertible_matrices(recipe, model, family, degrees.tp)
+    convertible = _convertible_matrices(recipe, model, family, degrees.tp)
     unit = required_multiple(recipe)
-    for pattern in section.float8_exclude if possible else ():
-        if not any(fnmatchcase(matrix.name, pattern) for matrix in possible):
-            rule = "matches none of the matrices that could be in float8"
-            kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in possible)
-            remedy = f"there are {', '.join(kinds)}, as in {possible[0].name}"
+    for pattern in section.float8_exclude if convertible else ():
+        if not any(fnmatchcase(matrix.name, pattern) for matrix in convertible):
+            rule = "matches none of the matrices that support float8"
+            layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in convertible)
+            remedy = f"use one of {', '.join(layers)}, as in {convertible[0].name}"
             yield ConfigError("precision.float8_exclude", pattern, rule, remedy, (key,))
-    if not possible:
-        rule = f"no matrix of a block has sides that are multiples of {unit}"
-        rule += f" over tp = {degrees.tp}" if degrees.tp > 1 else ""
-        yield ConfigError(key, recipe, rule, "use none, or other sizes", ("parallel.tp",))
-    elif not _select_matrices(section, possible):
-        rule = f"none of {len(possible)} matrices is left: too small to gain, or in float8_skip"
-        remedy = "use none, or precision.float8_small true to try it all the same"
+    if not convertible:
+        rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
+        rule += f" over tp = {degrees.tp} ranks" if degrees.tp > 1 else ""
+        yield ConfigError(key, recipe, rule, "use none, or another model size", ("parallel.tp",))
+    elif not _select_matrices(section, convertible):
+        rule = (
+            f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
+            "precision.float8_exclude"
+        )
+        remedy = "use none, or precision.float8_small true to convert small matrices too"
         yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
     if recipe != "rowwise_with_gw_hp" and tokens % unit:
-        # Gradients of weights are products over tokens.
-        rule = f"{tokens} tokens of a row on a rank are no multiple of {unit}"
-        remedy = f"use a multiple of {unit * degrees.cp}, or rowwise_with_gw_hp"
+        # The product for the gradient of a weight sums over tokens.
+        rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
+        remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
 
 
 def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[str]:
-    """What costs the speed that float8 is for."""
+    """Yield warnings about choices that cost the speed of float8."""
     recipe = job.precision.float8
     if recipe == "none":
         return
-    head = f"precision.float8 = {recipe}"
+    key = f"precision.float8={recipe}"
     if device != "cpu" and emulated:
         yield (
-            f"{head}: this GPU has no such products; they are emulated, slower than bfloat16, "
-            "which shows the effect on the loss and nothing else"
+            f"{key} is emulated on this GPU, which does not support it: training is slower than "
+            "in bfloat16. Use it only to measure the effect on the loss."
         )
     elif device != "cpu" and not job.compile.enable:
         yield (
-            f"{head} without compile.enable: scaling and casting are kernels of their own, which "
-            "may cost more than the products gain"
+            f"{key} without compile.enable runs scaling and casting as separate kernels, which "
+            "may cost more than the products gain. Set compile.enable to true."
         )
-    schedule = find_schedule(job.pipeline.schedule)
-    if pp > 1 and not isinstance(schedule, ConfigError) and schedule.splits_backward:
+    spec = find_schedule(job.pipeline.schedule)
+    if pp > 1 and not isinstance(spec, ConfigError) and spec.splits_backward:
         yield (
-            f"{head} with {schedule.name}: a layer computes the gradients of its input and of its "
-            "weight at once, so it does both twice where they are asked for apart; another "
-            "schedule may be faster"
+            f"{key} with pipeline.schedule={spec.name} computes each gradient twice: the schedule "
+            "asks for the input and weight gradients separately, and a float8 layer always "
+            "computes both. Another schedule may be faster."
         )

@@ -1,7 +1,7 @@
-"""Which layouts are possible: degrees from what was asked, and every rule about them.
+"""Parallel degrees, and the rules that a parallel layout must satisfy.
 
-Rules are judged here, before anything is allocated, so that none is met as a shape error on some
-rank of five hundred.  Each names the key, its value, the rule and a remedy.
+weft checks every rule here, before it allocates anything, so that no rank of five hundred fails
+with a shape error.  Each error names the key, its value, the rule and a remedy.
 """
 
 from __future__ import annotations
@@ -28,85 +28,89 @@ class ParallelDims:
     dp_shard: int
     cp: int
     tp: int
-    ep: int = 1  # of the shards, those that share out experts
+    ep: int = 1  # splits the dp_shard x cp ranks
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Ranks along each axis of the mesh."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
-    def dp(self) -> int:
-        """Ranks that read different rows."""
+    def dp_size(self) -> int:
+        """Data-parallel ranks, which read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shards(self) -> int:
-        """Ranks that FSDP shards a parameter over: those of ``cp`` share it, too."""
+    def fsdp_size(self) -> int:
+        """Ranks that FSDP shards a parameter over: dp_shard x cp."""
         return self.dp_shard * self.cp
 
     @property
-    def world(self) -> int:
-        return self.dp * self.pp * self.cp * self.tp
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.dp_size * self.pp * self.cp * self.tp
 
 
 def ranks_per_shard(parallel: ParallelSection) -> int:
-    """Ranks of one shard: the product of all degrees but ``dp_shard``."""
+    """Return the product of all degrees except ``dp_shard``."""
     return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
 
 
 def resolve_degrees(
-    parallel: ParallelSection, world: int
+    parallel: ParallelSection, world_size: int
 ) -> tuple[ParallelDims, list[ConfigError]]:
-    """The degrees on ``world`` ranks; ``dp_shard = "fit"`` counts as all that remain here.
+    """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
 
-    With problems the degrees are the nearest that other rules can be judged by.
+    If there are errors, the degrees are the nearest that other rules can check.
     """
-    problems = []
+    errors = []
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
     unit = ranks_per_shard(parallel)
-    automatic = isinstance(parallel.dp_shard, str)
-    shard = max(1, world // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
-    asked = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
-    above_one = {name: degree for name, degree in asked.items() if degree > 1}
-    if automatic and world % unit:
+    is_automatic = isinstance(parallel.dp_shard, str)
+    dp_shard = (
+        max(1, world_size // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
+    )
+    degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
+    above_one = {name: degree for name, degree in degrees.items() if degree > 1}
+    if is_automatic and world_size % unit:
         name, degree = next(iter(above_one.items()))
         others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
-        fits = format_choices(divisors(world)) if not others else ""
+        valid = format_choices(divisors(world_size)) if not others else ""
         ranks = f"run.nproc_per_node = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
-        remedy = f"use {fits}, or {ranks}" if fits else f"use {ranks}"
-        rule = f"{times}does not divide the {world} ranks"
-        problems.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
-    elif not automatic and unit * shard != world:
-        fits = f"use {world // unit}, or auto" if world % unit == 0 else "use auto"
-        others = ", ".join(f"{other} = {n}" for other, n in above_one.items()) or "one replica"
-        problems.append(
+        remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
+        rule = f"{times}does not divide the {world_size} ranks"
+        errors.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
+    elif not is_automatic and unit * dp_shard != world_size:
+        valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
+        others = ", ".join(f"{other} = {n}" for other, n in above_one.items())
+        times = f"times {others} " if others else ""
+        errors.append(
             ConfigError(
                 "parallel.dp_shard",
-                shard,
-                f"times {others} is not the number of ranks, {world}",
-                f"{fits}, or run.nproc_per_node = {unit * shard}",
+                dp_shard,
+                f"{times}is not equal to the {world_size} ranks",
+                f"{valid}, or run.nproc_per_node = {unit * dp_shard}",
                 depends,
             )
         )
-    degrees = ParallelDims(
-        parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep
+    dims = ParallelDims(
+        parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp, parallel.ep
     )
-    return degrees, problems
+    return dims, errors
 
 
 def check_layout(
     job: Job, model: Any, family: Family, degrees: ParallelDims
 ) -> Iterator[ConfigError]:
-    """Every reason why this model cannot be laid out so; the pipeline has its own rules."""
+    """Yield the errors of the layout of a model, except those of pipelines."""
     yield from _check_tensor_parallel(job, model, family, degrees)
     yield from _check_context_parallel(job, model, degrees)
     yield from _check_sharding(job, degrees)
     yield from _check_expert_parallel(job, model, family, degrees)
     if degrees.pp == 1 and job.pipeline.layers_per_stage:
-        rule = "there is no pipeline"
-        remedy = "leave it out, or use parallel.pp above 1"
+        rule = "has no effect without a pipeline (parallel.pp is 1)"
+        remedy = "remove the key, or use parallel.pp above 1"
         yield ConfigError(
             "pipeline.layers_per_stage",
             list(job.pipeline.layers_per_stage),
@@ -126,34 +130,35 @@ def _check_tensor_parallel(
     if tp == 1:
         return
     if not family.sharding:
-        rule = f"the family {job.model.kind} has no SHARDING table"
-        yield ConfigError("parallel.tp", tp, rule, "use 1, or give its Family one")
+        rule = f"is not supported by the model family {job.model.kind}, which has no SHARDING table"
+        yield ConfigError("parallel.tp", tp, rule, "use 1, or define Family.sharding")
         return
-    sizes = {field: getattr(model, field) for field in family.split_sizes}
+    sizes = {field: getattr(model, field) for field in family.tp_divided_fields}
     common = math.gcd(*sizes.values()) if sizes else 0
     kv = getattr(model, "num_kv_heads", 0)
-    good = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
+    valid = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
     for field, size in sizes.items():
         if size % tp:
             rule = f"does not divide {field} = {size} of {name}"
             if field == "vocab_size":
-                more = -(-size // tp) * tp
-                remedy = f"use {format_choices(good)}, or --model.vocab_size {more}"
+                padded = -(-size // tp) * tp
+                remedy = f"use {format_choices(valid)}, or --model.vocab_size {padded}"
             else:
-                remedy = f"use {format_choices(good)}"
+                remedy = f"use {format_choices(valid)}"
             yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
     if kv and kv % tp and tp % kv:
         rule = f"is neither a divisor nor a multiple of num_kv_heads = {kv} of {name}"
         yield ConfigError(
-            "parallel.tp", tp, rule, f"use {format_choices(good)}", ("model.num_kv_heads",)
+            "parallel.tp", tp, rule, f"use {format_choices(valid)}", ("model.num_kv_heads",)
         )
-    local = job.train.seq_len // degrees.cp
-    if parallel.sequence_parallel and local % tp:
-        rule = f"does not divide over tp = {tp}" + (
-            f" within cp = {degrees.cp}" if degrees.cp > 1 else ""
+    local_seq_len = job.train.seq_len // degrees.cp
+    if parallel.sequence_parallel and local_seq_len % tp:
+        rule = f"is not divisible by tp = {tp} ranks of sequence parallelism" + (
+            f" within each of cp = {degrees.cp} ranks" if degrees.cp > 1 else ""
         )
         unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
-        remedy = f"use {format_choices(nearest_divisors(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
+        choices = format_choices(nearest_divisors(job.train.seq_len, unit))
+        remedy = f"use {choices}, or parallel.sequence_parallel false"
         depends = ("parallel.tp", "parallel.cp")
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
 
@@ -161,17 +166,18 @@ def _check_tensor_parallel(
 def _check_async_tp(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key = "parallel.async_tp"
     if degrees.tp == 1:
-        yield ConfigError(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
+        rule = "has no effect without tensor parallelism (parallel.tp is 1)"
+        yield ConfigError(key, True, rule, "use parallel.tp above 1")
     if not job.compile.enable:
-        rule = "torch.compile is what overlaps tensor parallelism's communication"
+        rule = "needs torch.compile, which overlaps the communication of tensor parallelism"
         yield ConfigError(key, True, rule, "use compile.enable true", ("compile.enable",))
     if not job.parallel.sequence_parallel:
-        rule = "overlaps the gathers and scatters of sequence parallelism, which is off"
+        rule = "overlaps the all-gathers and reduce-scatters of sequence parallelism, which is off"
         yield ConfigError(key, True, rule, "use parallel.sequence_parallel true")
 
 
 def _chunks_per_rank(parallel: ParallelSection) -> int:
-    """Pieces of a sequence on each context-parallel rank."""
+    """Return the chunks of a sequence on each context-parallel rank."""
     return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
@@ -180,40 +186,40 @@ def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iter
     if cp == 1:
         return
     if not hasattr(model, "num_heads"):
-        rule = f"the family {job.model.kind} tells no num_heads"
+        rule = f"needs num_heads, which the model family {job.model.kind} does not define"
         yield ConfigError("parallel.cp", cp, rule, "use 1")
         return
     unit = cp * _chunks_per_rank(parallel)
     if seq_len % unit:
-        pieces = f"into the {unit} pieces of cp = {cp}, balanced" if unit > cp else f"by cp = {cp}"
-        rule = f"does not divide {pieces}"
+        chunks = f"{unit} load-balanced chunks of cp = {cp}" if unit > cp else f"cp = {cp} ranks"
+        rule = f"is not divisible by {chunks}"
         remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
         yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
     if parallel.cp_method == "ulysses":
         heads = model.num_heads // degrees.tp
-        good = divisors(heads)
-        if cp not in good:
-            of = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
-            rule = f"does not divide num_heads = {model.num_heads}{of} (ulysses)"
-            remedy = f"use {format_choices(good)}, or parallel.cp_method ring"
+        valid = divisors(heads)
+        if cp not in valid:
+            per_rank = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
+            rule = f"does not divide num_heads = {model.num_heads}{per_rank} (ulysses)"
+            remedy = f"use {format_choices(valid)}, or parallel.cp_method ring"
             depends = ("parallel.tp", "model.num_heads")
             yield ConfigError("parallel.cp", cp, rule, remedy, depends)
 
 
 def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
-    parallel, shards = job.parallel, degrees.shards
-    to = parallel.reshard_after_forward
-    if isinstance(to, int) and shards % to:
-        rule = f"does not divide the {shards} ranks that share a parameter"
-        remedy = f"use {format_choices(divisors(shards))}, always or never"
-        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
-    elif isinstance(to, int) and degrees.tp > 1 and 1 < to < shards:
-        rule = "FSDP2 cannot reshard over some of the ranks what tensor parallelism has cut"
-        remedy = "use always or never"
-        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, ("parallel.tp",))
+    parallel, fsdp_size = job.parallel, degrees.fsdp_size
+    key, reshard = "parallel.reshard_after_forward", parallel.reshard_after_forward
+    if isinstance(reshard, int) and fsdp_size % reshard:
+        rule = f"does not divide the {fsdp_size} ranks of a shard group (dp_shard x cp)"
+        remedy = f"use {format_choices(divisors(fsdp_size))}, always or never"
+        yield ConfigError(key, reshard, rule, remedy, DEGREE_KEYS)
+    elif isinstance(reshard, int) and degrees.tp > 1 and 1 < reshard < fsdp_size:
+        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.tp shards"
+        yield ConfigError(key, reshard, rule, "use always or never", ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
-        rule = "is found by dp_shard = fit"
-        yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
+        rule = "conflicts with parallel.dp_shard = fit, which chooses the number of replicas"
+        remedy = "remove the key"
+        yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, remedy)
 
 
 def _check_expert_parallel(
@@ -222,51 +228,50 @@ def _check_expert_parallel(
     key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
     if ep == 1:
         return
-    if family.routed is None:
-        rule = f"the family {job.model.kind} has no experts"
+    if family.moe_layers is None:
+        rule = f"needs experts, which the model family {job.model.kind} does not have"
         yield ConfigError(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
         return
-    experts = model.num_experts
-    good = [n for n in divisors(degrees.shards) if experts % n == 0]
-    if ep not in good:
-        rule = f"does not divide the {degrees.shards} ranks that share a parameter (dp_shard x cp)"
-        if degrees.shards % ep == 0:
-            rule = f"does not divide the {experts} experts"
-        yield ConfigError(
-            key, ep, rule, f"use {format_choices(good)}", (*DEGREE_KEYS, "model.num_experts")
-        )
+    num_experts = model.num_experts
+    valid = [n for n in divisors(degrees.fsdp_size) if num_experts % n == 0]
+    if ep not in valid:
+        rule = f"does not divide the {degrees.fsdp_size} ranks of a shard group (dp_shard x cp)"
+        if degrees.fsdp_size % ep == 0:
+            rule = f"does not divide the {num_experts} experts"
+        depends = (*DEGREE_KEYS, "model.num_experts")
+        yield ConfigError(key, ep, rule, f"use {format_choices(valid)}", depends)
     if parallel.dp_shard == "fit":
-        yield ConfigError(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
+        rule = "is not supported with parallel.dp_shard = fit"
+        yield ConfigError(key, ep, rule, "use a number for parallel.dp_shard")
     if job.train.world_size_invariant:
-        rule, remedy = (
-            "is not possible in canonical order",
-            "use 1, or train.world_size_invariant false",
-        )
+        rule = "is not supported with train.world_size_invariant"
+        remedy = "use 1, or train.world_size_invariant false"
         yield ConfigError(key, ep, rule, remedy, ("train.world_size_invariant",))
-    if isinstance(to := parallel.reshard_after_forward, int) and 1 < to < degrees.shards:
-        rule = "FSDP2 cannot reshard over some of the ranks what expert parallelism has cut"
+    reshard = parallel.reshard_after_forward
+    if isinstance(reshard, int) and 1 < reshard < degrees.fsdp_size:
+        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.ep shards"
         remedy = "use always or never"
-        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, (key,))
+        yield ConfigError("parallel.reshard_after_forward", reshard, rule, remedy, (key,))
 
 
 # --------------------------------------------------------------------------- wording
 
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:
-    """Divisors of ``n`` in order, none above ``at_most``."""
+    """Return the divisors of ``n`` in ascending order, up to ``at_most``."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    every = sorted({*small, *(n // d for d in small)})
-    return [d for d in every if d <= (at_most or n)]
+    all_divisors = sorted({*small, *(n // d for d in small)})
+    return [d for d in all_divisors if d <= (at_most or n)]
 
 
 def nearest_divisors(n: int, unit: int) -> list[int]:
-    """The multiples of ``unit`` on both sides of ``n``, none of them 0."""
+    """Return the nonzero multiples of ``unit`` nearest to ``n``, one on each side."""
     below = n // unit * unit
     return [m for m in (below, below + unit) if m]
 
 
 def format_choices(values: list[int]) -> str:
-    """``[1, 2, 4]`` -> ``'1, 2 or 4'``; a long list is cut in the middle."""
+    """Format ``[1, 2, 4]`` as ``1, 2 or 4``; abbreviate a long list in the middle."""
     words = [str(value) for value in values]
     if len(words) > 8:
         words = [*words[:4], "...", *words[-3:]]

@@ -1,4 +1,4 @@
-"""The matrices of a model's blocks, which float8 multiplies by and adapters stand beside."""
+"""List the linear layers of blocks, which float8 converts and LoRA adapts."""
 
 from __future__ import annotations
 
@@ -15,49 +15,52 @@ from weft.models import Family
 class Matrix(NamedTuple):
     """The weight of a linear layer of a block."""
 
-    name: str  # of the module, in the whole model
-    outputs: int
-    inputs: int
+    name: str  # of the module in the unsharded model
+    out_features: int
+    in_features: int
 
 
 def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks of a model or a part of it, by name.
+    """Return the linear layers of the blocks by module name.
 
-    Not those of a class of their own, whose forward would be lost to the one that replaces it.
+    Excludes subclasses of `nn.Linear`: a replacement would lose their forward.
     """
-    inside = {module for block in blocks for module in block.modules()}
+    block_modules = {module for block in blocks for module in block.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module in inside
+        if type(module) is nn.Linear and module in block_modules
     }
 
 
 def list_matrices(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
-    """Every linear layer of the blocks of the whole model, with the sides that a rank has of it.
+    """List the linear layers of the blocks, with shapes on one tensor-parallel rank.
 
     Args:
         model: the family's configuration.
-        tp: ranks that tensor parallelism cuts matrices over; a side that they do not divide is
-            rounded down.
+        tp: tensor-parallel degree; a size that it does not divide is rounded down.
     """
     with torch.device("meta"):
-        whole = family.build(model)
-    found = []
-    for name, layer in find_linear_layers(whole, family.blocks(whole)).items():
-        outputs, inputs = layer.weight.shape
-        cut = weight_split(name, family)
-        if cut == "heads":  # ranks may share one
-            outputs //= min(tp, model.num_kv_heads)
-        elif cut == "row":
-            inputs //= tp
-        elif cut == "column":
-            outputs //= tp
-        found.append(Matrix(name, outputs, inputs))
-    return found
+        module = family.build(model)
+    matrices = []
+    for name, layer in find_linear_layers(module, family.blocks(module)).items():
+        out_features, in_features = layer.weight.shape
+        split = weight_split(name, family)
+        if split == "heads":  # several ranks may share a head
+            out_features //= min(tp, model.num_kv_heads)
+        elif split == "row":
+            in_features //= tp
+        elif split == "column":
+            out_features //= tp
+        matrices.append(Matrix(name, out_features, in_features))
+    return matrices
 
 
 def weight_split(name: str, family: Family) -> str | None:
-    """How tensor parallelism cuts the weight of a module: see `weft.models.family.TensorParallelSpec`."""
-    split = next((s for p, s in family.sharding.items() if fnmatchcase(name, p)), None)
-    return split.weight if split is not None else None
+    """Return how tensor parallelism shards the weight of a module.
+
+    The values are those of `weft.models.family.TensorParallelSpec`.
+    """
+    specs = (s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern))
+    spec = next(specs, None)
+    return spec.weight if spec is not None else None

@@ -1,4 +1,4 @@
-"""The pipeline of a plan: its schedule, its microbatches and its stages."""
+"""Resolve the pipeline of a plan: its schedule, microbatch size and stages."""
 
 from __future__ import annotations
 
@@ -14,49 +14,55 @@ from weft.plan.pipeline_schedule import (
     SCHEDULES,
     PipelineSchedule,
     ScheduleSpec,
-    find_schedule,
-    max_in_flight,
-    is_schedule_file,
-    num_scheduled_microbatches,
-    stage_index_to_rank,
-    read_schedule_csv,
     build_schedule,
+    find_schedule,
+    is_schedule_file,
+    max_in_flight,
+    num_scheduled_microbatches,
+    read_schedule_csv,
+    stage_index_to_rank,
 )
 from weft.plan.stages import Stage, check_layers_per_stage, split_into_stages
 
-# With as many microbatches as this many times the ranks, or more, less than a fifth is bubble.
+# With at least this many microbatches per rank, the bubble is below a fifth of the step.
 MIN_MICROBATCHES_PER_RANK = 4
-MAX_AUTO_MICROBATCH_SIZE = 4096  # of a microbatch that is looked at unasked
+MAX_AUTO_MICROBATCH_SIZE = 4096
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """``schedule``: a name of `SCHEDULES`, or the path of a CSV file."""
+    """The schedule of a pipeline and its stages.
+
+    Attributes:
+        schedule: a key of `SCHEDULES`, or the path of a CSV file.
+        stage_ranks: pipeline rank of each stage.
+        in_flight: peak number of microbatches whose activations each stage keeps.
+    """
 
     schedule: str
     stages: tuple[Stage, ...]
-    ranks: tuple[int, ...]  # of each stage, the rank of the pipeline that holds it
-    in_flight: tuple[int, ...]  # of each stage, the most microbatches whose activations it keeps
+    stage_ranks: tuple[int, ...]
+    in_flight: tuple[int, ...]
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of one rank of the pipeline, in order."""
-        return [stage for stage, home in enumerate(self.ranks) if home == rank]
-
-    @property
-    def held(self) -> list[list[Stage]]:
-        """The stages of each rank of the pipeline."""
-        ranks = range(max(self.ranks) + 1)
-        return [[self.stages[stage] for stage in self.stages_of(rank)] for rank in ranks]
+    def stages_on_rank(self, rank: int) -> list[int]:
+        """Return the stage indices of one pipeline rank, in order."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     @property
-    def names(self) -> list[str]:
-        """What each rank of the pipeline holds, as ``layers 0-3; layers 16-19``."""
-        return ["; ".join(stage.name for stage in mine) for mine in self.held]
+    def stages_by_rank(self) -> list[list[Stage]]:
+        """The stages of each pipeline rank."""
+        ranks = range(max(self.stage_ranks) + 1)
+        return [[self.stages[stage] for stage in self.stages_on_rank(rank)] for rank in ranks]
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The units of each pipeline rank, such as ``layers 0-3; layers 16-19``."""
+        return ["; ".join(stage.name for stage in stages) for stages in self.stages_by_rank]
 
 
-def count_microbatches(local_batch: int, microbatch: int) -> int:
-    """Forward passes of one rank; the last may have fewer rows."""
-    return -(-local_batch // microbatch)
+def count_microbatches(local_batch_size: int, microbatch_size: int) -> int:
+    """Return the forward passes of one rank; the last may have fewer sequences."""
+    return -(-local_batch_size // microbatch_size)
 
 
 def resolve_pipeline(
@@ -64,209 +70,220 @@ def resolve_pipeline(
     model: Any,
     family: Family,
     degrees: ParallelDims,
-    local_batch: int,
+    local_batch_size: int,
     bytes_per_param: float,
     compute_bytes: int,
 ) -> tuple[PipelinePlan | None, int, list[ConfigError]]:
-    """The pipeline and the rows of a microbatch.
+    """Resolve the pipeline and its microbatch size.
 
     Args:
-        local_batch: rows of one rank in a step.
-        bytes_per_param: state that a rank holds for each parameter of its stages.
-        compute_bytes: of one activation.
+        local_batch_size: sequences of one rank in a step.
+        bytes_per_param: bytes of state on a rank per parameter of its stages.
+        compute_bytes: bytes of one activation.
 
     Returns:
-        The pipeline (None with problems), rows per microbatch, problems.
+        The pipeline (None if there are errors), the microbatch size, and the errors.
     """
     pp = degrees.pp
-    problems = list(_check_model(job, model, family, pp))
-    schedule, table, found = _load_schedule(job, pp)
-    problems += found
-    if found:
-        return None, 1, problems
-    per_rank, found = _resolve_stages_per_rank(job, schedule, table, pp)
-    problems += found
-    num_stages = pp * per_rank if table is None else len(stage_index_to_rank(table))
-    microbatch, found = _resolve_microbatch_size(job, schedule, table, local_batch, pp, num_stages)
-    problems += found
-    units = family.units(model, job.train.seq_len) if family.units else []
-    problems += _check_stage_count(job, len(units) - 2, num_stages) if units else []
-    if problems:
-        return None, microbatch, problems
+    errors = list(_check_model(job, model, family, pp))
+    spec, schedule, new_errors = _load_schedule(job, pp)
+    errors += new_errors
+    if new_errors:
+        return None, 1, errors
+    stages_per_rank, new_errors = _resolve_stages_per_rank(job, spec, schedule)
+    errors += new_errors
+    num_stages = pp * stages_per_rank if schedule is None else len(stage_index_to_rank(schedule))
+    microbatch_size, new_errors = _resolve_microbatch_size(
+        job, spec, schedule, local_batch_size, pp, num_stages
+    )
+    errors += new_errors
+    units = family.unit_costs(model, job.train.seq_len) if family.unit_costs else []
+    errors += _check_stage_count(job, len(units) - 2, num_stages) if units else []
+    if errors:
+        return None, microbatch_size, errors
 
-    if table is None:
-        assert schedule is not None
-        count = count_microbatches(local_batch, microbatch)
-        table = build_schedule(schedule.name, pp, per_rank, count)
-    flying = max_in_flight(table)
-    # Tensor parallelism divides every unit alike; activations also by the context.
-    tokens = microbatch * job.train.seq_len / (degrees.cp * degrees.tp)
+    if schedule is None:
+        assert spec is not None
+        num_microbatches = count_microbatches(local_batch_size, microbatch_size)
+        schedule = build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
+    in_flight = max_in_flight(schedule)
+    # tp divides the parameters and activations of every unit equally; cp divides activations.
+    tokens = microbatch_size * job.train.seq_len / (degrees.cp * degrees.tp)
     stages = split_into_stages(
         units,
-        in_flight=flying,
+        in_flight=in_flight,
         bytes_per_param=bytes_per_param / degrees.tp,
         tokens_per_microbatch=tokens * compute_bytes / 2,
         objective=job.pipeline.balance,
-        layers=job.pipeline.layers_per_stage,
+        layers_per_stage=job.pipeline.layers_per_stage,
     )
-    name = schedule.name if schedule else job.pipeline.schedule
-    plan = PipelinePlan(name, tuple(stages), tuple(stage_index_to_rank(table)), tuple(flying))
-    return plan, microbatch, []
+    name = spec.name if spec else job.pipeline.schedule
+    stage_ranks = tuple(stage_index_to_rank(schedule))
+    return PipelinePlan(name, tuple(stages), stage_ranks, tuple(in_flight)), microbatch_size, []
 
 
 def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigError]:
-    if family.units is None or family.keep is None:
-        rule = f"the family {job.model.kind} cannot be cut into stages"
-        return [ConfigError("parallel.pp", pp, rule, "use 1, or give its Family units and keep")]
+    if family.unit_costs is None or family.prune_to_stage is None:
+        rule = f"is not supported by the model family {job.model.kind}, which has no stages"
+        remedy = "use 1, or define Family.unit_costs and Family.prune_to_stage"
+        return [ConfigError("parallel.pp", pp, rule, remedy)]
     if getattr(model, "tied_embeddings", False):
-        rule = (
-            "a tied embedding would be torn apart: look-up in the first stage, product in the last"
-        )
+        rule = "would put the two uses of a tied embedding on different stages"
         remedy = "use 1, or --model.tied_embeddings false"
-        return [
-            ConfigError("parallel.pp", pp, rule, remedy, ("model.tied_embeddings", "model.preset"))
-        ]
+        depends = ("model.tied_embeddings", "model.preset")
+        return [ConfigError("parallel.pp", pp, rule, remedy, depends)]
     return []
 
 
-def _load_schedule(job: Job, pp: int) -> tuple[ScheduleSpec | None, PipelineSchedule | None, list[ConfigError]]:
+def _load_schedule(
+    job: Job, pp: int
+) -> tuple[ScheduleSpec | None, PipelineSchedule | None, list[ConfigError]]:
+    """Return the spec of a named schedule, or the actions of a CSV file, or an error."""
     name = job.pipeline.schedule
     if is_schedule_file(name):
-        read = read_schedule_csv(Path(name), pp)
-        return (None, None, [read]) if isinstance(read, ConfigError) else (None, read, [])
-    found = find_schedule(name)
-    return (None, None, [found]) if isinstance(found, ConfigError) else (found, None, [])
+        schedule = read_schedule_csv(Path(name), pp)
+        if isinstance(schedule, ConfigError):
+            return None, None, [schedule]
+        return None, schedule, []
+    spec = find_schedule(name)
+    return (None, None, [spec]) if isinstance(spec, ConfigError) else (spec, None, [])
 
 
 def _resolve_stages_per_rank(
-    job: Job, schedule: ScheduleSpec | None, table: PipelineSchedule | None, pp: int
+    job: Job, spec: ScheduleSpec | None, schedule: PipelineSchedule | None
 ) -> tuple[int, list[ConfigError]]:
-    """Stages of one rank, and what is wrong with what was asked."""
-    key, asked = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
-    problems = []
-    splits = (
-        schedule.splits_backward
-        if schedule
-        else any(a.kind == "I" for order in (table or {}).values() for a in order)
+    """Return the stages of each rank, and the errors of the schedule's keys."""
+    key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
+    errors = []
+    splits_backward = (
+        spec.splits_backward
+        if spec
+        else any(a.kind == "I" for order in (schedule or {}).values() for a in order)
     )
-    whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-    activation_checkpoint = job.activation_checkpoint.mode
-    for cannot, what, key_of, value in (
+    alternatives = [s.name for s in SCHEDULES.values() if not s.splits_backward]
+    mode = job.activation_checkpoint.mode
+    for conflicts, feature, feature_key, remedy_value in (
         (job.compile.enable, "torch.compile", "compile.enable", "false"),
         (
-            activation_checkpoint in ("selective", "budget"),
-            f"activation_checkpoint.mode {activation_checkpoint}",
+            mode in ("selective", "budget"),
+            f"activation_checkpoint.mode {mode}",
             "activation_checkpoint.mode",
             "none",
         ),
     ):
-        if splits and cannot:
-            rule = f"computes gradients of inputs and weights apart, which {what} cannot"
-            remedy = f"use {key_of} {value}, or {', '.join(whole[:-1])} or {whole[-1]}"
+        if splits_backward and conflicts:
+            rule = (
+                f"computes input and weight gradients separately, which {feature} does not support"
+            )
+            names = f"{', '.join(alternatives[:-1])} or {alternatives[-1]}"
+            remedy = f"use {feature_key} {remedy_value}, or {names}"
             name = job.pipeline.schedule
-            problems.append(ConfigError("pipeline.schedule", name, rule, remedy, (key_of,)))
-    if schedule is None:
-        if asked != "auto":
-            problems.append(ConfigError(key, asked, "is told by the schedule's file", "use auto"))
-        return 1, problems
-    if asked == "auto":
-        return schedule.stages_per_rank or 2, problems
-    if schedule.stages_per_rank not in (None, asked):
-        rule = f"{schedule.name} has {schedule.stages_per_rank}"
+            errors.append(ConfigError("pipeline.schedule", name, rule, remedy, (feature_key,)))
+    if spec is None:
+        if requested != "auto":
+            rule = "is set by the CSV file of pipeline.schedule"
+            errors.append(ConfigError(key, requested, rule, "use auto"))
+        return 1, errors
+    if requested == "auto":
+        return spec.stages_per_rank or 2, errors
+    if spec.stages_per_rank not in (None, requested):
+        rule = f"conflicts with {spec.name}, which has {spec.stages_per_rank}"
         remedy = "use auto, or another pipeline.schedule"
-        problems.append(ConfigError(key, asked, rule, remedy, ("pipeline.schedule",)))
-        return schedule.stages_per_rank or 2, problems
-    if schedule.stages_per_rank is None and asked == 1:
-        rule = f"{schedule.name} interleaves several"
+        errors.append(ConfigError(key, requested, rule, remedy, ("pipeline.schedule",)))
+        return spec.stages_per_rank or 2, errors
+    if spec.stages_per_rank is None and requested == 1:
+        rule = f"conflicts with {spec.name}, which interleaves several stages"
         remedy = "use 2 or more, or pipeline.schedule 1F1B"
-        problems.append(ConfigError(key, asked, rule, remedy, ("pipeline.schedule",)))
-    return asked, problems
+        errors.append(ConfigError(key, requested, rule, remedy, ("pipeline.schedule",)))
+    return requested, errors
 
 
 def _resolve_microbatch_size(
     job: Job,
-    schedule: ScheduleSpec | None,
-    table: PipelineSchedule | None,
-    local_batch: int,
+    spec: ScheduleSpec | None,
+    schedule: PipelineSchedule | None,
+    local_batch_size: int,
     pp: int,
     num_stages: int,
 ) -> tuple[int, list[ConfigError]]:
-    """Rows of a microbatch, and why the schedule cannot run so many of them."""
-    asked = job.train.microbatch_size
+    """Return the microbatch size, or 1 and an error if the schedule rejects it."""
+    requested = job.train.microbatch_size
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
-    def allowed(count: int) -> bool:
-        if table is not None:
-            return count == num_scheduled_microbatches(table)
-        return schedule is not None and schedule.allows(count, pp, num_stages)
+    def is_supported(count: int) -> bool:
+        if schedule is not None:
+            return count == num_scheduled_microbatches(schedule)
+        return spec is not None and spec.supports(count, pp, num_stages)
 
-    sizes = {*range(1, min(local_batch, MAX_AUTO_MICROBATCH_SIZE) + 1)}
-    if isinstance(asked, int) and asked <= local_batch:
-        sizes.add(asked)
-    by_size = {size: count_microbatches(local_batch, size) for size in sorted(sizes)}
-    good = [size for size, count in by_size.items() if allowed(count)]
-    even = [size for size in good if local_batch % size == 0]
-    if asked == "auto":
-        plenty = [size for size in even if by_size[size] >= MIN_MICROBATCHES_PER_RANK * pp]
-        if good:
-            return (plenty or even[:1] or good[:1])[-1], []
-    elif asked in good:
-        return asked, []
-    elif asked > local_batch:
-        return 1, []  # told by the rule that all layouts share
-    count = by_size[asked] if isinstance(asked, int) else local_batch
-    dp = job.train.global_batch_size // local_batch
-    if table is not None:
-        enough = num_scheduled_microbatches(table)
-        rule = f"gives {count} microbatches, the schedule's file has {enough}"
+    sizes = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}
+    if isinstance(requested, int) and requested <= local_batch_size:
+        sizes.add(requested)
+    counts = {size: count_microbatches(local_batch_size, size) for size in sorted(sizes)}
+    valid = [size for size, count in counts.items() if is_supported(count)]
+    even = [size for size in valid if local_batch_size % size == 0]
+    if requested == "auto":
+        efficient = [size for size in even if counts[size] >= MIN_MICROBATCHES_PER_RANK * pp]
+        if valid:
+            return (efficient or even[:1] or valid[:1])[-1], []
+    elif requested in valid:
+        return requested, []
+    elif requested > local_batch_size:
+        return 1, []  # `check_batch` reports this for every layout
+    count = counts[requested] if isinstance(requested, int) else local_batch_size
+    dp_size = job.train.global_batch_size // local_batch_size
+    if schedule is not None:
+        minimum, more = num_scheduled_microbatches(schedule), "or a multiple of it"
+        rule = f"gives {count} microbatches, but the CSV file of the schedule has {minimum}"
     else:
-        assert schedule is not None
-        rule = f"gives {count} microbatches; {schedule.name} needs {schedule.rule(pp, num_stages)}"
-        enough = num_stages
-    more = "or a multiple of it" if table is not None else "or more"
+        assert spec is not None
+        minimum, more = num_stages, "or more"
+        rule = (
+            f"gives {count} microbatches, but {spec.name} needs {spec.requirement(pp, num_stages)}"
+        )
     remedy = (
-        f"use {format_choices(good)}"
-        if good
-        else f"use train.global_batch_size {enough * dp} {more}"
+        f"use {format_choices(valid)}"
+        if valid
+        else f"use train.global_batch_size {minimum * dp_size} {more}"
     )
-    return 1, [ConfigError("train.microbatch_size", asked, rule, remedy, depends)]
+    return 1, [ConfigError("train.microbatch_size", requested, rule, remedy, depends)]
 
 
-def _check_stage_count(job: Job, blocks: int, num_stages: int) -> list[ConfigError]:
+def _check_stage_count(job: Job, num_blocks: int, num_stages: int) -> list[ConfigError]:
     if job.pipeline.layers_per_stage:
-        return check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, blocks)
-    if num_stages <= blocks + 2:
+        return check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, num_blocks)
+    if num_stages <= num_blocks + 2:
         return []
     depends = ("parallel.pp", "model.num_layers", "model.preset")
-    rule = f"makes {num_stages} stages of a model of {blocks} layers"
-    remedy = f"use at most {max(1, (blocks + 2) * job.parallel.pp // num_stages)}"
+    rule = f"needs {num_stages} stages, but the model has only {num_blocks} layers"
+    remedy = f"use at most {max(1, (num_blocks + 2) * job.parallel.pp // num_stages)}"
     return [ConfigError("parallel.pp", job.parallel.pp, rule, remedy, depends)]
 
 
 def activation_checkpoint_warnings(
     job: Job, model: Any, family: Family, pipeline: PipelinePlan | None
 ) -> list[str]:
-    """What makes recomputation dearer than it need be, and offload idle."""
-    warnings, ahead, most = [], job.activation_checkpoint.offload_prefetch, 0
+    """Return warnings about wasted recomputation and about offload that moves nothing."""
+    warnings, section, num_blocks = [], job.activation_checkpoint, 0
     if pipeline:
-        most, there = max(stage.blocks for stage in pipeline.stages), "no stage has"
-    elif family.units:
-        most, there = len(family.units(model, job.train.seq_len)) - 2, "there are no"
-    if job.activation_checkpoint.offload and 0 < most <= ahead:
+        num_blocks, owner = max(stage.num_blocks for stage in pipeline.stages), "the largest stage"
+    elif family.unit_costs:
+        num_blocks, owner = len(family.unit_costs(model, job.train.seq_len)) - 2, "the model"
+    if section.offload and 0 < num_blocks <= section.offload_prefetch:
         remedy = (
-            f"use activation_checkpoint.offload_prefetch {most - 1} or less"
-            if most > 1
-            else "use activation_checkpoint.offload false"
+            f"Use activation_checkpoint.offload_prefetch {num_blocks - 1} or less"
+            if num_blocks > 1
+            else "Use activation_checkpoint.offload false"
         )
         warnings.append(
-            f"activation_checkpoint.offload = true moves nothing: the last {ahead} blocks stay (activation_checkpoint.offload_prefetch), and "
-            f"{there} more than {most}; {remedy}"
+            "activation_checkpoint.offload=true offloads nothing: the last "
+            f"activation_checkpoint.offload_prefetch={section.offload_prefetch} blocks stay on "
+            f"the device, and {owner} has {num_blocks}. {remedy}."
         )
-    schedule = SCHEDULES.get(pipeline.schedule) if pipeline else None
-    if schedule and schedule.splits_backward and job.activation_checkpoint.mode == "full":
+    spec = SCHEDULES.get(pipeline.schedule) if pipeline else None
+    if spec and spec.splits_backward and section.mode == "full":
         warnings.append(
-            f"activation_checkpoint.mode = full with {schedule.name}: a block is computed again for the gradients "
-            "of its input and once more for those of each of its weights; another schedule is "
-            "faster"
+            f"activation_checkpoint.mode=full with pipeline.schedule={spec.name} recomputes each "
+            "block for the gradient of its input and again for that of each of its weights. "
+            "Another schedule is faster."
         )
     return warnings

@@ -1,14 +1,12 @@
-"""Which rank of a pipeline does what, in which order.
+"""Pipeline schedules: the ordered actions of every pipeline rank.
 
-A schedule is data: for every rank an ordered list of actions.  For the schedules with several
-stages per rank it is read from the very object of torch.distributed.pipelining that the engine
-runs; those with one stage per rank have a runtime of their own there, whose order is spelled out
-here (torch's own list for 1F1B is wrong for the last rank in 2.13).  A schedule from a CSV file is
-its own timetable: one line a rank, cells like ``0F3`` (stage 0, forward, microbatch 3), ``0B3``
-(backward), or ``0I3`` and ``0W3`` (its halves: gradients of inputs, of weights).
+A schedule with several stages per rank is read from the object of torch.distributed.pipelining
+that the engine runs.  The schedules with one stage per rank, GPipe and 1F1B, are written out here,
+because torch's own list for 1F1B is wrong for the last rank in 2.13.  A CSV file has one line per
+rank, with cells such as ``0F3`` (stage 0, forward, microbatch 3), ``0B3`` (full backward), ``0I3``
+(backward of the input) and ``0W3`` (backward of the weights).
 
-From it follow the things that would otherwise be formulas beside the truth: how many stages there
-are, where they sit, and how many microbatches' activations a stage keeps at most.
+The number of stages, their ranks and their microbatches in flight follow from the actions.
 """
 
 from __future__ import annotations
@@ -29,43 +27,45 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """``kind``: F forward, B backward, or in halves I (of inputs) and W (of weights)."""
+    """One action: F (forward), B (backward), or its halves I (input) and W (weight)."""
 
     stage: int
     kind: ActionKind
     microbatch: int
 
 
-# rank of the pipeline -> what it does, in order
+# pipeline rank -> its actions, in order
 PipelineSchedule = dict[int, list[Action]]
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """What a schedule of torch.distributed.pipelining asks for.
+    """The requirements of a schedule of torch.distributed.pipelining.
 
-    ``stages_per_rank``: the only possible number, or None for any from 2.
-    ``splits_backward``: gradients of inputs and of weights are computed apart, which
-    torch.compile and selective recomputation cannot do, and full recomputation does anew for each.
+    Attributes:
+        stages_per_rank: the only valid number; None: any from 2.
+        splits_backward: True if input and weight gradients are computed separately, which
+            torch.compile and selective recomputation do not support, and for which full
+            recomputation runs twice.
     """
 
     name: str
     stages_per_rank: int | None
     splits_backward: bool = False
 
-    def allows(self, microbatches: int, pp: int, stages: int) -> bool:
-        """Whether it can run so many microbatches over so many stages in all."""
+    def supports(self, num_microbatches: int, pp: int, num_stages: int) -> bool:
+        """Return True if the schedule can run this many microbatches over all stages."""
         if self.name in ("1F1B", "DualPipeV"):
-            return microbatches >= stages
+            return num_microbatches >= num_stages
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-            return microbatches % max(1, microbatches // pp) == 0
+            return num_microbatches % max(1, num_microbatches // pp) == 0
         return True
 
-    def rule(self, pp: int, stages: int) -> str:
-        """What `allows` asks for, in words."""
+    def requirement(self, pp: int, num_stages: int) -> str:
+        """Return the condition of `supports` in words."""
         if self.name in ("1F1B", "DualPipeV"):
-            return f"at least as many microbatches as stages, {stages}"
-        return f"a multiple of m // {pp} microbatches m (any below {2 * pp} or multiple of {pp})"
+            return f"at least as many microbatches as stages, {num_stages}"
+        return f"a number m that m // {pp} divides (any m below {2 * pp} or multiple of {pp})"
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
@@ -83,39 +83,41 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 
 
 def is_schedule_file(schedule: str) -> bool:
-    """Whether ``pipeline.schedule`` names a CSV file."""
+    """Return True if ``pipeline.schedule`` names a CSV file."""
     return schedule.lower().endswith(".csv")
 
 
 def find_schedule(name: str) -> ScheduleSpec | ConfigError:
-    """The schedule of that name, in any case of letters."""
+    """Return the schedule by its case-insensitive name, or an error."""
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
             return schedule
     remedy = f"{suggest(name, SCHEDULES)}, or the path of a .csv file"
-    return ConfigError("pipeline.schedule", name, "no such pipeline schedule", remedy)
+    return ConfigError("pipeline.schedule", name, "is not a known schedule", remedy)
 
 
 @lru_cache(maxsize=64)
-def build_schedule(name: str, pp: int, stages_per_rank: int, microbatches: int) -> PipelineSchedule:
-    """The order of a schedule by name.
+def build_schedule(
+    name: str, pp: int, stages_per_rank: int, num_microbatches: int
+) -> PipelineSchedule:
+    """Build the schedule of that name.
 
     Raises:
-        ValueError: torch's, where the schedule does not allow the numbers.
+        ValueError: by torch, if the schedule does not support the numbers.
     """
     if name == "GPipe":
         return {
             rank: [
-                *(Action(rank, "F", m) for m in range(microbatches)),
-                *(Action(rank, "B", m) for m in range(microbatches)),
+                *(Action(rank, "F", m) for m in range(num_microbatches)),
+                *(Action(rank, "B", m) for m in range(num_microbatches)),
             ]
             for rank in range(pp)
         }
     if name == "1F1B":
-        return {rank: _order_1f1b(rank, pp, microbatches) for rank in range(pp)}
+        return {rank: _order_1f1b(rank, pp, num_microbatches) for rank in range(pp)}
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # What the constructor asks a stage for: numbers, no process group.
+    # The constructor reads only these attributes of a stage, no process group.
     stages: Any = [
         SimpleNamespace(
             num_stages=pp * stages_per_rank,
@@ -127,34 +129,34 @@ def build_schedule(name: str, pp: int, stages_per_rank: int, microbatches: int) 
         )
         for _ in range(stages_per_rank)
     ]
-    schedule = get_schedule_class(name)(stages, microbatches)
-    return {rank: list(_flatten_actions(row)) for rank, row in schedule.pipeline_order.items()}
+    schedule = get_schedule_class(name)(stages, num_microbatches)
+    return {rank: list(_flatten_actions(order)) for rank, order in schedule.pipeline_order.items()}
 
 
-def single_stage_schedule(microbatches: int) -> PipelineSchedule:
-    """What a rank does that has the whole model."""
+def single_stage_schedule(num_microbatches: int) -> PipelineSchedule:
+    """Return the schedule of a rank that holds the entire model."""
     kinds: tuple[ActionKind, ActionKind] = ("F", "B")
-    return {0: [Action(0, kind, m) for m in range(microbatches) for kind in kinds]}
+    return {0: [Action(0, kind, m) for m in range(num_microbatches) for kind in kinds]}
 
 
 def stage_indices(order: Iterable[Action]) -> list[int]:
-    """The stages of a rank, by its actions."""
+    """Return the sorted stages of a rank's actions."""
     return sorted({action.stage for action in order})
 
 
-def _order_1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
-    warmup = min(microbatches, pp - rank)
+def _order_1f1b(rank: int, pp: int, num_microbatches: int) -> list[Action]:
+    warmup = min(num_microbatches, pp - rank)
     order = [Action(rank, "F", m) for m in range(warmup)]
-    for m in range(microbatches):
+    for m in range(num_microbatches):
         order.append(Action(rank, "B", m))
-        if m + warmup < microbatches:
+        if m + warmup < num_microbatches:
             order.append(Action(rank, "F", m + warmup))
     return order
 
 
-def _flatten_actions(row: Iterable[Any]) -> Iterable[Action]:
-    """Torch's actions of one rank; one that overlaps two counts as both, idle places as none."""
-    for action in row:
+def _flatten_actions(order: Iterable[Any]) -> Iterable[Action]:
+    """Yield torch's actions of one rank; split overlapped ones, drop idle slots."""
+    for action in order:
         if action is None:
             continue
         if action.sub_actions:
@@ -164,137 +166,151 @@ def _flatten_actions(row: Iterable[Any]) -> Iterable[Action]:
 
 
 def max_pending_backwards(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
-    """The most microbatches of each stage of a rank that wait at once for one half of a backward
-    pass: by stage and I or W.
+    """Return the peak number of microbatches that await each half of backward.
 
     Args:
-        order: of the rank, as `Action` or like it: stage, kind, and what is not looked at.
+        order: actions of a rank, as (stage, kind, microbatch).
+
+    Returns:
+        The peak by (stage, "I" or "W").
     """
-    now: Counter[tuple[int, str]] = Counter()
-    most: dict[tuple[int, str], int] = {}
+    pending: Counter[tuple[int, str]] = Counter()
+    peak: dict[tuple[int, str], int] = {}
     for stage, kind, _ in order:
         for half in kind if kind in "IW" else "IW":
-            now[stage, half] += 1 if kind == "F" else -1
-            most[stage, half] = max(most.get((stage, half), 0), now[stage, half])
-    return most
+            pending[stage, half] += 1 if kind == "F" else -1
+            peak[stage, half] = max(peak.get((stage, half), 0), pending[stage, half])
+    return peak
 
 
-def max_in_flight(table: PipelineSchedule) -> list[int]:
-    """For each stage the most microbatches whose activations it keeps at once: until the second
-    half of their backward, which still needs them."""
-    most = {key: count for order in table.values() for key, count in max_pending_backwards(order).items()}
-    return [most[key] for key in sorted(most) if key[1] == "W"]
+def max_in_flight(schedule: PipelineSchedule) -> list[int]:
+    """Return the peak number of microbatches whose activations each stage keeps.
+
+    A stage keeps them until the weight half of their backward pass.
+    """
+    peak = {
+        key: count
+        for order in schedule.values()
+        for key, count in max_pending_backwards(order).items()
+    }
+    return [peak[key] for key in sorted(peak) if key[1] == "W"]
 
 
-def stage_index_to_rank(table: PipelineSchedule) -> list[int]:
-    """For each stage the rank of the pipeline that holds it."""
-    home = {action.stage: rank for rank, order in table.items() for action in order}
-    return [home[stage] for stage in sorted(home)]
+def stage_index_to_rank(schedule: PipelineSchedule) -> list[int]:
+    """Return the pipeline rank of each stage."""
+    ranks = {action.stage: rank for rank, order in schedule.items() for action in order}
+    return [ranks[stage] for stage in sorted(ranks)]
 
 
 def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
-    """A schedule from a file, checked: every stage runs every microbatch once, each way, in order.
+    """Read a schedule from a CSV file and check that it is a complete training step.
 
     Returns:
-        The timetable, or what is wrong with the file.
+        The schedule, or the first error in the file.
     """
 
-    def problem(rule: str) -> ConfigError:
-        remedy = "one line a rank, cells like 0F3, 0B3 (or 0I3 and 0W3)"
+    def error(rule: str) -> ConfigError:
+        remedy = "write one line per rank, with cells such as 0F3, 0B3 (or 0I3 and 0W3)"
         return ConfigError("pipeline.schedule", str(path), rule, remedy)
 
     try:
-        rows = [row for row in csv.reader(path.read_text("utf-8").splitlines()) if row]
-    except (OSError, ValueError, csv.Error) as error:
-        return problem(f"cannot be read: {error}")
-    if len(rows) != pp:
-        return problem(f"has {len(rows)} lines for parallel.pp = {pp} ranks")
-    table: PipelineSchedule = {}
-    for rank, row in enumerate(rows):
-        table[rank] = []
-        for cell in (cell.strip() for cell in row):
+        lines = [line for line in csv.reader(path.read_text("utf-8").splitlines()) if line]
+    except (OSError, ValueError, csv.Error) as exception:
+        return error(f"cannot be read: {exception}")
+    if len(lines) != pp:
+        return error(f"has {len(lines)} lines for parallel.pp = {pp} ranks")
+    schedule: PipelineSchedule = {}
+    for rank, line in enumerate(lines):
+        schedule[rank] = []
+        for cell in (cell.strip() for cell in line):
             match = re.fullmatch(r"(\d{1,4})(F|B|I|W)(\d{1,6})", cell)
             if match:
-                table[rank].append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
+                schedule[rank].append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
             elif cell:
-                return problem(f"line {rank + 1} has {cell!r}, which is no action")
-    flaw = _find_error(table)
-    return problem(flaw) if flaw else table
+                return error(f"has an invalid action {cell!r} in line {rank + 1}")
+    rule = _find_error(schedule)
+    return error(rule) if rule else schedule
 
 
-def _find_error(table: PipelineSchedule) -> str:
-    """What keeps a timetable from being a training step, or ''."""
-    homes: dict[int, set[int]] = {}
-    for rank, order in table.items():
+def _find_error(schedule: PipelineSchedule) -> str:
+    """Return why the schedule is not a complete training step; empty if it is."""
+    ranks_by_stage: dict[int, set[int]] = {}
+    for rank, order in schedule.items():
         for action in order:
-            homes.setdefault(action.stage, set()).add(rank)
-    if not homes or sorted(homes) != list(range(len(homes))):
-        return f"has stages {sorted(homes)}, which do not count up from 0"
-    for stage, ranks in homes.items():
+            ranks_by_stage.setdefault(action.stage, set()).add(rank)
+    num_stages = len(ranks_by_stage)
+    if not num_stages or sorted(ranks_by_stage) != list(range(num_stages)):
+        return f"has stages {sorted(ranks_by_stage)}, which are not numbered from 0 without gaps"
+    for stage, ranks in ranks_by_stage.items():
         if len(ranks) > 1:
-            return f"has stage {stage} on ranks {sorted(ranks)}"
-    if any(not order for order in table.values()):
+            return f"has stage {stage} on ranks {sorted(ranks)}, not on one rank"
+    if any(not order for order in schedule.values()):
         return "has a rank without a stage"
-    every = [action for order in table.values() for action in order]
-    microbatches = num_scheduled_microbatches(table)
-    expected = len(homes) * microbatches
-    forwards, whole, *halves = ({a[::2] for a in every if a.kind == kind} for kind in "FBIW")
+    actions = [action for order in schedule.values() for action in order]
+    num_microbatches = num_scheduled_microbatches(schedule)
+    expected = num_stages * num_microbatches
+    forwards, backwards, inputs, weights = (
+        {action[::2] for action in actions if action.kind == kind} for kind in "FBIW"
+    )
     if (
         len(forwards) != expected
-        or len(whole | halves[0]) != expected
-        or halves[0] != halves[1]
-        or whole & halves[0]
-        or len(every) != expected + len(whole) + 2 * len(halves[0])
+        or len(backwards | inputs) != expected
+        or inputs != weights
+        or backwards & inputs
+        or len(actions) != expected + len(backwards) + 2 * len(inputs)
     ):
-        rule = f"does not run each of {microbatches} microbatches once forward and once backward"
-        return f"{rule} in each of {len(homes)} stages"
-    if len(list(execution_order(table))) < len(every):
-        return "never ends: its actions wait for each other"
+        rule = (
+            f"does not run each of {num_microbatches} microbatches once forward and once backward"
+        )
+        return f"{rule} in each of {num_stages} stages"
+    if len(list(execution_order(schedule))) < len(actions):
+        return "deadlocks: its actions wait for each other"
     return ""
 
 
-def num_scheduled_microbatches(table: PipelineSchedule) -> int:
-    """Microbatches of the whole step."""
-    return 1 + max(action.microbatch for order in table.values() for action in order)
+def num_scheduled_microbatches(schedule: PipelineSchedule) -> int:
+    """Return the number of microbatches of a step."""
+    return 1 + max(action.microbatch for order in schedule.values() for action in order)
 
 
-# --------------------------------------------------------------------------- as it runs
+# --------------------------------------------------------------------------- execution
 
-# Like an `Action`; B stands for the first half of a backward, too, which gives the gradients that
-# others wait for.
+# (stage, kind, microbatch).  B also stands for I, the half that the previous stage waits for.
 Dependency = tuple[int, str, int]
 
 
-def execution_order(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Dependency]]]:
-    """All actions in an order in which they can run: activations come from the stage before,
-    gradients from the one after.
+def execution_order(
+    schedule: PipelineSchedule,
+) -> Iterator[tuple[int, Action, list[Dependency]]]:
+    """Yield all actions in an order in which they can run.
 
-    It ends early where what is left waits for each other forever.
+    Activations come from the previous stage and gradients from the next stage.  The iterator ends
+    early if the remaining actions deadlock.
 
     Yields:
-        The rank, its action, and what that needed.
+        The rank, its action, and the dependencies of the action.
     """
-    last = max(action.stage for order in table.values() for action in order)
+    last_stage = max(action.stage for order in schedule.values() for action in order)
     done: set[Dependency] = set()
-    at = dict.fromkeys(table, 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in table.items():
-            while at[rank] < len(order):
-                stage, kind, m = action = order[at[rank]]
-                needs = _dependencies(stage, kind, m, last)
-                if not done.issuperset(needs):
+    next_index = dict.fromkeys(schedule, 0)
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for rank, order in schedule.items():
+            while next_index[rank] < len(order):
+                stage, kind, m = action = order[next_index[rank]]
+                dependencies = _dependencies(stage, kind, m, last_stage)
+                if not done.issuperset(dependencies):
                     break
-                yield rank, action, needs
+                yield rank, action, dependencies
                 done.add((stage, "B" if kind == "I" else kind, m))
-                at[rank] += 1
-                moved = True
+                next_index[rank] += 1
+                has_progress = True
 
 
-def _dependencies(stage: int, kind: str, m: int, last: int) -> list[Dependency]:
+def _dependencies(stage: int, kind: str, m: int, last_stage: int) -> list[Dependency]:
     if kind == "F":
         return [(stage - 1, "F", m)] if stage > 0 else []
     if kind == "W":
         return [(stage, "B", m)]
-    return [(stage, "F", m), (stage + 1, "B", m)] if stage < last else [(stage, "F", m)]
+    return [(stage, "F", m), (stage + 1, "B", m)] if stage < last_stage else [(stage, "F", m)]

@@ -1,30 +1,26 @@
-"""Placement: which rank is where in the mesh, and which groups of ranks stay inside a node.
+"""Placement: the mesh coordinates of each rank, and the nodes of each group.
 
-A mesh gives every rank one index on each axis, as the digits of its number: the last axis
-varies fastest.  Ranks are numbered node by node, as torchrun and Slurm do, and inside a node
-ranks talk to each other up to ten times faster than across.  So the order of the axes decides
-whose traffic is fast.
+A mesh gives every rank one index on each axis, like the digits of a number: the last axis varies
+fastest.  torchrun and Slurm number ranks node by node, and a link inside a node is up to ten times
+faster than the network.  So the order of the axes decides which traffic is fast.
 
-By how much they need it: tensor parallelism communicates several times in every layer with
-nothing to compute meanwhile, so its axis is always the last one.  Context parallelism and
-sharded data parallelism move a layer's keys and values or its weights, while a layer is being
-computed.  Replicas add up gradients once a step.  A pipeline only hands the activations of a
-stage's last layer to the next stage.  That leaves one real choice:
+Tensor parallelism communicates several times in every layer, with nothing to compute meanwhile, so
+its axis is always the last one.  Context parallelism and sharded data parallelism move keys and
+values or weights of a layer during its computation.  Replicas reduce gradients once per step.  A
+pipeline only sends the activations between stages.  That leaves one choice:
 
-* *pipeline-outer* (`AXES`): pp varies slowest.  Its traffic, the lightest, crosses nodes, and
-  the ranks of a data-parallel group, which share a stage, are as near as can be.
-* *replica-outer*: dp_replicate varies slowest.  A replica, one whole copy of the model, keeps
-  nodes to itself, so a lost node costs one replica, and all its traffic but the sum of the
-  gradients stays on its nodes.
+* *pipeline-outer* (`AXES`): pp varies slowest.  Its traffic, the lightest, crosses nodes, and the
+  ranks of a data-parallel group, which share a stage, are as near as possible.
+* *replica-outer*: dp_replicate varies slowest.  A replica, one copy of the model, does not share
+  nodes, so a lost node costs one replica, and only the reduction of gradients leaves its nodes.
 
-Example: pipelines of 6 stages, tensor parallel over 4, nodes of 8.  Replica-outer, a replica is
-three nodes and each node has two consecutive stages; pipeline-outer, each node has one stage of
-two replicas.  A tensor-parallel group is half a node in both.
+Example: pipelines of 6 stages, tensor parallelism over 4 ranks, nodes of 8.  Replica-outer, a
+replica is three nodes, and each node has two consecutive stages; pipeline-outer, each node has one
+stage of two replicas.  A tensor-parallel group is half a node in both.
 
-Any other order that ends with tp is taken too.
+The functions accept every order that ends with tp.
 
-Sizes are given as a mapping of axis to size; an axis left out has size 1.  An ``order`` is the
-axes from the one that varies slowest to ``tp``.
+``sizes`` maps axes to sizes; a missing axis has size 1.  ``order`` lists the axes, outermost first.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ import numpy as np
 
 from weft.plan.stages import format_columns
 
-# The axes of a mesh, and their order over the ranks unless another is asked for.
+# The axes of a mesh, in their default order.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 MESH_ORDERS: dict[str, tuple[str, ...]] = {
@@ -46,7 +42,7 @@ MESH_ORDERS: dict[str, tuple[str, ...]] = {
     "replica-outer": ("dp_replicate", "pp", "dp_shard", "cp", "tp"),
 }
 
-# A map of more nodes than these shows the first ones only.
+# A map of more nodes shows only the first ones.
 MAX_NODES_SHOWN = 8
 
 Sizes = Mapping[str, int]
@@ -57,38 +53,42 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def count_ranks(sizes: Sizes) -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return math.prod(sizes.values())
 
 
 def rank_to_coordinates(rank: int, sizes: Sizes, order: Sequence[str] = AXES) -> dict[str, int]:
-    """The index of ``rank`` on each axis, in the order of `AXES`.
+    """Return the index of ``rank`` on each axis, in the order of `AXES`.
 
     Raises:
-        ValueError: if there is no such rank, or sizes or order are none.
+        ValueError: if the rank, the sizes or the order are invalid.
     """
     shape = _shape(sizes, order)
     if not 0 <= rank < math.prod(shape):
-        raise ValueError(f"rank {rank} is not one of {math.prod(shape)}")
-    found = {}
+        raise ValueError(f"rank {rank} is out of range: the mesh has {math.prod(shape)} ranks")
+    indices = {}
     for axis, size in zip(reversed(order), reversed(shape), strict=True):
-        rank, found[axis] = divmod(rank, size)
-    return {axis: found[axis] for axis in AXES}
+        rank, indices[axis] = divmod(rank, size)
+    return {axis: indices[axis] for axis in AXES}
 
 
-def coordinates_to_rank(indices: Mapping[str, int], sizes: Sizes, order: Sequence[str] = AXES) -> int:
-    """The rank with these indices; an axis left out has index 0.  Inverse of `rank_to_coordinates`.
+def coordinates_to_rank(
+    indices: Mapping[str, int], sizes: Sizes, order: Sequence[str] = AXES
+) -> int:
+    """Return the rank at these indices, the inverse of `rank_to_coordinates`.
+
+    A missing axis has index 0.
 
     Raises:
-        ValueError: if an index is outside of its axis, or sizes or order are none.
+        ValueError: if an index, the sizes or the order are invalid.
     """
     rank = 0
     if unknown := set(indices) - set(AXES):
-        raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown axis: {', '.join(sorted(unknown))}")
     for axis, size in zip(order, _shape(sizes, order), strict=True):
         index = indices.get(axis, 0)
         if not 0 <= index < size:
-            raise ValueError(f"{axis} = {index} is not one of {size}")
+            raise ValueError(f"{axis} = {index} is out of range: the axis has size {size}")
         rank = rank * size + index
     return rank
 
@@ -96,39 +96,39 @@ def coordinates_to_rank(indices: Mapping[str, int], sizes: Sizes, order: Sequenc
 def rank_groups(
     axes: str | Sequence[str], sizes: Sizes, order: Sequence[str] = AXES
 ) -> list[tuple[int, ...]]:
-    """The groups of ranks that communicate along an axis, or along several as if they were one.
+    """Return the groups of ranks along an axis, or along several flattened axes.
 
     Returns:
-        ``world / size`` tuples of ``size`` ranks, which differ in ``axes`` only.  Both the
-        groups and the ranks in them are in the order of `AXES`, like the rows of a
-        ``DeviceMesh`` of these axes and of its flattened slices.
+        ``world_size / size`` tuples of ``size`` ranks, which differ only in ``axes``.  The groups
+        and the ranks in them are in the order of `AXES`, like the rows of a ``DeviceMesh`` of
+        these axes.
 
     Raises:
-        ValueError: if there is no such axis, or sizes or order are none.
+        ValueError: if an axis, the sizes or the order are invalid.
     """
     return [tuple(group) for group in _group_array(axes, sizes, order).tolist()]
 
 
 def _group_array(axes: str | Sequence[str], sizes: Sizes, order: Sequence[str]) -> Array:
-    """`rank_groups` as an array ``[number of groups, size]``."""
-    chosen = {axes} if isinstance(axes, str) else set(axes)
-    if unknown := chosen - set(AXES):
-        raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
+    """Return `rank_groups` as an array ``[number of groups, size]``."""
+    group_axes = {axes} if isinstance(axes, str) else set(axes)
+    if unknown := group_axes - set(AXES):
+        raise ValueError(f"unknown axis: {', '.join(sorted(unknown))}")
     shape = _shape(sizes, order)
     ranks = np.arange(math.prod(shape)).reshape(shape)
-    others_first = [axis for axis in AXES if axis not in chosen]
-    others_first += [axis for axis in AXES if axis in chosen]
-    size = math.prod(sizes.get(axis, 1) for axis in chosen)
-    found: Array = ranks.transpose([order.index(axis) for axis in others_first])
-    return found.reshape(-1, size)
+    output_axes = [axis for axis in AXES if axis not in group_axes]
+    output_axes += [axis for axis in AXES if axis in group_axes]
+    size = math.prod(sizes.get(axis, 1) for axis in group_axes)
+    groups: Array = ranks.transpose([order.index(axis) for axis in output_axes])
+    return groups.reshape(-1, size)
 
 
 def _shape(sizes: Sizes, order: Sequence[str]) -> tuple[int, ...]:
-    """The size of each axis of ``order``, with both checked."""
+    """Validate sizes and order; return the size of each axis of ``order``."""
     if sorted(order) != sorted(AXES) or order[-1] != "tp":
-        raise ValueError(f"an order names each of {', '.join(AXES)} once and ends with tp")
+        raise ValueError(f"order must list each of {', '.join(AXES)} once and end with tp: {order}")
     if unknown := set(sizes) - set(AXES):
-        raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown axis: {', '.join(sorted(unknown))}")
     if any(size < 1 for size in sizes.values()):
         raise ValueError(f"sizes must be at least 1: {dict(sizes)}")
     return tuple(sizes.get(axis, 1) for axis in order)
@@ -138,7 +138,7 @@ def _shape(sizes: Sizes, order: Sequence[str]) -> tuple[int, ...]:
 
 
 def ranks_per_node(group: Iterable[int], local_world_size: int) -> dict[int, int]:
-    """How many ranks of ``group`` each node has, of nodes with ``local_world_size`` ranks."""
+    """Count the ranks of ``group`` on each of its nodes."""
     counts: dict[int, int] = {}
     for rank in group:
         node = rank // local_world_size
@@ -149,19 +149,19 @@ def ranks_per_node(group: Iterable[int], local_world_size: int) -> dict[int, int
 def max_nodes_per_group(
     axes: str | Sequence[str], sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
 ) -> int:
-    """The nodes of the group of ``axes`` that has most of them."""
+    """Return the largest number of nodes of any group of ``axes``."""
     return int(_nodes_per_group(_group_array(axes, sizes, order), local_world_size).max())
 
 
 def crosses_nodes(
     axes: str | Sequence[str], sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
 ) -> bool:
-    """Whether any group of ``axes`` has ranks on several nodes."""
+    """Return True if any group of ``axes`` has ranks on several nodes."""
     return max_nodes_per_group(axes, sizes, local_world_size, order) > 1
 
 
 def _nodes_per_group(group_ranks: Array, local_world_size: int) -> Array:
-    """The number of nodes of each group."""
+    """Return the number of nodes of each group."""
     nodes = np.sort(group_ranks // local_world_size, axis=1)
     changes: Array = np.count_nonzero(np.diff(nodes, axis=1), axis=1)
     return changes + 1
@@ -170,192 +170,208 @@ def _nodes_per_group(group_ranks: Array, local_world_size: int) -> Array:
 def placement_warnings(
     sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
 ) -> list[str]:
-    """What will make a run slow for want of a better placement; empty for most.
+    """Return warnings about a placement that is certain to be slow.
 
-    Only what surely hurts: every other axis may well cross nodes, and in a large run must.
+    Every axis except tp may cross nodes, and in a large run must.
     """
     warnings = []
-    world, tp = count_ranks(sizes), sizes.get("tp", 1)
-    if (nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
+    world_size, tp = count_ranks(sizes), sizes.get("tp", 1)
+    if (num_nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
         groups = _group_array("tp", sizes, order)
-        one = groups[_nodes_per_group(groups, local_world_size).argmax()]
-        *fitting, most = [n for n in range(1, local_world_size + 1) if local_world_size % n == 0]
-        fit = f"{', '.join(map(str, fitting))} or {most}" if fitting else str(most)
+        group = groups[_nodes_per_group(groups, local_world_size).argmax()]
+        *others, largest = [n for n in range(1, local_world_size + 1) if local_world_size % n == 0]
+        valid = f"{', '.join(map(str, others))} or {largest}" if others else str(largest)
         warnings.append(
-            f"parallel.tp = {tp}: the group of ranks {one.min()}-{one.max()} spans {nodes} nodes "
-            f"of {local_world_size}, and tp communicates several times in every layer with "
-            f"nothing to compute meanwhile; use a tp that divides the ranks of a node: {fit}"
+            f"parallel.tp={tp}: the group of ranks {group.min()}-{group.max()} spans {num_nodes} "
+            f"nodes of {local_world_size} ranks. Tensor parallelism communicates several times in "
+            "every layer, with nothing to compute meanwhile. Use a degree that divides the ranks "
+            f"of a node: {valid}."
         )
-    if world > local_world_size and (rest := world % local_world_size):
+    if world_size > local_world_size and (remainder := world_size % local_world_size):
         warnings.append(
-            f"{world} ranks do not fill nodes of {local_world_size}: the last has {rest}, and "
-            f"groups do not line up with nodes; use a multiple of {local_world_size} ranks"
+            f"{world_size} ranks do not fill nodes of {local_world_size}: the last node has "
+            f"{remainder}, and groups do not align with nodes. Use a multiple of "
+            f"{local_world_size} ranks."
         )
     return warnings
 
 
-# --------------------------------------------------------------------------- the map
+# --------------------------------------------------------------------------- rank map
 
 
 def format_rank_map(
     sizes: Sizes,
     local_world_size: int,
-    stages: Sequence[str] | None = None,
+    stage_names: Sequence[str] | None = None,
     order: Sequence[str] = AXES,
 ) -> str:
-    """The placement as text: what each node holds, and where the groups of each axis run.
+    """Format the ranks of each node, and the nodes of each axis's groups.
 
-    Of more than `MAX_NODES_SHOWN` nodes only the first are shown, and how the others differ from them.
-    A node has one line for each pipeline rank and replica on it: their ranks, their indices on
-    every axis, and the tensor-parallel groups in brackets.
+    Of more than `MAX_NODES_SHOWN` nodes, the map shows only the first, and how the others differ.
+    A node has one line per pipeline rank and replica, with ranks, indices on every axis, and the
+    tensor-parallel groups in brackets.
 
     Args:
-        sizes: of the axes.
-        local_world_size: ranks of a node.
-        stages: for each index on pp, what it holds, shown as it is.
-        order: of the axes over the ranks.
+        sizes: size of each axis.
+        local_world_size: ranks per node.
+        stage_names: text for each pipeline rank.
+        order: axes, outermost first.
 
     Raises:
-        ValueError: if ``stages`` does not have one text per index on pp, or sizes or order are
-            none.
+        ValueError: if the number of ``stage_names``, the sizes or the order are invalid.
     """
-    if stages and len(stages) != sizes.get("pp", 1):
-        raise ValueError(f"{len(stages)} stages for pp = {sizes.get('pp', 1)}")
-    world = count_ranks(sizes)
-    num_nodes = math.ceil(world / local_world_size)
+    if stage_names and len(stage_names) != sizes.get("pp", 1):
+        raise ValueError(f"{len(stage_names)} stage names for pp = {sizes.get('pp', 1)}")
+    world_size = count_ranks(sizes)
+    num_nodes = math.ceil(world_size / local_world_size)
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
-    shown = num_nodes_shown(sizes, local_world_size, order, num_nodes)
+    num_shown = num_nodes_shown(sizes, local_world_size, order, num_nodes)
 
-    lines = [f"{_format_count(world, 'rank')} on {_format_count(num_nodes, 'node')} of {local_world_size}"]
+    counts = f"{_format_count(world_size, 'rank')} on {_format_count(num_nodes, 'node')}"
+    lines = [f"{counts} of {local_world_size}"]
     if axes:
         lines.append(f"outermost first: {' x '.join(f'{axis} {sizes[axis]}' for axis in axes)}")
     columns = [axis for axis in axes if axis != "tp"]
     titles = ["node", "ranks", *columns]
     titles += ["tp groups"] if "tp" in axes else []
-    titles += ["holds"] if stages else []
+    titles += ["units"] if stage_names else []
     rows = []
-    for node in range(shown):
-        ranks = range(node * local_world_size, min((node + 1) * local_world_size, world))
-        for i, part in enumerate(_split_into_lines(ranks, sizes, order)):
-            first, last = (rank_to_coordinates(rank, sizes, order) for rank in (part[0], part[-1]))
-            row = ["" if i else str(node), _format_range(part[0], part[-1])]
+    for node in range(num_shown):
+        ranks = range(node * local_world_size, min((node + 1) * local_world_size, world_size))
+        for i, line in enumerate(_split_into_lines(ranks, sizes, order)):
+            first, last = (rank_to_coordinates(rank, sizes, order) for rank in (line[0], line[-1]))
+            row = ["" if i else str(node), _format_range(line[0], line[-1])]
             row += [_format_range(first[axis], last[axis]) for axis in columns]
-            row += [_tp_groups(part, sizes["tp"], local_world_size)] if "tp" in axes else []
-            row += [stages[first["pp"]]] if stages else []
+            row += [_tp_groups(line, sizes["tp"], local_world_size)] if "tp" in axes else []
+            row += [stage_names[first["pp"]]] if stage_names else []
             rows.append(row)
     lines += ["", *format_columns(titles, rows, left=range(len(titles)))]
-    if shown < num_nodes:
-        rest = _format_range(shown, num_nodes - 1)
-        lines.append(f"nodes {rest} go on like this:")
-        lines += [f"  {text}" for text in describe_repetition(sizes, local_world_size, order, shown)]
-        lines += _stage_nodes_table(sizes, local_world_size, stages, order)
+    if num_shown < num_nodes:
+        lines.append(f"nodes {_format_range(num_shown, num_nodes - 1)} continue the pattern:")
+        texts = describe_repetition(sizes, local_world_size, order, num_shown)
+        lines += [f"  {text}" for text in texts]
+        lines += _stage_nodes_table(sizes, local_world_size, stage_names, order)
     lines += _axes_table(axes, sizes, local_world_size, order)
     return "\n".join(lines)
 
 
 def _split_into_lines(ranks: range, sizes: Sizes, order: Sequence[str]) -> list[list[int]]:
-    """Consecutive ranks of a node, cut into the lines of a map.
+    """Split the consecutive ranks of a node into the lines of a map.
 
-    In a line, each axis has a range of indices and all combinations of them are there, so that
-    a line can be read by its ranges alone.
+    On a line, each axis has a range of indices, and the ranks are all combinations of them, so
+    that the ranges alone describe the line.
     """
-    found = [(rank, rank_to_coordinates(rank, sizes, order)) for rank in ranks]
-    of_replica = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
-    # Replicas of one rank each, whose ranks can be read off, need no line each.
-    split = {"pp"} if of_replica == 1 else {"pp", "dp_replicate"}
-    # Where node and mesh do not line up, finer lines are needed; those of tp alone always will do.
-    finer = [axis for axis in order if axis not in split and axis != "tp"]
+    coordinates = [(rank, rank_to_coordinates(rank, sizes, order)) for rank in ranks]
+    replica_size = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
+    # Replicas of one rank share a line, because their indices follow from their ranks.
+    split_axes = {"pp"} if replica_size == 1 else {"pp", "dp_replicate"}
+    # If nodes and mesh do not align, lines must be finer; lines of one tp group always suffice.
+    finer_axes = [axis for axis in order if axis not in split_axes and axis != "tp"]
     while True:
-        runs = [
-            list(run)
-            for _, run in itertools.groupby(found, key=lambda item: [item[1][a] for a in split])
+        lines = [
+            list(line)
+            for _, line in itertools.groupby(
+                coordinates, lambda item: [item[1][a] for a in split_axes]
+            )
         ]
-        if not finer or all(
-            len(run) == math.prod(run[-1][1][a] - run[0][1][a] + 1 for a in AXES) for run in runs
+        if not finer_axes or all(
+            len(line) == math.prod(line[-1][1][a] - line[0][1][a] + 1 for a in AXES)
+            for line in lines
         ):
-            return [[rank for rank, _ in run] for run in runs]
-        split.add(finer.pop(0))
+            return [[rank for rank, _ in line] for line in lines]
+        split_axes.add(finer_axes.pop(0))
 
 
 def _tp_groups(ranks: Sequence[int], tp: int, local_world_size: int) -> str:
-    """The tensor-parallel groups of consecutive ranks, as ``[0-3] [4-7]``."""
+    """Format the tensor-parallel groups of consecutive ranks, such as ``[0-3] [4-7]``."""
     texts = []
     for first in range(ranks[0] // tp * tp, ranks[-1] + 1, tp):
         last = first + tp - 1
         nodes = (first // local_world_size, last // local_world_size)
-        where = "" if nodes[0] == nodes[1] else f" on nodes {_format_range(*nodes)}"
-        texts.append(f"[{_format_range(first, last)}]{where}")
+        suffix = "" if nodes[0] == nodes[1] else f" on nodes {_format_range(*nodes)}"
+        texts.append(f"[{_format_range(first, last)}]{suffix}")
     return " ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
 def _axis_strides(sizes: Sizes, order: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Axes of more than one index, innermost first: axis, ranks per step, ranks of all steps."""
-    found, stride = [], 1
+    """Return (axis, stride, extent in ranks) of axes larger than 1, innermost first."""
+    strides, stride = [], 1
     for axis in reversed(order):
         if (size := sizes.get(axis, 1)) > 1:
-            found.append((axis, stride, stride * size))
+            strides.append((axis, stride, stride * size))
             stride *= size
-    return found
+    return strides
 
 
-def num_nodes_shown(sizes: Sizes, local: int, order: Sequence[str], num_nodes: int) -> int:
-    """How many nodes make a pattern that the others repeat: a whole replica, stage or the like."""
+def num_nodes_shown(
+    sizes: Sizes, local_world_size: int, order: Sequence[str], num_nodes: int
+) -> int:
+    """Return the number of nodes in the pattern that the other nodes repeat."""
     if num_nodes <= MAX_NODES_SHOWN:
         return num_nodes
-    aligned = [math.lcm(extent, local) // local for _, _, extent in _axis_strides(sizes, order)]
-    return max((n for n in aligned if 1 < n <= MAX_NODES_SHOWN), default=2)
+    periods = [
+        math.lcm(extent, local_world_size) // local_world_size
+        for _, _, extent in _axis_strides(sizes, order)
+    ]
+    return max((n for n in periods if 1 < n <= MAX_NODES_SHOWN), default=2)
 
 
-def describe_repetition(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list[str]:
-    """How nodes after the first ``shown`` differ from them, axis by axis."""
+def describe_repetition(
+    sizes: Sizes, local_world_size: int, order: Sequence[str], num_shown: int
+) -> list[str]:
+    """Describe by axis how the other nodes differ from the first ``num_shown``."""
     texts = []
+    ranks_shown = num_shown * local_world_size
     for axis, stride, extent in _axis_strides(sizes, order):
-        if extent <= shown * local and (shown * local) % extent == 0:
-            continue  # complete in what is shown
-        period = math.lcm(stride, local)  # from one step at a node's first rank to the next
+        if extent <= ranks_shown and ranks_shown % extent == 0:
+            continue  # the shown nodes have the complete axis
+        period = math.lcm(stride, local_world_size)  # ranks between steps at a node's first rank
         if extent % period:
             every = f"every {_format_count(stride, 'rank')}" if stride > 1 else "with every rank"
             texts.append(f"{axis} + 1 {every}")
         else:
-            nodes = period // local
+            nodes = period // local_world_size
             every = f"every {nodes} nodes" if nodes > 1 else "with every node"
             texts.append(f"{axis} + {period // stride} {every}")
     return texts
 
 
 def _stage_nodes_table(
-    sizes: Sizes, local: int, stages: Sequence[str] | None, order: Sequence[str]
+    sizes: Sizes, local_world_size: int, stage_names: Sequence[str] | None, order: Sequence[str]
 ) -> list[str]:
-    """The nodes of each pipeline rank, for a map that does not show them all."""
+    """Format the nodes of each pipeline rank, for a map that does not show all nodes."""
     if (pp := sizes.get("pp", 1)) == 1:
         return []
-    others = [axis for axis in AXES if axis != "pp"]
-    ranks = _group_array(others, sizes, order)  # one row per pipeline rank
+    other_axes = [axis for axis in AXES if axis != "pp"]
+    ranks = _group_array(other_axes, sizes, order)  # one row per pipeline rank
     rows = []
     for index in range(pp):
-        nodes = np.unique(ranks[index] // local).tolist()
-        rows.append([str(index), format_ranges(nodes), *([stages[index]] if stages else [])])
-    titles = ["pp", "on nodes", *(["holds"] if stages else [])]
+        nodes = np.unique(ranks[index] // local_world_size).tolist()
+        units = [stage_names[index]] if stage_names else []
+        rows.append([str(index), format_ranges(nodes), *units])
+    titles = ["pp", "nodes", *(["units"] if stage_names else [])]
     return ["", *format_columns(titles, rows, left=range(len(titles)))]
 
 
-def _axes_table(axes: Sequence[str], sizes: Sizes, local: int, order: Sequence[str]) -> list[str]:
-    """One group of each axis, of those on most nodes."""
+def _axes_table(
+    axes: Sequence[str], sizes: Sizes, local_world_size: int, order: Sequence[str]
+) -> list[str]:
+    """Format the groups of each axis, with a group that spans the most nodes."""
     rows = []
     for axis in axes:
-        ranks = _group_array(axis, sizes, order)
-        spans = _nodes_per_group(ranks, local)
-        widest = int(spans.argmax())
-        nodes = int(spans[widest])
-        where = "inside a node" if nodes == 1 else f"across {nodes} nodes"
-        row = [axis, str(sizes[axis]), str(len(ranks)), where, format_ranges(ranks[widest].tolist())]
-        rows.append(row)
-    titles = ["axis", "size", "groups", "each", "for example ranks"]
+        groups = _group_array(axis, sizes, order)
+        nodes_per_group = _nodes_per_group(groups, local_world_size)
+        widest = int(nodes_per_group.argmax())
+        nodes = int(nodes_per_group[widest])
+        span = "inside a node" if nodes == 1 else f"across {nodes} nodes"
+        example = format_ranges(groups[widest].tolist())
+        rows.append([axis, str(sizes[axis]), str(len(groups)), span, example])
+    titles = ["axis", "size", "groups", "span", "example ranks"]
     return ["", *format_columns(titles, rows, left=range(len(titles)))] if rows else []
 
 
-def _format_count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _format_range(first: int, last: int) -> str:
@@ -363,10 +379,10 @@ def _format_range(first: int, last: int) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """``0, 1, 2, 8, 9`` -> ``0-2, 8-9``; of more than four such ranges the middle is left out."""
+    """Format sorted numbers, such as ``0-2, 8-9``; abbreviate more than four ranges."""
     texts = []
-    # In a run of consecutive numbers, each differs from its place by the same.
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
-        members = [number for _, number in run]
+    # Consecutive numbers differ from their positions by a constant.
+    for _, group in itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        members = [number for _, number in group]
         texts.append(_format_range(members[0], members[-1]))
     return ", ".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]])

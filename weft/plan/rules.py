@@ -1,7 +1,7 @@
-"""Rules about what may stand together in a job, and on what it may run; layouts have their own.
+"""Rules about combinations of keys, and about what the hardware supports.
 
-Like those of `weft.plan.layout` they are judged before anything is allocated; each names the key,
-its value, the rule and a remedy.
+The rules of parallel layouts are in `weft.plan.layout`.  weft checks all of them before it
+allocates anything; each error names the key, its value, the rule and a remedy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weft.models import Family
 from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors, format_choices
 from weft.plan.placement import MESH_ORDERS, crosses_nodes
 
-MAX_PROFILED_STEPS = 20  # steps
+MAX_PROFILED_STEPS = 20
 
 
 def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[ConfigError]:
-    """What the sections of a job forbid each other, whatever it runs on."""
+    """Yield errors of keys that conflict with each other on every machine."""
     yield from _check_replica_groups(job, degrees)
     yield from _check_optimizer(job)
     yield from _check_activation_checkpoint(job)
@@ -31,12 +31,13 @@ def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[
 
 
 def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
-    """What a model must have room for."""
+    """Yield errors if sequences or vocabulary exceed the model's."""
+    name = f"{job.model.kind}-{job.model.preset}"
     if job.train.seq_len > model.max_seq_len:
         yield ConfigError(
             "train.seq_len",
             job.train.seq_len,
-            f"exceeds max_seq_len = {model.max_seq_len} of {job.model.kind}-{job.model.preset}",
+            f"exceeds max_seq_len = {model.max_seq_len} of {name}",
             f"use at most {model.max_seq_len}, or --model.max_seq_len {job.train.seq_len}",
             ("model.preset", "model.max_seq_len"),
         )
@@ -44,25 +45,27 @@ def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
         yield ConfigError(
             "data.vocab_size",
             job.data.vocab_size,
-            f"exceeds vocab_size = {model.vocab_size} of {job.model.kind}-{job.model.preset}",
+            f"exceeds vocab_size = {model.vocab_size} of {name}",
             f"use at most {model.vocab_size}, or --model.vocab_size {job.data.vocab_size}",
             ("model.preset", "model.vocab_size"),
         )
 
 
 def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
-    """The global batch over the ranks, and the microbatch within a rank."""
-    train, dp = job.train, degrees.dp
+    """Return the errors of the global batch size and of the microbatch size."""
+    train, dp_size = job.train, degrees.dp_size
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
-    local, rest = divmod(train.global_batch_size, dp)
-    if rest or not local:
-        near = [n for n in (local * dp, (local + 1) * dp) if n]
-        unit = dp if isinstance(job.parallel.dp_shard, int) else job.parallel.dp_replicate
-        others = degrees.world // dp
-        worlds = [n * others for n in divisors(train.global_batch_size, dp) if n % unit == 0]
-        rule = f"does not divide over the {dp} data-parallel ranks"
-        remedy = f"use {format_choices(near)}" + (
-            f", or run.nproc_per_node = {format_choices(worlds)}" if worlds else ""
+    local, remainder = divmod(train.global_batch_size, dp_size)
+    if remainder or not local:
+        batch_sizes = [n for n in (local * dp_size, (local + 1) * dp_size) if n]
+        unit = dp_size if isinstance(job.parallel.dp_shard, int) else job.parallel.dp_replicate
+        other_ranks = degrees.world_size // dp_size
+        world_sizes = [
+            n * other_ranks for n in divisors(train.global_batch_size, dp_size) if n % unit == 0
+        ]
+        rule = f"is not divisible by {dp_size} data-parallel ranks"
+        remedy = f"use {format_choices(batch_sizes)}" + (
+            f", or run.nproc_per_node = {format_choices(world_sizes)}" if world_sizes else ""
         )
         return [
             ConfigError("train.global_batch_size", train.global_batch_size, rule, remedy, depends)
@@ -75,91 +78,100 @@ def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
     return []
 
 
-def check_full_microbatches(job: Job, family: Family, local: int, microbatch: int) -> Iterator[ConfigError]:
-    """A pipeline's microbatches all have as many rows: the last is filled up with copies, which
-    would count in the experts' loads."""
-    if family.routed is not None and local % microbatch:
-        rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
-        remedy = f"use {format_choices(divisors(local))}"
+def check_full_microbatches(
+    job: Job, family: Family, local_batch_size: int, microbatch_size: int
+) -> Iterator[ConfigError]:
+    """Yield an error if a pipeline would pad a microbatch of a mixture of experts.
+
+    A pipeline pads with copies of sequences, which would count in the load of the experts.
+    """
+    if family.moe_layers is not None and local_batch_size % microbatch_size:
+        rule = (
+            f"does not divide the {local_batch_size} sequences of each rank, which a pipeline of "
+            "a mixture of experts requires"
+        )
+        remedy = f"use {format_choices(divisors(local_batch_size))}"
         depends = ("train.global_batch_size", *DEGREE_KEYS)
-        yield ConfigError("train.microbatch_size", microbatch, rule, remedy, depends)
+        yield ConfigError("train.microbatch_size", microbatch_size, rule, remedy, depends)
 
 
 def check_device(
-    job: Job, device: str, peer_access: bool, degrees: ParallelDims, local_world: int
+    job: Job, device: str, peer_access: bool, degrees: ParallelDims, local_world_size: int
 ) -> Iterator[ConfigError]:
-    """What only some hardware can do.
+    """Yield errors of keys that the hardware does not support.
 
     Args:
         device: cpu or cuda.
-        peer_access: devices of a node reach each other's memory.
-        local_world: ranks of a node.
+        peer_access: True if the devices of a node can read each other's memory.
+        local_world_size: ranks per node.
     """
-    key, order = "parallel.async_tp", MESH_ORDERS[job.parallel.mesh_order]
-    kind, keeps = job.activation_checkpoint.mode, job.data.keeps_documents
-    chooses = kind in ("selective", "budget") and not job.compile.enable
-    if device == "cuda" and keeps and chooses:
-        # FlexAttention is not compiled where operators are chosen one by one.
-        rule = "would compute all scores of attention within documents (data.packing)"
-        remedy = "use compile.enable true, or activation_checkpoint.mode full"
+    mode = job.activation_checkpoint.mode
+    wraps_operators = mode in ("selective", "budget") and not job.compile.enable
+    if device == "cuda" and job.data.keeps_documents and wraps_operators:
+        # Selective checkpointing runs FlexAttention uncompiled.
         yield ConfigError(
             "activation_checkpoint.mode",
-            kind,
-            rule,
-            remedy,
+            mode,
+            "without torch.compile would materialize all attention scores of packed documents",
+            "use compile.enable true, or activation_checkpoint.mode full",
             ("data.packing", "data.format", "compile.enable"),
         )
     if job.parallel.symmetric_memory:
-        name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
+        key, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
         if not peer_access:
-            rule, remedy = "needs GPUs that reach each other's memory", "use false here"
-            yield ConfigError(name, True, rule, remedy, ("run.device",))
+            rule = "needs GPUs that can read each other's memory"
+            yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
         elif job.parallel.hierarchical_gather:
-            yield ConfigError(name, True, f"has no part in {other}", "use one of them", (other,))
+            rule = f"does not support {other}"
+            yield ConfigError(key, True, rule, "enable only one of them", (other,))
     if not job.parallel.async_tp:
         return
+    key, order = "parallel.async_tp", MESH_ORDERS[job.parallel.mesh_order]
     if not peer_access:
-        rule = "needs GPUs that reach each other's memory (SymmetricMemory over NVLink)"
-        yield ConfigError(key, True, rule, "use parallel.async_tp false here", ("run.device",))
-    elif crosses_nodes("tp", degrees.sizes, local_world, order):
-        rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
-        yield ConfigError(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
+        rule = "needs GPUs that can read each other's memory (SymmetricMemory over NVLink)"
+        yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
+    elif crosses_nodes("tp", degrees.axis_sizes, local_world_size, order):
+        rule = (
+            f"works inside a node, but tp = {degrees.tp} crosses nodes of {local_world_size} ranks"
+        )
+        remedy = f"use parallel.tp {local_world_size} or less"
+        yield ConfigError(key, True, rule, remedy, DEGREE_KEYS)
 
 
-def check_world_size_invariant(job: Job, degrees: ParallelDims, compute: str) -> Iterator[ConfigError]:
-    """What has no order of the global batch that every number of ranks shares."""
+def check_world_size_invariant(
+    job: Job, degrees: ParallelDims, compute_dtype: str
+) -> Iterator[ConfigError]:
+    """Yield errors of keys whose numbers depend on the number of ranks."""
     if not job.train.world_size_invariant:
         return
-    rule, key = "has only data-parallel ranks, in float32", "train.world_size_invariant"
+    key, rule = "train.world_size_invariant", "supports only data parallelism in float32"
     for axis in ("tp", "pp", "cp"):
         if getattr(degrees, axis) > 1:
-            yield ConfigError(
-                key, True, rule, f"use parallel.{axis} 1, or train.world_size_invariant false"
-            )
-    if compute != "float32":
-        yield ConfigError(
-            key,
-            True,
-            rule,
-            "use precision.compute_dtype float32, or train.world_size_invariant false",
-        )
+            remedy = f"use parallel.{axis} 1, or train.world_size_invariant false"
+            yield ConfigError(key, True, rule, remedy)
+    if compute_dtype != "float32":
+        remedy = "use precision.compute_dtype float32, or train.world_size_invariant false"
+        yield ConfigError(key, True, rule, remedy)
     if job.parallel.cpu_offload:
-        yield ConfigError(key, True, rule, "use parallel.cpu_offload false")
-    if job.train.microbatch_size not in ("auto", 1):
         yield ConfigError(
-            "train.microbatch_size", job.train.microbatch_size, "is 1 in canonical order", "use 1"
+            key, True, "does not support CPU offload", "use parallel.cpu_offload false"
+        )
+    if job.train.microbatch_size not in ("auto", 1):
+        rule = "must be 1 with train.world_size_invariant"
+        yield ConfigError(
+            "train.microbatch_size", job.train.microbatch_size, rule, "use 1 or auto", (key,)
         )
 
 
 def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
-    """What a replica group cannot do."""
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
         return
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):\d{1,5}", value):
-        yield ConfigError(key, value, "is no HOST:PORT", "use that of torchft_lighthouse, or none")
-    rule = "is not possible in a replica group (resilience.lighthouse)"
-    if degrees.pp > 1:  # its schedule has a fixed number of microbatches
+        remedy = "use the address that torchft_lighthouse listens on, or none"
+        yield ConfigError(key, value, "is not HOST:PORT", remedy)
+    rule = "is not supported with replica groups (resilience.lighthouse)"
+    if degrees.pp > 1:  # a pipeline schedule has a fixed number of microbatches
         yield ConfigError("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
     if job.train.world_size_invariant:
         yield ConfigError(
@@ -169,113 +181,107 @@ def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigErr
         yield ConfigError(
             "resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,)
         )
-    if job.train.objective == "dpo":  # its references lie in each group's own folder
-        yield ConfigError("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
+    if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
+        remedy = "use resilience.lighthouse none"
+        yield ConfigError("train.objective", "dpo", rule, remedy, (key,))
     if job.checkpoint.dir == "auto":
-        remedy = "use a folder that all groups share"
-        yield ConfigError("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
+        rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
+        remedy = "use a directory that all groups share"
+        yield ConfigError("checkpoint.dir", "auto", rule, remedy, (key,))
 
 
 def _check_optimizer(job: Job) -> Iterator[ConfigError]:
-    """What small moments cannot have."""
     key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
     if job.optim.name != "adamw":
-        rule = f"is for adamw, not {job.optim.name}"
+        rule = f"is only for adamw, not {job.optim.name}"
         yield ConfigError(key, value, rule, "use float32", ("optim.name",))
     if value == "8bit" and job.resilience.lighthouse != "none":
-        rule = "is not possible in a replica group (resilience.lighthouse)"
+        rule = "is not supported with replica groups (resilience.lighthouse)"
         yield ConfigError(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
 def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
-    """The compiler has one budget for all blocks."""
-    if (
-        job.activation_checkpoint.mode == "budget"
-        and job.compile.enable
-        and job.activation_checkpoint.every_n_layers > 1
-    ):
-        rule = "is not heeded where the compiler chooses what a budget keeps"
-        depends = ("activation_checkpoint.mode", "compile.enable")
-        yield ConfigError(
+    section = job.activation_checkpoint
+    if section.mode == "budget" and job.compile.enable and section.every_n_layers > 1:
+        key, rule = (
             "activation_checkpoint.every_n_layers",
-            job.activation_checkpoint.every_n_layers,
-            rule,
-            "use 1",
-            depends,
+            "has no effect: the compiler applies one budget to all blocks",
         )
+        depends = ("activation_checkpoint.mode", "compile.enable")
+        yield ConfigError(key, section.every_n_layers, rule, "use 1", depends)
 
 
 def _check_experts(job: Job, family: Family) -> Iterator[ConfigError]:
-    """What experts cannot have."""
-    if family.routed is None:
+    if family.moe_layers is None:
         return
     if job.optim.name == "muon":
-        rule = "is for matrices, and experts are stacks of them"
+        rule = "needs matrices, but the weights of experts are stacks of matrices"
         yield ConfigError("optim.name", "muon", rule, "use adamw", ("model.kind",))
     if job.lora.rank:
-        rule = "is not for a mixture of experts: adapters are for plain linear layers"
+        rule = "adapts only linear layers, which a mixture of experts does not have"
         yield ConfigError("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
     if (recipe := job.precision.float8) != "none":
-        rule = "is not for a mixture of experts: grouped products, most of its work, would stay"
-        rule += " in bfloat16"
+        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
         yield ConfigError("precision.float8", recipe, rule, "use none", ("model.kind",))
 
 
 def _check_objective(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
-    """What an objective needs of data and layout."""
     key, objective = "train.objective", job.train.objective
-    preferences = job.data.format == "preferences"
-    if objective == "dpo" and not preferences:
-        rule, remedy = "learns from preferences", "use data.format preferences"
+    has_preferences = job.data.format == "preferences"
+    if objective == "dpo" and not has_preferences:
+        rule, remedy = "needs preference data", "use data.format preferences"
         yield ConfigError(key, objective, rule, remedy, ("data.format",))
-    if objective == "next_token" and preferences:
-        rule = "would learn rejected answers, too"
-        yield ConfigError(key, objective, rule, "use dpo, or data.format chat", ("data.format",))
+    if objective == "next_token" and has_preferences:
+        rule, remedy = "would also train on rejected answers", "use dpo, or data.format chat"
+        yield ConfigError(key, objective, rule, remedy, ("data.format",))
     if objective != "next_token" and degrees.cp > 1:
-        rule = "looks at whole rows, which parallel.cp cuts over ranks"
+        rule = "needs full sequences, but parallel.cp splits them over ranks"
         yield ConfigError(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
 
 
 def _check_profile(job: Job) -> Iterator[ConfigError]:
-    """Which steps cannot be profiled."""
-    key, value, last = "profile.steps", job.profile.steps, job.train.steps
-    chosen = steps_of(value)
-    steps = chosen[0] if chosen else range(0)
-    if len(chosen) > 1:
-        yield ConfigError(key, value, "is more than one range of steps", "use 10, or 10-12")
-    elif steps and steps[-1] > last:
-        rule = f"ends after the run, which has train.steps = {last}"
-        yield ConfigError(key, value, rule, f"use {last} or less", ("train.steps",))
+    key, value, last_step = "profile.steps", job.profile.steps, job.train.steps
+    ranges = steps_of(value)
+    steps = ranges[0] if ranges else range(0)
+    if len(ranges) > 1:
+        rule = f"has {len(ranges)} ranges, and weft profiles one"
+        yield ConfigError(key, value, rule, "use one step or range, such as 10 or 10-12")
+    elif steps and steps[-1] > last_step:
+        rule = f"exceeds the last step, train.steps = {last_step}"
+        yield ConfigError(key, value, rule, f"use steps up to {last_step}", ("train.steps",))
     elif len(steps) > MAX_PROFILED_STEPS:
-        rule = f"has {len(steps)} steps: traces of more than {MAX_PROFILED_STEPS} are too large to read"
+        rule = f"has {len(steps)} steps: traces of over {MAX_PROFILED_STEPS} are too large to read"
         yield ConfigError(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
 def _check_debug(job: Job) -> Iterator[ConfigError]:
-    """What would not hold, or tell nothing."""
-    key, group = "debug.layer_stats_steps", "resilience.lighthouse"
-    rule = "is not possible in a replica group (resilience.lighthouse)"
-    chosen = steps_of(job.debug.layer_stats_steps)
-    if chosen and job.resilience.lighthouse != "none":
-        yield ConfigError(key, job.debug.layer_stats_steps, rule, "use one group", (group,))
-    if chosen and min(steps[0] for steps in chosen) > job.train.steps:
+    lighthouse, value = "resilience.lighthouse", job.debug.layer_stats_steps
+    key, ranges = "debug.layer_stats_steps", steps_of(value)
+    if ranges and job.resilience.lighthouse != "none":
+        rule = "is not supported with replica groups (resilience.lighthouse)"
+        yield ConfigError(key, value, rule, "use resilience.lighthouse none", (lighthouse,))
+    if ranges and min(steps[0] for steps in ranges) > job.train.steps:
         rule = f"begins after the last step, train.steps = {job.train.steps}"
-        yield ConfigError(
-            key, job.debug.layer_stats_steps, rule, "choose an earlier one", ("train.steps",)
-        )
+        yield ConfigError(key, value, rule, "use an earlier step", ("train.steps",))
     if job.debug.deterministic:
-        key, remedy = "debug.deterministic", "use false, or a run that stays as it is"
-        rule = "does not hold where ranks come and go"
-        for other, value in ((group, job.resilience.lighthouse), ("run.nodes", job.run.nodes)):
-            if value != "none" and (other == group or ":" in str(value)):
-                yield ConfigError(key, True, f"{rule}: {other} = {value}", remedy, (other,))
+        key, rule = "debug.deterministic", "needs a fixed number of ranks"
+        if job.resilience.lighthouse != "none":
+            reason = f"{rule}, but {lighthouse} = {job.resilience.lighthouse}"
+            remedy = f"use false, or {lighthouse} none"
+            yield ConfigError(key, True, reason, remedy, (lighthouse,))
+        if ":" in str(job.run.nodes):
+            reason = f"{rule}, but run.nodes = {job.run.nodes}"
+            yield ConfigError(
+                key, True, reason, "use false, or one value of run.nodes", ("run.nodes",)
+            )
+    key = "debug.autograd_anomaly"
     if job.debug.autograd_anomaly and job.compile.enable:
-        key, rule = "debug.autograd_anomaly", "cannot look into a compiled backward pass"
+        rule = "cannot inspect a compiled backward pass"
         yield ConfigError(key, True, rule, "use compile.enable false", ("compile.enable",))
     if job.debug.autograd_anomaly and job.parallel.tp > 1:
-        # Its look at a DTensor, which gradients of weights are there, is not implemented.
-        key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
+        # torch's anomaly mode does not support gradients that are DTensors.
+        rule = "cannot inspect gradients that parallel.tp shards"
         remedy = "use parallel.tp 1, or --debug.layer_stats_steps"
         yield ConfigError(key, True, rule, remedy, ("parallel.tp",))

@@ -1,26 +1,23 @@
-"""Pipeline stages: where to cut a model's consecutive units.
+"""Pipeline stages: split a model's consecutive units at the best boundaries.
 
-A pipeline is as fast as its slowest stage, and needs the memory of its largest one.  Equal
-numbers of blocks give neither: the head multiplies by the whole vocabulary (in Llama 3.1 8B as
-much work as two blocks), the embedding weighs as much as the head and computes nothing, and
-under 1F1B the first of S stages keeps the activations of S microbatches while the last keeps
-those of one.  So the units (the embedding, the blocks, the head) are cut by what they cost.
+The slowest stage sets the speed of a pipeline, and the largest stage its memory.  Stages with equal
+numbers of blocks balance neither.  The head multiplies by the vocabulary (in Llama 3.1 8B as much
+work as two blocks); the embedding is as large as the head and computes nothing; and under 1F1B the
+first of S stages keeps the activations of S microbatches, the last those of one.  So weft splits
+the units (the embedding, the blocks, the head) by cost.
 
-There are few enough cuts to find the best one exactly, by dynamic programming over "the units
-from i on, in the stages from s on".  One thing there is easily wrong.  A pair of objectives
-(slowest stage first, largest memory among equals) cannot be minimised as a pair: the suffix
-with the better time may have the worse memory, and its time may not even matter because an
-earlier stage is slower anyway.  Each objective alone can, so they are solved one after another,
-each with the optimum of those before as a bound on every stage.
+Dynamic programming over "units from i on, in stages from s on" finds the optimal split.  It cannot
+minimize a pair of objectives (slowest stage first, then largest memory) as a pair: the suffix with
+the better time may have the worse memory, while an earlier stage is slower anyway.  Each single
+objective can be minimized, so weft solves them in turn, and each optimum bounds the later ones.
 
-Sums of floating-point numbers depend on their order, and a bound that is met exactly must be
-seen to be met.  All costs are therefore turned into whole multiples of one common unit first:
-every comparison below is of integers, and every tie is a real one.
+A sum of floating-point numbers depends on its order, and a stage that meets a bound exactly must
+not appear to exceed it.  So all costs become integer multiples of a common unit first: every
+comparison is of integers.
 
-What is left out: communication between stages.  Each boundary carries the same activations, so
-it does not tell one cut from another.
+The costs exclude communication between stages: every boundary carries the same activations.
 
-Names: unit i of n, stage s of S; bytes and times are one rank's.
+Names: unit i of n, stage s of S; bytes and times are those of one rank.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ from typing import TYPE_CHECKING, Literal
 from weft.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.models.family import Unit
+    from weft.models.family import UnitCost
 
 Objective = Literal["speed", "memory"]
 
 
-# --------------------------------------------------------------------------- the cut
+# --------------------------------------------------------------------------- partition
 
 
 def partition(
@@ -50,43 +47,42 @@ def partition(
     in_flight: Sequence[int],
     objective: Objective = "speed",
 ) -> list[range]:
-    """Cut units into consecutive stages, each of at least one unit, in the best possible way.
+    """Split units into consecutive stages of at least one unit, optimally.
 
-    The memory of a stage is its units' ``state_bytes`` and, for every microbatch in flight,
-    their ``activation_bytes``.  *speed* minimises the slowest stage; among those cuts the
-    largest memory; among those the sum of the squares of the stages' times, which is smallest
-    where they are most even.  *memory* minimises the largest memory, then the slowest stage,
-    then the squares.  Among cuts equal in all of that the first stages get the fewest units.
+    The memory of a stage is the ``state_bytes`` of its units plus, per microbatch in flight, their
+    ``activation_bytes``.  *speed* minimizes the slowest stage; among those splits the largest
+    memory; among those the sum of the squares of the stages' times, which is smallest when they
+    are most even.  *memory* minimizes the largest memory, then the slowest stage, then the
+    squares.  Among equal splits the first stages get the fewest units.
 
-    In a schedule where a rank has several stages this still cuts stages, not ranks: it makes
-    the slowest *stage* fastest.
+    If a rank has several stages, this still balances stages, not ranks.
 
     Args:
-        seconds: of each unit, forward and backward of one microbatch, in any unit of time.
-        state_bytes: of each unit: parameters, gradients, optimizer states.
-        activation_bytes: what each unit keeps for backward of one microbatch.
-        in_flight: for each stage, the microbatches whose activations it keeps at its worst
-            moment.  Of M microbatches: ``min(M, S - s)`` under 1F1B, ``M`` under GPipe.
+        seconds: forward and backward time of each unit per microbatch, in any unit.
+        state_bytes: bytes of parameters, gradients and optimizer states of each unit.
+        activation_bytes: bytes that each unit saves for backward per microbatch.
+        in_flight: peak number of microbatches whose activations each stage keeps.  Of M
+            microbatches: ``min(M, S - s)`` under 1F1B, ``M`` under GPipe.
 
     Returns:
         The units of each stage.
 
     Raises:
-        ValueError: if a cost is negative or not finite, lengths do not agree, or there are fewer
-            units than stages.
+        ValueError: if a cost is negative or not finite, lengths differ, or there are fewer units
+            than stages.
     """
     n, num_stages = len(seconds), len(in_flight)
     if len(state_bytes) != n or len(activation_bytes) != n:
-        raise ValueError("seconds, state_bytes and activation_bytes must be of equal length")
+        raise ValueError("seconds, state_bytes and activation_bytes must have equal lengths")
     costs = [*seconds, *state_bytes, *activation_bytes]
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
-        raise ValueError("costs of units must be finite and not negative")
+        raise ValueError("the costs of units must be finite and non-negative")
     if num_stages == 0 or min(in_flight) < 1:
-        raise ValueError("in_flight needs one number per stage, of at least 1")
+        raise ValueError("in_flight must have a number of at least 1 for each stage")
     if n < num_stages:
         raise ValueError(f"{n} units are not enough for {num_stages} stages")
 
-    # Prefix sums: the first i units' costs, as integers.
+    # Prefix sums of the costs, as integers.
     time = _prefix_sums(_to_common_unit(seconds))
     memory = _to_common_unit([*state_bytes, *activation_bytes])
     state, activation = _prefix_sums(memory[:n]), _prefix_sums(memory[n:])
@@ -107,7 +103,7 @@ def partition(
     return _solve(square_of, int.__add__, bounds, n, num_stages)[1]
 
 
-# Of stage s with the units from i to before j.  Grows with every unit that joins.
+# The cost of stage s with units i to j - 1.  It does not decrease when a unit is added.
 StageCost = Callable[[int, int, int], int]
 
 
@@ -118,46 +114,46 @@ def _solve(
     num_units: int,
     num_stages: int,
 ) -> tuple[int, list[range]]:
-    """The smallest total, over cuts in which every stage keeps all bounds.
+    """Minimize the total cost over splits in which every stage satisfies all bounds.
 
     Args:
-        cost: of one stage, not negative.
-        combine: a stage's cost with the total of those after it: ``max``, or the sum.
-        bounds: costs, each with the most of it that any stage may have; some cut keeps them.
+        cost: non-negative cost of one stage.
+        combine: combines a stage's cost with the total of the later stages: ``max`` or a sum.
+        bounds: costs, each with its maximum for any stage; at least one split satisfies them.
 
     Returns:
-        That total and the cut, the one with the earliest ends among equals.
+        The total and its split; among equals the one with the earliest boundaries.
     """
-    # best[i]: total of the units from i on in the stages from s on, and where stage s ends.
+    # best[i]: minimal total of the units from i on in the stages from s on, and the end of stage s.
     best: dict[int, tuple[int, int]] = {num_units: (0, 0)}
-    choices: list[dict[int, tuple[int, int]]] = []
+    best_by_stage: list[dict[int, tuple[int, int]]] = []
     for s in reversed(range(num_stages)):
-        after, best = best, {}
+        later, best = best, {}
         for i in range(s, num_units) if s else [0]:
-            least: tuple[int, int] | None = None
+            minimum: tuple[int, int] | None = None
             for j in range(i + 1, num_units + 1):
-                if any(bounded(s, i, j) > most for bounded, most in bounds):
-                    break  # more units only make it worse
-                own = cost(s, i, j)
-                if least and own >= least[0]:
-                    break  # likewise, whatever follows
-                if j in after:
-                    total = combine(own, after[j][0])
-                    if not least or total < least[0]:
-                        least = (total, j)
-            if least:
-                best[i] = least
-        choices.append(best)
-    cut, i = [], 0
-    for choice in reversed(choices):
-        j = choice[i][1]
-        cut.append(range(i, j))
+                if any(bounded(s, i, j) > bound for bounded, bound in bounds):
+                    break  # more units only cost more
+                stage_cost = cost(s, i, j)
+                if minimum and stage_cost >= minimum[0]:
+                    break  # likewise, for any later stages
+                if j in later:
+                    total = combine(stage_cost, later[j][0])
+                    if not minimum or total < minimum[0]:
+                        minimum = (total, j)
+            if minimum:
+                best[i] = minimum
+        best_by_stage.append(best)
+    split, i = [], 0
+    for choices in reversed(best_by_stage):
+        j = choices[i][1]
+        split.append(range(i, j))
         i = j
-    return best[0][0], cut
+    return best[0][0], split
 
 
 def _to_common_unit(values: Sequence[float]) -> list[int]:
-    """The values as multiples of one common unit, exactly: every float is a fraction."""
+    """Convert floats to exact integer multiples of one common unit."""
     fractions = [Fraction(value) for value in values]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]
@@ -172,176 +168,193 @@ def _prefix_sums(values: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive units of a model that one rank computes."""
+    """Consecutive units of a model that one rank computes.
 
-    first: int  # its first unit
-    end: int  # the unit after its last
-    name: str  # of its units, for people
-    blocks: int
-    share: float  # of the time of all stages
+    Attributes:
+        first_unit, end_unit: index of the first unit, and one past the last.
+        name: its units, for people.
+        time_fraction: fraction of the time of all stages.
+        activation_bytes: bytes saved for backward per microbatch.
+        in_flight: peak number of microbatches whose activations it keeps.
+    """
+
+    first_unit: int
+    end_unit: int
+    name: str
+    num_blocks: int
+    time_fraction: float
     state_bytes: float
-    activation_bytes: float  # of one microbatch
-    in_flight: int  # microbatches whose activations it keeps at its worst moment
+    activation_bytes: float
+    in_flight: int
 
     @property
     def units(self) -> range:
-        """Its units, as the model family's ``keep`` takes them."""
-        return range(self.first, self.end)
+        """Indices of its units, as the family's ``prune_to_stage`` takes them."""
+        return range(self.first_unit, self.end_unit)
 
     @property
     def memory_bytes(self) -> float:
+        """Peak bytes of state and activations."""
         return self.state_bytes + self.in_flight * self.activation_bytes
 
 
 def split_into_stages(
-    units: Sequence[Unit],
+    units: Sequence[UnitCost],
     in_flight: Sequence[int],
     tokens_per_microbatch: float,
     bytes_per_param: float,
     objective: Objective = "speed",
-    layers: Sequence[int] = (),
+    layers_per_stage: Sequence[int] = (),
 ) -> list[Stage]:
-    """The stages of a model, cut by cost with `partition`, or as ``layers`` says.
+    """Split a model into stages, by cost or by ``layers_per_stage``.
 
-    Time is taken to be proportional to the units' FLOPs.
+    The time of a unit is assumed to be proportional to its FLOPs.
 
     Args:
         units: the embedding, the blocks, the head.
-        in_flight: for each stage, see `partition`; its length is the number of stages.
-        tokens_per_microbatch: of one rank: a row cut by tensor or context parallelism counts
-            in part.
-        bytes_per_param: state of one parameter on one rank: where states are sharded over N
-            ranks, their bytes divided by N.
+        in_flight: see `partition`; its length is the number of stages.
+        tokens_per_microbatch: tokens on one rank, divided by the tensor and context degrees.
+        bytes_per_param: bytes of state per parameter on one rank, after sharding.
         objective: see `partition`.
-        layers: blocks of each stage, instead of cutting by cost.
+        layers_per_stage: blocks of each stage; overrides the costs.
 
     Raises:
-        ValueError: if there are fewer units than stages, or `check_layers_per_stage` finds ``layers``
-            impossible.
+        ValueError: if there are fewer units than stages, or `check_layers_per_stage` finds errors.
     """
     seconds = [unit.flops_per_token for unit in units]
     state_bytes = [unit.params * bytes_per_param for unit in units]
     activation_bytes = [unit.activation_bytes_per_token * tokens_per_microbatch for unit in units]
-    if layers:
-        if problems := check_layers_per_stage(layers, len(in_flight), len(units) - 2):
-            raise ValueError("\n".join(str(problem) for problem in problems))
-        cut = _split_by_layers(layers)
+    if layers_per_stage:
+        if errors := check_layers_per_stage(layers_per_stage, len(in_flight), len(units) - 2):
+            raise ValueError("\n".join(str(error) for error in errors))
+        split = _split_by_layers(layers_per_stage)
     else:
-        cut = partition(seconds, state_bytes, activation_bytes, in_flight, objective)
-    total = math.fsum(seconds) or 1.0
+        split = partition(seconds, state_bytes, activation_bytes, in_flight, objective)
+    total_seconds = math.fsum(seconds) or 1.0
     return [
         Stage(
-            first=stage.start,
-            end=stage.stop,
+            first_unit=stage.start,
+            end_unit=stage.stop,
             name=_format_units([units[i].name for i in stage]),
-            blocks=sum(0 < i < len(units) - 1 for i in stage),
-            share=math.fsum(seconds[i] for i in stage) / total,
+            num_blocks=sum(0 < i < len(units) - 1 for i in stage),
+            time_fraction=math.fsum(seconds[i] for i in stage) / total_seconds,
             state_bytes=math.fsum(state_bytes[i] for i in stage),
             activation_bytes=math.fsum(activation_bytes[i] for i in stage),
             in_flight=count,
         )
-        for stage, count in zip(cut, in_flight, strict=True)
+        for stage, count in zip(split, in_flight, strict=True)
     ]
 
 
-def check_layers_per_stage(layers: Sequence[int], num_stages: int, num_blocks: int) -> list[ConfigError]:
-    """Every reason why a model of ``num_blocks`` cannot be cut into stages of ``layers`` blocks."""
-    problems = []
-    shown = list(layers)
+def check_layers_per_stage(
+    layers_per_stage: Sequence[int], num_stages: int, num_blocks: int
+) -> list[ConfigError]:
+    """Return the errors of ``layers_per_stage`` for a model of ``num_blocks``."""
+    errors = []
     depends = ("parallel.pp", "pipeline.stages_per_rank", "model.num_layers")
-    even, rest = divmod(num_blocks, num_stages)
-    # Those left over go to the middle: the outer stages also have the embedding and the head.
+    even, remainder = divmod(num_blocks, num_stages)
+    # Extra blocks go to the middle: the outer stages also have the embedding and the head.
     middle_first = [*range(1, num_stages - 1), num_stages - 1, 0]
-    example = [even + (s in middle_first[:rest]) for s in range(num_stages)]
+    example = [even + (s in middle_first[:remainder]) for s in range(num_stages)]
     remedy = (
-        f"such as {example}, or leave it out to cut by cost"
+        f"use a list such as {example}, or remove the key to split by cost"
         if num_blocks >= num_stages - 2
         else f"use at most {num_blocks + 2} stages"
     )
 
-    def problem(rule: str) -> None:
-        problems.append(ConfigError("pipeline.layers_per_stage", shown, rule, remedy, depends))
+    def add_error(rule: str) -> None:
+        value = list(layers_per_stage)
+        errors.append(ConfigError("pipeline.layers_per_stage", value, rule, remedy, depends))
 
-    if len(layers) != num_stages:
-        problem(f"lists {len(layers)} stages, and there are {num_stages}")
-    if sum(layers) != num_blocks:
-        problem(f"adds up to {sum(layers)} blocks, and the model has {num_blocks}")
-    # The first stage still has the embedding, and the last the head.
-    empty = [s for s in range(1, len(layers) - 1) if layers[s] == 0]
-    if empty or any(count < 0 for count in layers):
-        problem("has a stage without a block; only the first and the last may have none")
-    return problems
+    if len(layers_per_stage) != num_stages:
+        add_error(f"lists {len(layers_per_stage)} stages, but the pipeline has {num_stages}")
+    if sum(layers_per_stage) != num_blocks:
+        add_error(f"adds up to {sum(layers_per_stage)} blocks, but the model has {num_blocks}")
+    # Without blocks, the first stage still has the embedding, and the last the head.
+    is_empty = [count == 0 for count in layers_per_stage[1:-1]]
+    if any(is_empty) or any(count < 0 for count in layers_per_stage):
+        add_error("has a stage without a block, which only the first and the last may be")
+    return errors
 
 
-def _split_by_layers(layers: Sequence[int]) -> list[range]:
-    """Units of each stage: the embedding is unit 0, and the head the last."""
-    ends = [1 + end for end in itertools.accumulate(layers)]
+def _split_by_layers(layers_per_stage: Sequence[int]) -> list[range]:
+    """Return the units of each stage, with the embedding first and the head last."""
+    ends = [1 + end for end in itertools.accumulate(layers_per_stage)]
     ends[-1] += 1
     return [range(first, end) for first, end in itertools.pairwise([0, *ends])]
 
 
 def _format_units(units: Sequence[str]) -> str:
-    """``embed_tokens, layers.0, layers.1, layers.2`` -> ``embed_tokens + layers 0-2``."""
-    parts = []
-    for (stem, numbered), run in itertools.groupby(units, key=_split_index):
-        names = list(run)
+    """Format unit names, such as ``embed_tokens + layers 0-2``."""
+    texts = []
+    for (prefix, has_index), group in itertools.groupby(units, key=_split_index):
+        names = list(group)
         first, last = names[0].rpartition(".")[2], names[-1].rpartition(".")[2]
-        numbers = first if first == last else f"{first}-{last}"
-        parts.append(f"{stem} {numbers}" if numbered else " + ".join(names))
-    return " + ".join(parts)
+        indices = first if first == last else f"{first}-{last}"
+        texts.append(f"{prefix} {indices}" if has_index else " + ".join(names))
+    return " + ".join(texts)
 
 
 def _split_index(name: str) -> tuple[str, bool]:
-    """A unit's name without its number, and whether it had one."""
-    stem, _, last = name.rpartition(".")
-    return (stem, True) if stem and last.isdigit() else (name, False)
+    """Return a unit's name without its index, and True if it had one."""
+    prefix, _, last = name.rpartition(".")
+    return (prefix, True) if prefix and last.isdigit() else (name, False)
 
 
-# --------------------------------------------------------------------------- stages of a rank
+# --------------------------------------------------------------------------- tables
 
 
 def imbalance(values: Sequence[float]) -> float:
-    """The largest over the mean, minus 1: what evenness would win."""
+    """Return the maximum over the mean, minus 1."""
     mean = math.fsum(values) / len(values)
     return max(values) / mean - 1 if mean else 0.0
 
 
-def format_stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
-    """Stages as lines of text; below them, where ranks have several, the sums of each rank.
+def format_stage_table(stages: Sequence[Stage], stage_ranks: Sequence[int]) -> list[str]:
+    """Format stages as lines of text, with sums per rank if ranks have several stages.
 
     Args:
-        ranks: of each stage, the pipeline rank that holds it.
+        stage_ranks: pipeline rank of each stage.
     """
     rows = [
-        [str(s), str(rank), stage.name, str(stage.blocks), _percent(stage.share)]
-        for s, (rank, stage) in enumerate(zip(ranks, stages, strict=True))
+        [str(s), str(rank), stage.name, str(stage.num_blocks), _percent(stage.time_fraction)]
+        for s, (rank, stage) in enumerate(zip(stage_ranks, stages, strict=True))
     ]
     lines = format_columns(["stage", "rank", "units", "blocks", "time %"], rows, left={2})
-    lines += [_slowest("stage", [stage.share for stage in stages])]
-    held = [[s for s, home in enumerate(ranks) if home == rank] for rank in sorted(set(ranks))]
-    if len(held) < len(stages):
-        shares = [math.fsum(stages[s].share for s in mine) for mine in held]
-        blocks = [sum(stages[s].blocks for s in mine) for mine in held]
+    lines += [_format_slowest("stage", [stage.time_fraction for stage in stages])]
+    by_rank = [
+        [s for s, owner in enumerate(stage_ranks) if owner == rank]
+        for rank in sorted(set(stage_ranks))
+    ]
+    if len(by_rank) < len(stages):
+        fractions = [math.fsum(stages[s].time_fraction for s in indices) for indices in by_rank]
         rows = [
-            [str(rank), ", ".join(map(str, mine)), str(count), _percent(share)]
-            for rank, (mine, count, share) in enumerate(zip(held, blocks, shares, strict=True))
+            [
+                str(rank),
+                ", ".join(map(str, indices)),
+                str(sum(stages[s].num_blocks for s in indices)),
+                _percent(fraction),
+            ]
+            for rank, (indices, fraction) in enumerate(zip(by_rank, fractions, strict=True))
         ]
         lines += ["", *format_columns(["rank", "stages", "blocks", "time %"], rows, {1})]
-        lines += [_slowest("rank", shares)]
+        lines += [_format_slowest("rank", fractions)]
     return lines
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}"
 
 
-def _slowest(what: str, shares: Sequence[float]) -> str:
-    slowest = max(range(len(shares)), key=shares.__getitem__)
-    return f"slowest {what}: {slowest}, {100 * imbalance(shares):.1f}% above the mean"
+def _format_slowest(kind: str, fractions: Sequence[float]) -> str:
+    slowest = max(range(len(fractions)), key=fractions.__getitem__)
+    return f"slowest {kind}: {slowest}, {100 * imbalance(fractions):.1f}% above the mean"
 
 
-def format_columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Lines of columns, right-aligned but those in ``left``."""
+def format_columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
+) -> list[str]:
+    """Format rows as columns, right-aligned except those in ``left``."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(

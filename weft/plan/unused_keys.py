@@ -1,10 +1,10 @@
-"""Keys that are accepted and do nothing: the plan warns of those that a job has set.
+"""Warn about keys that a job sets and that have no effect.
 
-A value that the layout, the optimizer or another key leaves without effect is no error: recipes are
-shared and overridden.  But whoever has set ``lora.alpha`` and sees no adapters should be told so.
-`EFFECT_RULES` says of each key when it acts; `ALWAYS_EFFECTIVE` lists the keys that always do, or that something else
-than training reads.  What is refused elsewhere (`weft.plan.layout`, `weft.plan.rules`) stands in
-`ALWAYS_EFFECTIVE`, too: it never gets as far as a warning.
+Recipes are shared and overridden, so a value without effect is not an error.  But a user who sets
+``lora.alpha`` without ``lora.rank`` needs a warning.  `EFFECT_RULES` gives the condition under
+which each key has an effect.  The test lists the other keys: those that always have an
+effect, those that another command reads, and those that `weft.plan.layout` or `weft.plan.rules`
+reject where they have no effect.
 """
 
 from __future__ import annotations
@@ -23,300 +23,276 @@ DEFAULTS = flatten(Job())
 
 @dataclass(frozen=True)
 class KeyContext:
-    """What decides whether a key acts.
+    """The resolved values that decide whether a key has an effect.
 
-    Args:
-        nodes, local_world: machines, and ranks of each.
-        node_shards: ranks of a shard group on one node; None if that differs.
-        accumulation: microbatches of a rank in a step.
-        reshard: whether, and over how many ranks, parameters are freed after forward.
-        compute: dtype of forward and backward.
+    Attributes:
+        shard_ranks_per_node: ranks per node of an FSDP shard group; None if nodes differ.
+        reshard_after_forward: as fully_shard takes it.
     """
 
     job: Job
     degrees: ParallelDims
-    nodes: int
-    local_world: int
-    node_shards: int | None
-    accumulation: int
-    reshard: bool | int
-    compute: str
+    num_nodes: int
+    local_world_size: int
+    shard_ranks_per_node: int | None
+    num_microbatches: int
+    reshard_after_forward: bool | int
+    compute_dtype: str
 
     @property
-    def shards(self) -> int:
-        """Ranks over which parameters are sharded; 1 where every rank has them whole."""
-        return 1 if self.job.train.world_size_invariant else self.degrees.shards
+    def fsdp_size(self) -> int:
+        """Ranks that shard a parameter; 1 if every rank holds it unsharded."""
+        return 1 if self.job.train.world_size_invariant else self.degrees.fsdp_size
 
     @property
-    def is_wrapped(self) -> bool:
-        """Return True if FSDP gathers and reduces: not of a plain model on one rank."""
-        plain = self.degrees.world == 1 and self.compute == "float32"
+    def uses_fsdp(self) -> bool:
+        """Return True if FSDP gathers parameters and reduces gradients."""
+        is_plain = self.degrees.world_size == 1 and self.compute_dtype == "float32"
         return not self.job.train.world_size_invariant and (
-            not plain or self.job.parallel.cpu_offload
+            not is_plain or self.job.parallel.cpu_offload
         )
 
 
 @dataclass(frozen=True)
 class EffectRule:
-    """When a key acts, and what to say where it does not."""
+    """The condition under which a key has an effect, and the warning if it has none."""
 
-    acts: Callable[[KeyContext], bool]
-    why: str
+    has_effect: Callable[[KeyContext], bool]
+    reason: str
     remedy: str
 
 
 def _is_user_defined(name: str) -> bool:
-    """Return True for ``module:function`` of the user's own, which may read every key."""
+    """Return True for a user's ``module:function``, which may read every key."""
     return ":" in name
 
 
-def _pipeline(why: str = "there is no pipeline (parallel.pp is 1)") -> EffectRule:
-    return EffectRule(lambda s: s.degrees.pp > 1, why, "Set parallel.pp above 1, or leave it out")
-
-
-_CONTEXT = EffectRule(
+_PIPELINE = EffectRule(
+    lambda s: s.degrees.pp > 1,
+    "there is no pipeline (parallel.pp is 1)",
+    "Set parallel.pp above 1, or remove the key",
+)
+_CONTEXT_PARALLEL = EffectRule(
     lambda s: s.degrees.cp > 1,
     "there is no context parallelism (parallel.cp is 1)",
-    "Set parallel.cp above 1, or leave it out",
+    "Set parallel.cp above 1, or remove the key",
 )
 _SHARDED = EffectRule(
-    lambda s: s.shards > 1,
-    "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or train.world_size_invariant is true)",
-    "Set parallel.dp_shard above 1, or leave it out",
+    lambda s: s.fsdp_size > 1,
+    "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or "
+    "train.world_size_invariant is true)",
+    "Set parallel.dp_shard above 1, or remove the key",
 )
 _LORA = EffectRule(
     lambda s: s.job.lora.rank > 0,
     "there are no adapters (lora.rank is 0)",
-    "Set lora.rank, or leave it out",
+    "Set lora.rank, or remove the key",
 )
 _FLOAT8 = EffectRule(
     lambda s: s.job.precision.float8 != "none",
-    "nothing is multiplied in float8 (precision.float8 is none)",
-    "Set precision.float8, or leave it out",
+    "no matrix is multiplied in float8 (precision.float8 is none)",
+    "Set precision.float8, or remove the key",
 )
 _SPIKES = EffectRule(
     lambda s: s.job.resilience.on_anomaly != "stop",
-    "spikes are not watched for (resilience.on_anomaly is stop)",
-    "Set resilience.on_anomaly to skip or rewind, or leave it out",
+    "weft does not detect spikes (resilience.on_anomaly is stop)",
+    "Set resilience.on_anomaly to skip or rewind, or remove the key",
 )
 _TEXT = EffectRule(
     lambda s: s.job.data.format == "text",
-    "the data are not plain text (data.format)",
-    "Leave it out",
+    "the data are not plain text (data.format is chat or preferences)",
+    "Remove the key",
 )
-_CONVERSATIONS = EffectRule(
+_CHAT = EffectRule(
     lambda s: s.job.data.format != "text",
-    "the data are no conversations (data.format is text)",
-    "Set data.format to chat or preferences, or leave it out",
+    "the data are not conversations (data.format is text)",
+    "Set data.format to chat or preferences, or remove the key",
 )
 
 EFFECT_RULES: dict[str, EffectRule] = {
     "run.nproc_per_node": EffectRule(
-        lambda s: s.job.run.nproc_per_node in ("auto", s.local_world),
-        "a launcher, or the cluster that is planned for, has decided how many ranks a node has",
-        "Leave it out",
+        lambda s: s.job.run.nproc_per_node in ("auto", s.local_world_size),
+        "the launcher or the planned cluster sets the number of ranks per node",
+        "Remove the key",
     ),
     "run.nodes": EffectRule(
-        lambda s: _is_node_count_allowed(s.job.run.nodes, s.nodes),
-        "a launcher, or the cluster that is planned for, has another number of nodes",
-        "Leave it out",
+        lambda s: _is_node_count_allowed(s.job.run.nodes, s.num_nodes),
+        "the launcher or the planned cluster has another number of nodes",
+        "Remove the key",
     ),
     "run.rendezvous": EffectRule(
-        lambda s: s.nodes > 1 or s.job.run.nodes != "auto",
+        lambda s: s.num_nodes > 1 or s.job.run.nodes != "auto",
         "the run has one node",
-        "Set run.nodes to the number of nodes that start this command, or leave it out",
+        "Set run.nodes to the number of nodes that start this command, or remove the key",
     ),
     "data.text_field": _TEXT,
     "data.packing": _TEXT,
-    "data.overlong": _CONVERSATIONS,
-    "data.chat_template": _CONVERSATIONS,
+    "data.overlong": _CHAT,
+    "data.chat_template": _CHAT,
     "data.vocab_size": EffectRule(
         lambda s: s.job.data.tokenizer == "train",
-        "the tokenizer is read from a file (data.tokenizer) and not trained",
-        "Leave it out",
+        "weft reads the tokenizer from a file (data.tokenizer) and does not train one",
+        "Remove the key",
     ),
     "train.dpo_beta": EffectRule(
         lambda s: s.job.train.objective == "dpo" or _is_user_defined(s.job.train.objective),
         "the objective is not dpo (train.objective)",
-        "Set train.objective to dpo, or leave it out",
+        "Set train.objective to dpo, or remove the key",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "optim.momentum": EffectRule(
         lambda s: s.job.optim.name == "muon" or _is_user_defined(s.job.optim.name),
-        "the optimizer has no momentum of that kind: adamw has optim.beta1 (optim.name)",
-        "Set optim.name to muon, or leave it out",
+        "the optimizer has no momentum (optim.name is adamw, which has optim.beta1)",
+        "Set optim.name to muon, or remove the key",
     ),
     "optim.decay_fraction": EffectRule(
         lambda s: s.job.optim.schedule == "wsd" or _is_user_defined(s.job.optim.schedule),
-        "only wsd has a phase of decay of its own length (optim.schedule)",
-        "Set optim.schedule to wsd, or leave it out",
+        "only the wsd schedule has a decay phase (optim.schedule)",
+        "Set optim.schedule to wsd, or remove the key",
     ),
     "optim.min_lr_ratio": EffectRule(
         lambda s: s.job.optim.schedule != "wsd" or s.job.optim.decay_fraction > 0,
         "the learning rate does not decay (optim.decay_fraction is 0)",
-        "Set optim.decay_fraction above 0, or leave it out",
+        "Set optim.decay_fraction above 0, or remove the key",
     ),
-    "pipeline.schedule": _pipeline(),
+    "pipeline.schedule": _PIPELINE,
     "parallel.sequence_parallel": EffectRule(
         lambda s: s.degrees.tp > 1,
         "there is no tensor parallelism (parallel.tp is 1)",
-        "Set parallel.tp above 1, or leave it out",
+        "Set parallel.tp above 1, or remove the key",
     ),
-    "parallel.cp_method": _CONTEXT,
-    "parallel.cp_load_balance": _CONTEXT,
+    "parallel.cp_method": _CONTEXT_PARALLEL,
+    "parallel.cp_load_balance": _CONTEXT_PARALLEL,
     "parallel.mesh_order": EffectRule(
         lambda s: s.degrees.pp > 1 and s.degrees.dp_replicate > 1,
-        "the two orders differ only where a pipeline has replicas",
-        "Set parallel.pp and parallel.dp_replicate above 1, or leave it out",
+        "the two orders differ only if a pipeline has replicas",
+        "Set parallel.pp and parallel.dp_replicate above 1, or remove the key",
     ),
     "parallel.reshard_after_forward": EffectRule(
-        lambda s: s.shards > 1 or (s.is_wrapped and s.compute != "float32"),
-        "nothing is gathered: no parameters are sharded",
-        "Set parallel.dp_shard above 1, or leave it out",
+        lambda s: s.fsdp_size > 1 or (s.uses_fsdp and s.compute_dtype != "float32"),
+        "no parameters are sharded, so none are gathered",
+        "Set parallel.dp_shard above 1, or remove the key",
     ),
     "parallel.gradient_sync": EffectRule(
-        lambda s: s.accumulation > 1 and s.degrees.shards * s.degrees.dp_replicate > 1,
-        "a step reduces its gradients once: it has one microbatch, or one rank to reduce over",
-        "Set a smaller train.microbatch_size, or leave it out",
+        lambda s: s.num_microbatches > 1 and s.degrees.fsdp_size * s.degrees.dp_replicate > 1,
+        "a step reduces gradients once: it has one microbatch, or one rank to reduce over",
+        "Set a smaller train.microbatch_size, or remove the key",
     ),
     "parallel.hierarchical_gather": EffectRule(
-        lambda s: s.shards > 1 and s.node_shards is not None and 1 < s.node_shards < s.shards,
-        "no shard group has several ranks on each of several nodes",
-        "Leave it out, or shard over more ranks than a node has",
+        lambda s: (
+            s.fsdp_size > 1
+            and s.shard_ranks_per_node is not None
+            and 1 < s.shard_ranks_per_node < s.fsdp_size
+        ),
+        "no shard group has several ranks on each of several nodes (parallel.dp_shard)",
+        "Remove the key, or shard over more ranks than a node has",
     ),
     "parallel.symmetric_memory": _SHARDED,
     "parallel.fsdp_prefetch": _SHARDED,
     "parallel.param_persistence_threshold": EffectRule(
-        lambda s: s.shards > 1 and s.reshard is not False,
+        lambda s: s.fsdp_size > 1 and s.reshard_after_forward is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
-        "Set parallel.reshard_after_forward to always, or leave it out",
+        "Set parallel.reshard_after_forward to always, or remove the key",
     ),
-    "pipeline.stages_per_rank": _pipeline(),
-    "pipeline.layers_per_stage": _pipeline(),
+    "pipeline.stages_per_rank": _PIPELINE,
+    "pipeline.layers_per_stage": _PIPELINE,
     "pipeline.balance": EffectRule(
         lambda s: s.degrees.pp > 1 and not s.job.pipeline.layers_per_stage,
-        "there is no pipeline (parallel.pp is 1), or pipeline.layers_per_stage cuts it",
-        "Set parallel.pp above 1 without pipeline.layers_per_stage, or leave it out",
+        "there is no pipeline (parallel.pp is 1), or pipeline.layers_per_stage sets its stages",
+        "Set parallel.pp above 1 without pipeline.layers_per_stage, or remove the key",
     ),
     "precision.reduce_dtype": EffectRule(
-        lambda s: s.is_wrapped,
-        "no gradients are reduced: one rank in float32, or train.world_size_invariant",
-        "Leave it out",
+        lambda s: s.uses_fsdp,
+        "FSDP reduces no gradients (one rank in float32, or train.world_size_invariant)",
+        "Remove the key",
     ),
     "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,
     "activation_checkpoint.every_n_layers": EffectRule(
         lambda s: s.job.activation_checkpoint.mode != "none",
-        "nothing is computed again (activation_checkpoint.mode is none)",
-        "Set activation_checkpoint.mode, or leave it out",
+        "no activations are recomputed (activation_checkpoint.mode is none)",
+        "Set activation_checkpoint.mode, or remove the key",
     ),
     "activation_checkpoint.recompute_every_n_matmuls": EffectRule(
         lambda s: s.job.activation_checkpoint.mode == "selective",
-        "only selective recomputation counts products (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode to selective, or leave it out",
+        "only selective recomputation counts matrix products (activation_checkpoint.mode)",
+        "Set activation_checkpoint.mode to selective, or remove the key",
     ),
     "activation_checkpoint.memory_budget": EffectRule(
         lambda s: s.job.activation_checkpoint.mode == "budget",
         "recomputation has no budget (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode to budget, or leave it out",
+        "Set activation_checkpoint.mode to budget, or remove the key",
     ),
     "activation_checkpoint.offload_prefetch": EffectRule(
         lambda s: s.job.activation_checkpoint.offload,
         "no activations are offloaded (activation_checkpoint.offload is false)",
-        "Set activation_checkpoint.offload to true, or leave it out",
+        "Set activation_checkpoint.offload to true, or remove the key",
     ),
     "compile.cache_dir": EffectRule(
         lambda s: s.job.compile.enable,
-        "nothing is compiled (compile.enable is false)",
-        "Set compile.enable to true, or leave it out",
+        "the model is not compiled (compile.enable is false)",
+        "Set compile.enable to true, or remove the key",
     ),
     "checkpoint.mtbf_hours": EffectRule(
         lambda s: s.job.checkpoint.interval == "auto",
-        "the interval between checkpoints is a number (checkpoint.interval)",
-        "Set checkpoint.interval to auto, or leave it out",
+        "the interval between checkpoints is fixed (checkpoint.interval)",
+        "Set checkpoint.interval to auto, or remove the key",
     ),
     "checkpoint.local_interval": EffectRule(
         lambda s: s.job.checkpoint.local_dir != "off",
-        "nodes keep no state of their own (checkpoint.local_dir is off)",
-        "Set checkpoint.local_dir to a directory, or leave it out",
+        "there are no node-local checkpoints (checkpoint.local_dir is off)",
+        "Set checkpoint.local_dir to a directory, or remove the key",
     ),
     "resilience.max_anomalies": _SPIKES,
     "resilience.spike_threshold": _SPIKES,
     "resilience.spike_window": _SPIKES,
     "resilience.replica_check": EffectRule(
-        lambda s: s.degrees.world > 1 or s.job.resilience.lighthouse != "none",
-        "one rank has no replica to compare with",
-        "Leave it out",
+        lambda s: s.degrees.world_size > 1 or s.job.resilience.lighthouse != "none",
+        "a run on one rank has no replica to compare",
+        "Remove the key",
     ),
     "profile.memory": EffectRule(
         lambda s: bool(s.job.profile.steps),
         "no steps are profiled (profile.steps is empty)",
-        "Set profile.steps, or leave it out",
+        "Set profile.steps, or remove the key",
     ),
 }
 
-# Keys that act in every job; those of [launch] and run.cluster are read by other commands.
-# Refused where they would do nothing: parallel.async_tp, lora.targets, lora.quantize, optim.state_dtype.
-ALWAYS_EFFECTIVE = frozenset(
-    f"{section}.{name}"
-    for section, names in {
-        "run": "dir device cluster",
-        "model": "kind preset",
-        "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
-        "train": "steps seed seq_len global_batch_size microbatch_size world_size_invariant objective "
-        "eval_interval eval_sequences",
-        "lora": "rank targets quantize",
-        "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
-        "warmup_steps",
-        "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
-        "precision": "compute_dtype float8",
-        "activation_checkpoint": "mode offload",
-        "compile": "enable",
-        "checkpoint": "interval async_save dir keep_latest local_dir",
-        "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour lighthouse "
-        "faults",
-        "monitor": "log_interval trackers layer_grad_norms report spans",
-        "profile": "steps",
-        "debug": "layer_stats_steps deterministic autograd_anomaly",
-        "launch": "time_limit image setup options",
-    }.items()
-    for name in names.split()
-)
 
-
-def unused_key_warnings(setting: KeyContext) -> Iterator[str]:
-    """Name every key that the job has set to something else than its default, and that does
-    nothing there."""
-    values = flatten(setting.job)
-    for key, effect in EFFECT_RULES.items():
-        if values[key] != DEFAULTS[key] and not effect.acts(setting):
-            yield f"{key}={format_value(values[key])} has no effect: {effect.why}. {effect.remedy}."
+def unused_key_warnings(context: KeyContext) -> Iterator[str]:
+    """Yield a warning for every key that is not at its default and has no effect."""
+    values = flatten(context.job)
+    for key, rule in EFFECT_RULES.items():
+        value = values[key]
+        if value != DEFAULTS[key] and not rule.has_effect(context):
+            yield f"{key}={format_value(value)} has no effect: {rule.reason}. {rule.remedy}."
 
 
 def warmup_warnings(job: Job) -> Iterator[str]:
-    """Say that a run ends before its learning rate has come up, or before it has come down."""
-    warm, steps, optim = job.optim.warmup_steps, job.train.steps, job.optim
-    head = f"optim.warmup_steps={warm} leaves no step of train.steps={steps} after warm-up"
-    remedy = f"Use optim.warmup_steps {steps // 10} or so, or more steps."
-    if warm > steps:
-        most = optim.lr * steps / warm
+    """Yield a warning if warm-up takes all steps."""
+    warmup, steps, optim = job.optim.warmup_steps, job.train.steps, job.optim
+    problem = f"optim.warmup_steps={warmup} leaves no step of train.steps={steps} after warm-up"
+    remedy = f"Use about optim.warmup_steps {steps // 10}, or more steps."
+    if warmup > steps:
+        last_lr = optim.lr * steps / warmup
         yield (
-            f"{head}: the learning rate ends at {most:.3g}, below its peak of optim.lr={optim.lr:g}"
-            f", and never decays. {remedy}"
+            f"{problem}: the learning rate ends at {last_lr:.3g}, below its peak of "
+            f"optim.lr={optim.lr:g}, and never decays. {remedy}"
         )
-    elif warm == steps:
-        yield f"{head}: the learning rate reaches its peak in the last step and never decays. " + (
-            remedy
+    elif warmup == steps:
+        yield (
+            f"{problem}: the learning rate reaches its peak in the last step and never decays. "
+            f"{remedy}"
         )
 
 
 def format_value(value: Any) -> str:
-    """A value as a command line or recipe has it."""
+    """Format a value as a command line or recipe has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _is_node_count_allowed(asked: int | str, nodes: int) -> bool:
-    """Return True if ``run.nodes`` has ``nodes`` in its range, or is no range at all."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", str(asked))
-    return found is None or int(found[1]) <= nodes <= int(found[2] or found[1])
+def _is_node_count_allowed(key_value: int | str, num_nodes: int) -> bool:
+    """Return True if ``run.nodes`` includes ``num_nodes`` or is not a number or range."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(key_value))
+    return match is None or int(match[1]) <= num_nodes <= int(match[2] or match[1])

@@ -1,4 +1,4 @@
-"""Where a comparison lies: its variants' recipes, its trials' runs, ``comparison.json``."""
+"""Files of a comparison: recipes of variants, runs of trials, ``comparison.json``."""
 
 from __future__ import annotations
 
@@ -14,118 +14,123 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
 from weft.tools.variants import Variant
 
-COMPARISON = "comparison.json"  # in a comparison's folder
-SEEDS = 2**32  # that there are
+COMPARISON = "comparison.json"
+NUM_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended."""
+    """The outcome of a trial."""
 
     variant: int
     repeat: int  # from 1
-    status: int  # of the process; negative: the signal that killed it
+    status: int  # exit status; negative: the signal that killed the process
     reason: str  # of a failure
     seconds: float
 
 
-def default_folder(variants: Sequence[Variant]) -> Path:
-    """``runs/compare-<recipes>-<hash of what is compared>``."""
+def default_dir(variants: Sequence[Variant]) -> Path:
+    """Return ``runs/compare-<recipes>-<hash of the variants>``."""
     names = "-".join(dict.fromkeys(Path(variant.recipe).stem for variant in variants))[:40]
     text = json.dumps([variant.identity() for variant in variants], sort_keys=True)
     return Path("runs") / f"compare-{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def recipe_path(folder: Path, place: int, label: str) -> Path:
-    """Where a variant's whole job lies: a file that trains it by itself, too."""
+def recipe_path(directory: Path, index: int, label: str) -> Path:
+    """Return the path of a variant's complete job, which ``weft train`` accepts."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:60]
-    return folder / f"{place + 1}-{slug}.toml"
+    return directory / f"{index + 1}-{slug}.toml"
 
 
-def trial_folder(folder: Path, place: int, label: str, repeat: int) -> Path:
-    """Where a trial's run lies.  Its name tells what it is, for reports."""
-    recipe = recipe_path(folder, place, label)
+def trial_dir(directory: Path, index: int, label: str, repeat: int) -> Path:
+    """Return the run directory of a trial; reports show its name."""
+    recipe = recipe_path(directory, index, label)
     return recipe.with_name(f"{recipe.stem}-repeat-{repeat}")
 
 
-def log_of(run: Path) -> Path:
-    """What a trial printed."""
+def log_path(run: Path) -> Path:
+    """Return the path of a trial's output."""
     return run.with_name(f"{run.name}.log")
 
 
-def seed_of(variants: Sequence[Variant], variant: int, repeat: int) -> int:
-    """Of a trial.  Where seeds are what is compared, no two trials share one (as far as 32 bits
-    go)."""
+def trial_seed(variants: Sequence[Variant], variant: int, repeat: int) -> int:
+    """Return a trial's seed, unique (modulo 2^32) if the variants' seeds differ."""
     seeds = [v.job.train.seed for v in variants]
-    return (seeds[variant] + (repeat - 1) * (max(seeds) - min(seeds) + 1)) % SEEDS
+    return (seeds[variant] + (repeat - 1) * (max(seeds) - min(seeds) + 1)) % NUM_SEEDS
 
 
-def read_comparison(folder: Path) -> dict[str, Any] | None:
-    """What ``comparison.json`` in a folder holds; None if the folder is empty or not there.
+def read_comparison(directory: Path) -> dict[str, Any] | None:
+    """Read ``comparison.json``; return None if the directory is empty or missing.
 
     Raises:
-        InvalidConfig: if the folder holds anything else.
+        InvalidConfig: if the directory holds other files.
     """
-    path = folder / COMPARISON
-    if not folder.exists() or (folder.is_dir() and not path.exists() and _is_empty(folder)):
+    path = directory / COMPARISON
+    if not directory.exists() or (
+        directory.is_dir() and not path.exists() and _is_empty(directory)
+    ):
         return None
     try:
-        found = read_json(path)
+        record = read_json(path)
     except WeftError:
-        found = {}
-    if not found:
-        raise not_ours(folder, "is neither empty nor a comparison's folder")
-    return found
+        record = {}
+    if not record:
+        raise invalid_out(directory, "is neither empty nor the directory of a comparison")
+    return record
 
 
-def not_ours(folder: Path, rule: str) -> InvalidConfig:
-    """What to say of a folder that something else lies in."""
-    return InvalidConfig([ConfigError("--out", str(folder), rule, "use another folder")])
+def invalid_out(directory: Path, rule: str) -> InvalidConfig:
+    """Return the error for a directory that --out cannot use."""
+    return InvalidConfig([ConfigError("--out", str(directory), rule, "use another directory")])
 
 
-def _is_empty(folder: Path) -> bool:
-    return all(entry.name == ".lock" for entry in folder.iterdir())
+def _is_empty(directory: Path) -> bool:
+    return all(entry.name == ".lock" for entry in directory.iterdir())
 
 
 def open_comparison(
-    folder: Path, variants: Sequence[Variant]
+    directory: Path, variants: Sequence[Variant]
 ) -> tuple[list[TrialResult], list[int]]:
-    """The trials of the comparison in ``folder`` that have ended, and after how many of them
-    people looked at the verdict; none if it is new.
+    """Read the results of a comparison's trials; empty if the comparison is new.
+
+    Returns:
+        The results, and the numbers of trials after which earlier calls gave a verdict.
 
     Raises:
-        InvalidConfig: if the folder holds anything else.
+        InvalidConfig: if the directory holds other files or another comparison.
     """
-    found = read_comparison(folder)
-    if found is None:
+    record = read_comparison(directory)
+    if record is None:
         return [], []
-    if "compared" not in found:
-        raise not_ours(folder, "holds a comparison that was only planned")
-    ours, theirs = [v.identity() for v in variants], found["compared"]
-    with reading(folder / COMPARISON):
-        if ours != theirs:
-            raise not_ours(folder, f"holds another comparison: {_difference(ours, theirs)}")
-        return [TrialResult(**ended) for ended in found["ended"]], [*map(int, found["looks"])]
+    if "compared" not in record:
+        raise invalid_out(directory, "holds a comparison made with --plan-only")
+    current, previous = [v.identity() for v in variants], record["compared"]
+    with reading(directory / COMPARISON):
+        if current != previous:
+            difference = _describe_difference(current, previous)
+            raise invalid_out(directory, f"holds another comparison: {difference}")
+        results = [TrialResult(**result) for result in record["ended"]]
+        return results, [*map(int, record["looks"])]
 
 
-def stored(
-    variants: Sequence[Variant], ended: Sequence[TrialResult], looks: Sequence[int]
+def comparison_record(
+    variants: Sequence[Variant], results: Sequence[TrialResult], looks: Sequence[int]
 ) -> dict[str, Any]:
-    """What `open_comparison` reads again."""
+    """Return the part of ``comparison.json`` that `open_comparison` reads."""
     return {
         "compared": [variant.identity() for variant in variants],
-        "ended": [asdict(each) for each in ended],
+        "ended": [asdict(result) for result in results],
         "looks": list(looks),
     }
 
 
-def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    labels, before = ([each["label"] for each in some] for some in (ours, theirs))
-    if labels != before:
-        return f"of {'; '.join(before)}"
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in {**mine["job"], **other["job"]}:
-            now, then = (each["job"].get(key, MISSING) for each in (mine, other))
-            if now != then:
-                return f"{key} of {mine['label']} was {then}, and is {now}"
-    raise AssertionError("equal after all")
+def _describe_difference(current: list[dict[str, Any]], previous: list[dict[str, Any]]) -> str:
+    labels, previous_labels = ([v["label"] for v in variants] for variants in (current, previous))
+    if labels != previous_labels:
+        return f"of {'; '.join(previous_labels)}"
+    for new, old in zip(current, previous, strict=True):
+        for key in {**new["job"], **old["job"]}:
+            value, old_value = (variant["job"].get(key, MISSING) for variant in (new, old))
+            if value != old_value:
+                return f"{key} of {new['label']} was {old_value}, and is {value}"
+    raise AssertionError("the variants are equal")

@@ -1,4 +1,4 @@
-"""A comparison as it stands, in words and tables: for the terminal, JSON and the report."""
+"""Summarize a comparison in text and tables for terminal, JSON and report."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from weft.monitor.report_charts import loss_unit
 from weft.monitor.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import format_columns
-from weft.tools.comparison_dir import TrialResult, log_of, seed_of, trial_folder
-from weft.tools.trials import Losses, Trial, losses_of, measure_trial, usual_loss
-from weft.tools.variants import OWN, Variant
+from weft.tools.comparison_dir import TrialResult, log_path, trial_dir, trial_seed
+from weft.tools.trials import Trial, TrialLosses, collect_losses, mean_loss, measure_trial
+from weft.tools.variants import TRIAL_KEYS, Variant
 from weft.tools.verdict import (
     Claim,
     ComparisonResult,
-    judge,
+    compare_variants,
     loss_sentence,
     percent,
     percents,
     speed_sentence,
     to_dict,
 )
-from weft.tools.verify import layout
+from weft.tools.verify import format_layout
 
-# What a loss is of: between other tokens or objectives, the same number means something else.
-OF_THE_LOSS = (
+# Keys that change the meaning of a loss; runs that differ in one cannot be compared.
+LOSS_KEYS = (
     "data.path",
     "data.text_field",
     "data.format",
@@ -49,18 +49,18 @@ OF_THE_LOSS = (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a comparison is judged and priced."""
+class ComparisonSettings:
+    """Settings of a comparison's statistics and prices."""
 
     repeats: int
     margin: float = 0.005  # of equivalent losses
-    relative: bool = True  # the margin is a part of the loss, else nats
-    price: float | None = None  # of a device's hour
+    relative: bool = True  # the margin is a fraction of the loss; False: nats
+    price: float | None = None  # of a device-hour
 
 
 @dataclass(frozen=True)
-class Result:
-    """What there is to say, the most important first."""
+class ComparisonSummary:
+    """Results of a comparison, the most important first."""
 
     title: str
     verdict: list[str]
@@ -70,93 +70,101 @@ class Result:
     failures: list[str]
     notes: list[str]
     runs: list[Path]  # one of each variant
-    judged: list[ComparisonResult]
+    comparisons: list[ComparisonResult]
     labels: list[str]
-    usual_loss: float | None  # of the baseline
+    baseline_loss: float | None
     document: dict[str, Any]
 
     def text(self) -> str:
-        """For a terminal."""
+        """Format for a terminal."""
         lines = [*self.verdict, ""]
         lines += format_columns(self.head, self.rows, left={0, 2}) if self.rows else []
-        for name, some in (("", self.failures), ("what changed", self.changes)):
-            lines += ["", *([f"{name}:"] if name else []), *some] if some else []
+        for title, items in (("", self.failures), ("changes", self.changes)):
+            lines += ["", *([f"{title}:"] if title else []), *items] if items else []
         return "\n".join([*lines, "", *self.notes])
 
 
-def finished(
-    folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult]
+def completed_trials(
+    directory: Path, variants: Sequence[Variant], results: Sequence[TrialResult]
 ) -> list[TrialResult]:
-    """Trials that ended well and are still there."""
+    """Return the trials that succeeded and whose files still exist."""
     return [
-        each
-        for each in ended
-        if each.status == 0 and (_run_of(folder, variants, each) / "metrics.jsonl").is_file()
+        result
+        for result in results
+        if result.status == 0
+        and (_run_dir(directory, variants, result) / "metrics.jsonl").is_file()
     ]
 
 
-def _run_of(folder: Path, variants: Sequence[Variant], trial: TrialResult) -> Path:
-    return trial_folder(folder, trial.variant, variants[trial.variant].label, trial.repeat)
+def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -> Path:
+    return trial_dir(directory, trial.variant, variants[trial.variant].label, trial.repeat)
 
 
-def result_of(
-    folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult], settings: Settings
-) -> Result:
-    """Measure and judge what there is."""
+def summarize_comparison(
+    directory: Path,
+    variants: Sequence[Variant],
+    results: Sequence[TrialResult],
+    settings: ComparisonSettings,
+) -> ComparisonSummary:
+    """Measure the completed trials and compare the variants."""
     trials = []
-    for each in finished(folder, variants, ended):
-        run = _run_of(folder, variants, each)
+    for result in completed_trials(directory, variants, results):
+        run = _run_dir(directory, variants, result)
         plan = read_json(run / "plan.json")
-        seed = seed_of(variants, each.variant, each.repeat)
-        trials.append(measure_trial(each.variant, each.repeat, seed, run, plan))
+        seed = trial_seed(variants, result.variant, result.repeat)
+        trials.append(measure_trial(result.variant, result.repeat, seed, run, plan))
     trials.sort(key=lambda trial: (trial.variant, trial.repeat))
     labels = [variant.label for variant in variants]
-    losses = losses_of(trials) if trials else None
+    losses = collect_losses(trials) if trials else None
     base = trials[0].variant if trials else 0
-    apart = [v for v in range(len(variants)) if _loss_of(variants[v]) != _loss_of(variants[base])]
-    judged = judge(trials, losses, settings.margin, settings.relative, apart)
-    usual = None if losses is None else usual_loss(losses, base)
-    verdict = _verdict(judged, losses, labels, trials, usual)
-    head, rows = _table(trials, losses, labels, judged, settings)
-    failures = _failures(folder, variants, ended)
-    notes = _notes(variants, trials, losses, settings)
+    other_losses = [
+        v for v in range(len(variants)) if _loss_config(variants[v]) != _loss_config(variants[base])
+    ]
+    comparisons = compare_variants(trials, losses, settings.margin, settings.relative, other_losses)
+    baseline_loss = None if losses is None else mean_loss(losses, base)
+    verdict = _make_verdict(comparisons, losses, labels, trials, baseline_loss)
+    head, rows = _make_table(trials, losses, labels, comparisons, settings)
+    failures = _format_failures(directory, variants, results)
+    notes = _make_notes(variants, trials, losses, settings)
     first = {trial.variant: Path(trial.folder) for trial in reversed(trials)}
-    return Result(
+    return ComparisonSummary(
         title=f"comparison of {'; '.join(labels)}",
         verdict=verdict,
         head=head,
         rows=rows,
-        changes=_changes(variants, base),
+        changes=_format_changes(variants, base),
         failures=failures,
         notes=notes,
         runs=[first[v] for v in sorted(first)],
-        judged=judged,
+        comparisons=comparisons,
         labels=labels,
-        usual_loss=usual,
+        baseline_loss=baseline_loss,
         document={
             "verdict": verdict,
             "variants": [
-                _told(variant, variants[base], losses, [t for t in trials if t.variant == v])
+                _variant_record(
+                    variant, variants[base], losses, [t for t in trials if t.variant == v]
+                )
                 for v, variant in enumerate(variants)
             ],
             "failures": failures,
-            "comparisons": [to_dict(each, labels) for each in judged],
-            "losses": None if losses is None else _curves(losses, labels),
+            "comparisons": [to_dict(comparison, labels) for comparison in comparisons],
+            "losses": None if losses is None else _loss_curves(losses, labels),
             "settings": asdict(settings),
             "notes": notes,
         },
     )
 
 
-def _told(
-    variant: Variant, base: Variant, losses: Losses | None, trials: Sequence[Trial]
+def _variant_record(
+    variant: Variant, base: Variant, losses: TrialLosses | None, trials: Sequence[Trial]
 ) -> dict[str, Any]:
-    """A variant and its trials, for machines."""
+    """Return the JSON record of a variant and its trials."""
     return {
         "label": variant.label,
         "recipe": variant.recipe,
         "problems": [str(problem) for problem in variant.problems],
-        "changes": _changed(variant, base),
+        "changes": _changed_keys(variant, base),
         "trials": [
             asdict(trial)
             | {
@@ -168,137 +176,140 @@ def _told(
     }
 
 
-def _curves(losses: Losses, labels: Sequence[str]) -> dict[str, Any]:
-    """Train losses, means over each variant's trials, for machines."""
+def _loss_curves(losses: TrialLosses, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON record of train losses, averaged over each variant's trials."""
     curve = []
-    for tokens, found in losses.curve:
-        of = {v: [loss for (w, _), loss in found.items() if w == v] for v in range(len(labels))}
-        means = {labels[v]: fmean(some) for v, some in of.items() if some}
+    for tokens, by_trial in losses.curve:
+        values = {
+            v: [loss for (w, _), loss in by_trial.items() if w == v] for v in range(len(labels))
+        }
+        means = {labels[v]: fmean(losses_v) for v, losses_v in values.items() if losses_v}
         curve.append({"tokens": tokens, "train_loss": means})
     return {"tokens": losses.tokens, "kind": losses.kind, "curve": curve}
 
 
-def _loss_of(variant: Variant) -> list[Any]:
+def _loss_config(variant: Variant) -> list[Any]:
     flat, train = flatten(variant.job), variant.job.train
-    return [*(flat[key] for key in OF_THE_LOSS), train.dpo_beta * (train.objective == "dpo")]
+    return [*(flat[key] for key in LOSS_KEYS), train.dpo_beta * (train.objective == "dpo")]
 
 
-def _changed(variant: Variant, base: Variant) -> dict[str, list[Any]]:
-    found = difference(variant.job, base.job)
+def _changed_keys(variant: Variant, base: Variant) -> dict[str, list[Any]]:
     return {
-        key: json.loads(json.dumps([theirs, ours], default=str))
-        for key, (ours, theirs) in found.items()
-        if key not in OWN
+        key: json.loads(json.dumps([before, after], default=str))
+        for key, (after, before) in difference(variant.job, base.job).items()
+        if key not in TRIAL_KEYS
     }
 
 
-def _changes(variants: Sequence[Variant], base: int) -> list[str]:
-    """Of each variant the keys that differ from the baseline's."""
+def _format_changes(variants: Sequence[Variant], base: int) -> list[str]:
+    """List the keys in which each variant differs from the baseline."""
     lines = []
     for variant in (*variants[:base], *variants[base + 1 :]):
         keys = [
-            f"{key} {_short(then)} -> {_short(now)}"
-            for key, (then, now) in _changed(variant, variants[base]).items()
+            f"{key} {_truncate(before)} -> {_truncate(after)}"
+            for key, (before, after) in _changed_keys(variant, variants[base]).items()
         ]
         lines.append(f"  {variant.label}: {', '.join(keys) or 'nothing'}")
     return lines
 
 
-def _short(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _failures(folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult]) -> list[str]:
+def _format_failures(
+    directory: Path, variants: Sequence[Variant], results: Sequence[TrialResult]
+) -> list[str]:
     lines = [
         f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.problems)}"
         for variant in variants
         if variant.plan is None
     ]
-    for each in ended:
-        if each.status:
-            what = f"{variants[each.variant].label}: repeat {each.repeat} failed: {each.reason}"
-            lines.append(f"{what}; log: {shown(log_of(_run_of(folder, variants, each)))}")
+    for result in results:
+        if result.status:
+            label = variants[result.variant].label
+            log = shown(log_path(_run_dir(directory, variants, result)))
+            lines.append(f"{label}: repeat {result.repeat} failed: {result.reason}; log: {log}")
     return lines
 
 
-def _verdict(
-    judged: Sequence[ComparisonResult],
-    losses: Losses | None,
+def _make_verdict(
+    comparisons: Sequence[ComparisonResult],
+    losses: TrialLosses | None,
     labels: Sequence[str],
     trials: Sequence[Trial],
-    usual: float | None,
+    baseline_loss: float | None,
 ) -> list[str]:
     if losses is None:
-        return ["no trial has finished: there is nothing to compare"]
-    if not judged:
-        return [f"only {labels[trials[0].variant]} has finished trials: nothing to compare it with"]
+        return ["no trial has finished, so there is nothing to compare"]
+    if not comparisons:
+        return [f"only {labels[trials[0].variant]} has finished trials, so nothing is compared"]
     lines = []
-    tested = _tested([each.speed for each in judged])
-    tested_per_device = _tested([each.per_device for each in judged])
-    for each in judged:
-        ours, base = labels[each.variant], labels[each.baseline]
-        spreads = [t.spread for t in trials if t.variant in (each.variant, each.baseline)]
-        known = [spread for spread in spreads if spread is not None]
+    num_tests = _count_tests([comparison.speed for comparison in comparisons])
+    num_device_tests = _count_tests([comparison.per_device for comparison in comparisons])
+    for comparison in comparisons:
+        pair = (comparison.variant, comparison.baseline)
+        names = (labels[comparison.variant], labels[comparison.baseline])
+        spreads = [t.spread for t in trials if t.variant in pair and t.spread is not None]
         steps = ""
-        if known:
-            steps = f" (half of a run's steps were within {percent(max(known))} of its median)"
-        parts = [speed_sentence(each.speed, ours, base, "", tested, steps)]
-        if (claim := each.per_device) is not None:
-            what = " per device"
-            parts.append(speed_sentence(claim, ours, base, what, tested_per_device, steps))
-        parts.append(loss_sentence(each, losses.kind, ours, base, usual))
-        lines.append("; ".join(parts))
-    if len(judged) > 1:
+        if spreads:
+            steps = f" (half of a run's steps were within {percent(max(spreads))} of its median)"
+        sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
+        if (claim := comparison.per_device) is not None:
+            sentences.append(speed_sentence(claim, *names, " per device", num_device_tests, steps))
+        sentences.append(loss_sentence(comparison, losses.kind, *names, baseline_loss))
+        lines.append("; ".join(sentences))
+    if len(comparisons) > 1:
         lines.append(
-            f"{len(judged)} variants were compared with {labels[judged[0].baseline]}, by Holm's "
-            "correction for so many; not with each other"
+            f"{len(comparisons)} variants were compared with {labels[comparisons[0].baseline]}, "
+            "not with each other; Holm's procedure corrects the p-values for their number"
         )
     return lines
 
 
-def _tested(claims: Sequence[Claim | None]) -> int:
-    """How many p-values were corrected together."""
+def _count_tests(claims: Sequence[Claim | None]) -> int:
+    """Count the p-values that were corrected together."""
     return sum(claim is not None and claim.interval is not None for claim in claims)
 
 
-def _table(
+def _make_table(
     trials: Sequence[Trial],
-    losses: Losses | None,
+    losses: TrialLosses | None,
     labels: Sequence[str],
-    judged: Sequence[ComparisonResult],
-    settings: Settings,
+    comparisons: Sequence[ComparisonResult],
+    settings: ComparisonSettings,
 ) -> tuple[list[str], list[list[str]]]:
-    """A line for each variant: means over its trials, of speeds the geometric, as of ratios."""
-    against = {each.variant: each for each in judged}
+    """Return a row per variant: means over its trials, geometric ones for speeds."""
+    by_variant = {comparison.variant: comparison for comparison in comparisons}
     head = ["variant", "runs", "layout", "parameters", "s/step", "tokens/s", "MFU", "GiB"]
     head += [f"{losses.kind} loss" if losses else "loss", "speed", "device-h/1e9 tokens"]
     if settings.price is not None:
         head.append("cost/1e9 tokens")
     rows = []
     for v, label in enumerate(labels):
-        mine = [trial for trial in trials if trial.variant == v]
-        if not mine or losses is None:
+        variant_trials = [trial for trial in trials if trial.variant == v]
+        if not variant_trials or losses is None:
             rows.append([label, "0", *["-"] * (len(head) - 2)])
             continue
-        hours = [t.device_hours for t in mine if t.device_hours is not None]
+        hours = [t.device_hours for t in variant_trials if t.device_hours is not None]
         final = [loss for (w, _), loss in losses.final.items() if w == v]
-        plan = read_json(Path(mine[0].folder) / "plan.json")
+        plan = read_json(Path(variant_trials[0].folder) / "plan.json")
         cells = [
             label,
-            str(len(mine)),
-            layout({axis: plan[axis] for axis in AXES}),
-            f"{mine[0].num_params:,}",
-            _mean([t.step_seconds for t in mine], ".4g", geometric_mean),
-            _mean([t.tokens_per_second for t in mine], ",.0f", geometric_mean),
-            _mean([t.mfu for t in mine], ".1%"),
-            _mean([t.memory_peak_gib for t in mine], ".2f"),
-            _mean(final, ".4f"),
-            _ratio(against[v].speed) if v in against else "baseline",
-            _mean(hours, ",.1f", geometric_mean),
+            str(len(variant_trials)),
+            format_layout({axis: plan[axis] for axis in AXES}),
+            f"{variant_trials[0].num_params:,}",
+            _format_mean([t.step_seconds for t in variant_trials], ".4g", geometric_mean),
+            _format_mean([t.tokens_per_second for t in variant_trials], ",.0f", geometric_mean),
+            _format_mean([t.mfu for t in variant_trials], ".1%"),
+            _format_mean([t.memory_peak_gib for t in variant_trials], ".2f"),
+            _format_mean(final, ".4f"),
+            _format_speedup(by_variant[v].speed) if v in by_variant else "baseline",
+            _format_mean(hours, ",.1f", geometric_mean),
         ]
         if settings.price is not None:
-            cells.append(_mean([settings.price * h for h in hours], ",.2f", geometric_mean))
+            cells.append(_format_mean([settings.price * h for h in hours], ",.2f", geometric_mean))
         rows.append(cells)
     if all(row[6] == "-" for row in rows):
         for row in [head, *rows]:
@@ -306,43 +317,48 @@ def _table(
     return head, rows
 
 
-def _mean(
+def _format_mean(
     values: Sequence[float | None], form: str, mean: Callable[[list[float]], float] = fmean
 ) -> str:
     known = [value for value in values if value is not None]
     return format(mean(known), form) if known else "-"
 
 
-def _ratio(claim: Claim) -> str:
-    """``+5.1 % (3.9 to 6.3)``."""
+def _format_speedup(claim: Claim) -> str:
+    """Format as ``+5.1 % (+3.9 to +6.3)``."""
     if claim.interval is None:
         return f"{100 * expm1(claim.differences[0]):+.1f} %" if claim.differences else "-"
     low, mean, high = percents(claim.interval)
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def _notes(
+def _make_notes(
     variants: Sequence[Variant],
     trials: Sequence[Trial],
-    losses: Losses | None,
-    settings: Settings,
+    losses: TrialLosses | None,
+    settings: ComparisonSettings,
 ) -> list[str]:
-    """How it was measured, and what is to be known of that."""
+    """Describe how speed and loss were measured."""
     if losses is None:
         return []
-    able = sum(variant.plan is not None for variant in variants)
+    num_variants = sum(variant.plan is not None for variant in variants)
     notes = []
-    if len(trials) < able * settings.repeats:
-        notes.append(f"so far {len(trials)} of {able * settings.repeats} trials have finished")
-    cold = sorted({trial.warm_up for trial in trials})
+    if len(trials) < num_variants * settings.repeats:
+        notes.append(
+            f"{len(trials)} of {num_variants * settings.repeats} trials have finished so far"
+        )
+    warm_up_counts = sorted({trial.warm_up for trial in trials})
     notes.append(
-        f"speed: median step of each run, without its first {' or '.join(map(str, cold))} "
-        f"record{'s' * (cold != [1])} (warm-up); pairs are runs of one repeat"
+        "speed: median step of each run, without the warm-up (first "
+        f"{' or '.join(map(str, warm_up_counts))} record{'s' * (warm_up_counts != [1])}); "
+        "pairs are runs of one repeat"
     )
-    window = "" if losses.kind == "held-out" else ", mean over the last tenth of them"
+    window = "" if losses.kind == "validation" else ", mean over the last tenth of them"
     objectives = dict.fromkeys(variants[t.variant].job.train.objective for t in trials)
     unit = loss_unit(objectives)
     notes.append(f"loss: {losses.kind}, {unit} after {losses.tokens:,} tokens{window}")
     if len({t.tokens for t in trials}) > 1:
-        notes.append("some trained on more tokens; losses are taken where all have seen as many")
+        notes.append(
+            "runs trained on different numbers of tokens; losses are compared at the smallest"
+        )
     return notes

@@ -1,4 +1,4 @@
-"""What a trained model has learned: its loss on text, in any layout, by the code that trains."""
+"""Evaluate a trained model's loss on datasets, in any layout."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from weft.config.errors import WeftError
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source
-from weft.data.loader import Batch, evaluation_batches, samples_of
-from weft.data.prepared_cache import Report, counting
+from weft.data.loader import Batch, build_mixture, evaluation_batches
+from weft.data.prepared_cache import Report, progress_counter
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.resolve import Plan
-from weft.tools.inference_model import CheckpointRef, restore_parts
+from weft.tools.inference_model import CheckpointRef, load_model_parts
 from weft.train.setup import Rank
 from weft.train.step import TrainStep
 
-EVERY = 1 << 40  # sequences
-COUNTED = 1 << 24  # tokens that are looked at together
+ALL_SEQUENCES = 1 << 40  # more than any dataset has
+COUNT_CHUNK = 1 << 24  # tokens that are counted together
 
 
-class Loss(NamedTuple):
-    """Of one source.  ``tokens`` are those that are predicted, of ``bytes`` of text."""
+class SourceLoss(NamedTuple):
+    """Loss of one source: ``tokens`` predicted tokens from ``bytes`` of text."""
 
     name: str
     nats_per_token: float
@@ -32,8 +32,10 @@ class Loss(NamedTuple):
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """With the perplexity of a token, and bits per byte, which no tokenizer changes (None where
-        the store does not tell its bytes)."""
+        """Return the JSON record, with perplexity per token and bits per byte.
+
+        Bits per byte do not depend on the tokenizer; None if the store does not record its bytes.
+        """
         nats = self.nats_per_token * self.tokens
         bits = nats / self.bytes / math.log(2) if self.bytes else None
         return {
@@ -45,74 +47,79 @@ class Loss(NamedTuple):
         }
 
 
-def losses_on(
-    found: CheckpointRef,
+def evaluate_sources(
+    checkpoint: CheckpointRef,
     job: Job,
     plan: Plan,
-    text: Dataset,
+    dataset: Dataset,
     sequences: int,
     rank: Rank,
-    whole: bool,
+    include_train: bool,
     report: Report,
-) -> list[Loss]:
-    """The checkpoint's losses on each source of ``text``; every rank calls it, and gets the same.
+) -> list[SourceLoss]:
+    """Evaluate the checkpoint on each source of a dataset; every rank must call this.
 
     Args:
-        sequences: at most that many of each source and split, evenly spread.  With fewer than all
-            the loss is an estimate, and bits per byte with it.
-        whole: the train split, too: of a text that the model was not trained on.
-        report: told how far it is, in sequences.
+        sequences: maximum per source and split, evenly spaced.  With fewer than all, the loss and
+            bits per byte are estimates.
+        include_train: evaluate the train split, too, of a dataset that the model has not seen.
+        report: called with the progress, in sequences.
+
+    Returns:
+        The losses, equal on all ranks.
 
     Raises:
-        WeftError: if it holds preferences, or nothing of which there is a loss.
+        WeftError: if a source holds preferences, or no token with a loss.
     """
-    parts, mesh, family = restore_parts(found, job, plan, rank)
-    # Its sources come one after the other here.
-    alone = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
-    engine = TrainStep(parts, family, alone, plan, mesh, rank.device)
-    splits: list[SplitName] = ["train", "validation"] if whole else ["validation"]
+    model_parts, mesh, family = load_model_parts(checkpoint, job, plan, rank)
+    # Evaluate one source at a time.
+    eval_job = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
+    engine = TrainStep(model_parts, family, eval_job, plan, mesh, rank.device)
+    splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
-    for source in text.sources:
+    for source in dataset.sources:
         nats, tokens, size = 0.0, 0, 0
         kind = source.store.manifest.kind
-        if kind == "preferences":  # whose losses are of differences
-            raise WeftError(f"{source.name}: holds {kind}, of which there is no loss of all text")
+        if kind == "preferences":
+            raise WeftError(
+                f"{source.name}: cannot be evaluated, because it holds {kind}, not text"
+            )
         for split in splits:
-            one = Dataset(text.path, (Source(source.name, 1.0, source.store),))
-            samples = samples_of(one, split, job.train.seq_len, job.data, job.train.seed)
+            single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
+            samples = build_mixture(single, split, job.train.seq_len, job.data, job.train.seed)
             batches = evaluation_batches(
-                samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch
+                samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
             total = min(sequences, sum(map(len, samples.sources)))
-            advance = counting(report, f"evaluating {source.name}, {split}", total)
-            mean = engine.evaluate(_telling(batches, plan.dp_size, advance))
-            predicted, read = _predicted(source.store, split, job.data.keeps_documents)
+            advance = progress_counter(report, f"evaluating {source.name}, {split}", total)
+            mean = engine.evaluate(_with_progress(batches, plan.dp_size, advance))
+            predicted, read = _count_targets(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         if tokens == 0:
-            raise WeftError(f"{source.name}: no token of what is held out is learned")
+            raise WeftError(f"{source.name}: no token of the validation set has a loss")
         name = source.name if job.data.mixture else job.data.path
-        losses.append(Loss(name, nats / tokens, tokens, size))
+        losses.append(SourceLoss(name, nats / tokens, tokens, size))
     return losses
 
 
-def _telling(
+def _with_progress(
     batches: Iterator[Batch], ranks: int, advance: Callable[[int], None]
 ) -> Iterator[Batch]:
-    """The batches; when the next one is asked for, one is done, on all ranks alike."""
+    """Yield the batches; report each one when the next is requested."""
     for batch in batches:
         yield batch
         advance(ranks * len(batch.tokens_BT))
 
 
-def _predicted(store: Store, split: SplitName, apart: bool) -> tuple[int, int]:
-    """How many tokens of a split are predicted, and of how many bytes; 0: not known."""
-    of: Split = getattr(store.manifest, split)
-    learned = store.learned(split)
-    if learned is None:
-        # What follows a document is not predicted from it where documents are kept apart.
-        return of.tokens - (of.documents if apart else 1), of.bytes
+def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tuple[int, int]:
+    """Return the numbers of predicted tokens and of bytes (0: unknown) of a split."""
+    info: Split = getattr(store.manifest, split)
+    loss_mask = store.loss_mask(split)
+    if loss_mask is None:
+        # With separate documents, the last token of each one predicts nothing.
+        return info.tokens - (info.documents if keeps_documents else 1), info.bytes
     count = 0
-    for first in range(0, len(learned), COUNTED):
-        size = min(COUNTED, len(learned) - first)
-        count += int(learned.window(np.array([first]), size).sum())
+    for start in range(0, len(loss_mask), COUNT_CHUNK):
+        size = min(COUNT_CHUNK, len(loss_mask) - start)
+        count += int(loss_mask.read_windows(np.array([start]), size).sum())
     return count, 0

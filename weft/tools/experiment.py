@@ -1,16 +1,15 @@
-"""Variants of a recipe, each trained several times, as real runs.
+"""Train each variant of a comparison several times, as real runs.
 
-What makes a comparison fair is the order.  Repeat 1 runs the variants first to last, repeat 2 last
-to first, and so on: whatever drifts, a machine that warms up or other people's work, hurts all
-alike.  Repeat r adds r - 1 to every variant's seed (where seeds vary, a multiple of that, so that
-none comes twice): the runs of one repeat have the same order of samples, and the same initial
-weights where their models are the same.  They are a pair, and what they share cancels in their
-difference (`weft.tools.verdict`).
+A fair order makes a comparison fair.  Repeat 1 runs the variants first to last, repeat 2 last to
+first, and so on, so a drift (a machine that warms up, other people's load) affects all variants
+alike.  Repeat r adds r - 1 to every variant's seed (a multiple of that if the seeds differ, so that
+no seed repeats).  The runs of one repeat have the same order of samples and, for equal models, the
+same initial weights.  They are a pair, and what they share cancels in their difference
+(`weft.tools.verdict`).
 
-A trial is ``weft train`` in a process of its own, in a run's folder below the comparison's.  What
-is to be known of it is in that folder; ``comparison.json`` adds how the trial ended.  So a
-comparison can be interrupted anywhere: the same command leaves finished trials alone and goes on
-with the one that was cut off.
+A trial is one ``weft train`` process with a run directory below the comparison's.  That directory
+holds its records; ``comparison.json`` adds the outcome.  An interrupted comparison resumes with the
+same command: it keeps finished trials and resumes the interrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from statistics import fmean
 
 import tomli_w
 
-from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.manifest import list_checkpoints
 from weft.config.errors import ConfigError
 from weft.config.files import replace_text, write_json
 from weft.monitor.process import PYTHON, die_with_parent
@@ -37,90 +36,96 @@ from weft.monitor.terminal import duration
 from weft.tools.comparison_dir import (
     COMPARISON,
     TrialResult,
-    log_of,
+    comparison_record,
+    log_path,
     open_comparison,
     recipe_path,
-    seed_of,
-    stored,
-    trial_folder,
+    trial_dir,
+    trial_seed,
 )
 from weft.tools.comparison_page import write_page
-from weft.tools.comparison_result import Result, Settings, finished, result_of
+from weft.tools.comparison_result import (
+    ComparisonSettings,
+    ComparisonSummary,
+    completed_trials,
+    summarize_comparison,
+)
 from weft.tools.variants import Variant
 from weft.train.run_dir import owning
 
 
 def compare(
-    folder: Path,
+    directory: Path,
     variants: Sequence[Variant],
-    settings: Settings,
-    say: Callable[[str], object],
-) -> tuple[Result, int]:
-    """Run what is missing of a comparison, and judge all of it.
+    settings: ComparisonSettings,
+    log: Callable[[str], object],
+) -> tuple[ComparisonSummary, int]:
+    """Run the missing trials of a comparison, and summarize all trials.
 
     Args:
-        say: told what is going on, in lines.
+        log: called with lines of progress.
 
     Returns:
-        What there is to say, which is in the folder, too, and how many stop signals came.
+        The summary, which is also in the directory, and the number of stop signals received.
 
     Raises:
-        InvalidConfig: if the folder holds anything else, or another process compares in it.
+        InvalidConfig: if the directory holds other files, or another process uses it.
     """
-    open_comparison(folder, variants)  # before anything is written into a folder of others
-    rule = "another process is comparing in this folder"
-    taken = ConfigError("--out", str(folder), rule, "wait for it")
-    with owning(folder, taken), Stopping() as stopping:
-        before, looks = open_comparison(folder, variants)
-        ended = finished(folder, variants, before)  # what failed is tried again
-        most = max((each.repeat for each in ended), default=0)
-        settings = replace(settings, repeats=max(most, settings.repeats))
+    open_comparison(directory, variants)  # check before anything is written
+    rule = "another process is comparing in this directory"
+    in_use = ConfigError("--out", str(directory), rule, "wait for it")
+    with owning(directory, in_use), StopSignals() as signals:
+        previous, looks = open_comparison(directory, variants)
+        results = completed_trials(directory, variants, previous)  # failed trials run again
+        repeats = max((result.repeat for result in results), default=0)
+        settings = replace(settings, repeats=max(repeats, settings.repeats))
 
-        def note(looks: Sequence[int]) -> Result:
-            result = result_of(folder, variants, ended, settings)
+        def save(looks: Sequence[int]) -> ComparisonSummary:
+            summary = summarize_comparison(directory, variants, results, settings)
             if len(looks) > 1:
-                result.notes.append(
-                    f"the verdict was looked at {len(looks)} times, after "
-                    f"{', '.join(map(str, looks))} trials: to add runs until something is found "
-                    "makes false claims likelier"
+                summary.notes.append(
+                    f"{len(looks)} verdicts were given, after {', '.join(map(str, looks))} "
+                    "trials: adding runs until a difference is found makes false claims likelier"
                 )
-            document = result.document | stored(variants, ended, looks)
-            write_json(folder / COMPARISON, document, indent=2)
-            return result
+            document = summary.document | comparison_record(variants, results, looks)
+            write_json(directory / COMPARISON, document, indent=2)
+            return summary
 
-        note(looks)
-        run_trials(folder, variants, ended, settings.repeats, say, lambda: note(looks), stopping)
-        if ended and len(ended) not in looks:  # nothing new is learnt from looking twice
-            looks.append(len(ended))
-        result = note(looks)
-        write_page(folder, result, say)
-        return result, stopping.came
+        save(looks)
+        run_trials(
+            directory, variants, results, settings.repeats, log, lambda: save(looks), signals
+        )
+        if results and len(results) not in looks:  # the same trials are no new verdict
+            looks.append(len(results))
+        summary = save(looks)
+        write_page(directory, summary, log)
+        return summary, signals.count
 
 
-class Stopping:
-    """Inside, stop signals and Ctrl-C are counted, and leave it to the trial how to end."""
+class StopSignals:
+    """A context that counts stop signals, which the current trial handles."""
 
     def __init__(self) -> None:
-        self.came = 0
+        self.count = 0
 
-    def __enter__(self) -> Stopping:
-        self._before = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
+    def __enter__(self) -> StopSignals:
+        self._handlers = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
         return self
 
-    def asked(self) -> bool:
-        """Whether to stop."""
-        return self.came > 0
+    def should_stop(self) -> bool:
+        """Return True if a signal was received."""
+        return self.count > 0
 
     def _count(self, number: int, frame: object) -> None:
-        self.came += 1
+        self.count += 1
 
     def __exit__(self, *reason: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
 
-def order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
-    """(repeat, variant) of all trials: first to last, then last to first, and so on."""
+def trial_order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
+    """Return (repeat, variant) of all trials, in alternating directions."""
     return [
         (repeat, variant)
         for repeat in range(1, repeats + 1)
@@ -129,99 +134,102 @@ def order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
 
 
 def run_trials(
-    folder: Path,
+    directory: Path,
     variants: Sequence[Variant],
-    ended: list[TrialResult],
+    results: list[TrialResult],
     repeats: int,
-    say: Callable[[str], object],
-    note: Callable[[], object],
-    stopping: Stopping,
+    log: Callable[[str], object],
+    save: Callable[[], object],
+    signals: StopSignals,
 ) -> None:
-    """Run every trial that is not finished, until all are or a signal comes.
+    """Run all unfinished trials, until a stop signal arrives.
 
-    A variant that fails is not tried again in this call, but in the next one.
+    A variant that fails does not run again in this call; the next call retries it.
 
     Args:
-        ended: the finished trials; those that end here are added.
-        note: called after each of them.
+        results: of the finished trials; this function appends new ones.
+        save: called after each trial.
     """
-    able = [place for place, variant in enumerate(variants) if variant.plan is not None]
-    recipes = {place: recipe_path(folder, place, variants[place].label) for place in able}
-    for place, path in recipes.items():
-        text = tomli_w.dumps(variants[place].job.model_dump(mode="json"))
-        told = f"{variants[place].label!a}, of the recipe {variants[place].recipe!a}"
-        replace_text(path, f"# A variant that weft compares: {told}.\n\n{text}")
-    trials = order(able, repeats)
-    done = {(each.repeat, each.variant) for each in ended}
+    runnable = [index for index, variant in enumerate(variants) if variant.plan is not None]
+    recipes = {index: recipe_path(directory, index, variants[index].label) for index in runnable}
+    for index, path in recipes.items():
+        text = tomli_w.dumps(variants[index].job.model_dump(mode="json"))
+        name = f"{variants[index].label!a}, of the recipe {variants[index].recipe!a}"
+        replace_text(path, f"# A variant that weft compares: {name}.\n\n{text}")
+    trials = trial_order(runnable, repeats)
+    done = {(result.repeat, result.variant) for result in results}
     failed: set[int] = set()
     for number, (repeat, variant) in enumerate(trials, 1):
         if (repeat, variant) in done or variant in failed:
             continue
-        if stopping.asked():
+        if signals.should_stop():
             return
         label = variants[variant].label
         missing = [v for r, v in trials[number - 1 :] if (r, v) not in done and v not in failed]
-        say(f"trial {number} of {len(trials)}: {label}, repeat {repeat}{time_left(missing, ended)}")
-        run = trial_folder(folder, variant, label, repeat)
-        if not checkpoints(run / "checkpoints"):
-            shutil.rmtree(run, ignore_errors=True)  # of one that was cut off: nothing to go on from
-        seed = seed_of(variants, variant, repeat)
-        status, reason, seconds = train(recipes[variant], run, seed, stopping)
-        if stopping.asked() and status:
-            return  # unfinished, but not by its own fault
-        ended.append(TrialResult(variant, repeat, status, reason, seconds))
+        left = format_time_left(missing, results)
+        log(f"trial {number} of {len(trials)}: {label}, repeat {repeat}{left}")
+        run = trial_dir(directory, variant, label, repeat)
+        if not list_checkpoints(run / "checkpoints"):
+            shutil.rmtree(run, ignore_errors=True)  # interrupted before its first checkpoint
+        seed = trial_seed(variants, variant, repeat)
+        status, reason, seconds = run_trial(recipes[variant], run, seed, signals)
+        if signals.should_stop() and status:
+            return  # interrupted, not failed
+        results.append(TrialResult(variant, repeat, status, reason, seconds))
         if status:
             failed.add(variant)
-            say(f"  failed: {reason}")
-        note()
+            log(f"  failed: {reason}")
+        save()
 
 
-def time_left(trials: Sequence[int], ended: Sequence[TrialResult]) -> str:
-    """What the trials of these variants will take, by those that are done; '' if none is."""
-    done = [each for each in ended if each.status == 0]
-    if not done:
+def format_time_left(variants: Sequence[int], results: Sequence[TrialResult]) -> str:
+    """Format the estimated time of missing trials; '' if no trial has finished."""
+    finished = [result for result in results if result.status == 0]
+    if not finished:
         return ""
-    own = {v: [e.seconds for e in done if e.variant == v] for v in set(trials)}
-    seconds = [fmean(own[v] or [e.seconds for e in done]) for v in trials]
+    by_variant = {v: [r.seconds for r in finished if r.variant == v] for v in set(variants)}
+    seconds = [fmean(by_variant[v] or [r.seconds for r in finished]) for v in variants]
     return f", about {duration(sum(seconds))} left"
 
 
-def train(recipe: Path, run: Path, seed: int, stopping: Stopping) -> tuple[int, str, float]:
-    """One ``weft train``; its exit status, why it failed, and the seconds that it took.
+def run_trial(recipe: Path, run: Path, seed: int, signals: StopSignals) -> tuple[int, str, float]:
+    """Run ``weft train``; return exit status, reason of a failure, and seconds.
 
-    A signal goes on to it: it finishes its step and saves, or ends at once at the second one.
+    Stop signals are forwarded: at the first one ``weft train`` finishes its step and saves, at the
+    second one it ends at once.
     """
     command = [*PYTHON, "weft.cli", "train", str(recipe)]
     command += ["--run.dir", str(run.absolute()), "--train.seed", str(seed)]
-    began, sent = time.monotonic(), 0
-    with log_of(run).open("ab") as log:
-        at = log.tell()
+    started, num_sent = time.monotonic(), 0
+    with log_path(run).open("ab") as log_file:
+        offset = log_file.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process to pass on
+            start_new_session=True,  # this process forwards Ctrl-C
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         while process.poll() is None:
-            if sent < stopping.came:
+            if num_sent < signals.count:
                 process.send_signal(signal.SIGTERM)
-                sent += 1
+                num_sent += 1
             time.sleep(0.05)
-    said = log_of(run).read_bytes()[at:].decode("utf-8", "replace")
+    output = log_path(run).read_bytes()[offset:].decode("utf-8", "replace")
     status = process.returncode
-    return status, why(status, said) if status else "", time.monotonic() - began
+    reason = failure_reason(status, output) if status else ""
+    return status, reason, time.monotonic() - started
 
 
-def why(status: int, said: str) -> str:
-    """A failed trial in a few words: its own last complaint, without traceback."""
-    lines = said.splitlines()
-    told = [i for i, line in enumerate(lines) if line.startswith("weft: ")]
-    if not told:
+def failure_reason(status: int, output: str) -> str:
+    """Return the last error message of a failed trial, without its traceback."""
+    lines = output.splitlines()
+    errors = [i for i, line in enumerate(lines) if line.startswith("weft: ")]
+    if not errors:
         name = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return " ".join([f"ended with {name}", *lines[-1:]])
-    first = lines[told[-1]].removeprefix("weft: ")
-    if "nothing was started:" in first:
-        return "; ".join(line.strip() for line in lines[told[-1] + 1 :])
-    return first
+    message = lines[errors[-1]].removeprefix("weft: ")
+    if "nothing was started:" in message:
+        return "; ".join(line.strip() for line in lines[errors[-1] + 1 :])
+    return message

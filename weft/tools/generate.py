@@ -1,12 +1,11 @@
-"""Text from a trained model: several prompts at once, each new token at the price of one.
+"""Generate text for several prompts at once, with a key-value cache.
 
-What a prompt becomes does not depend on what else is in the batch: every row has its own source of
-random numbers, which begins at the seed plus the prompt's number, and its own place in the cache.
-(Sums of a batch may be rounded in another order than those of one row, so two tokens of equal
-probability to the last bit may change places.)
+The text of a prompt does not depend on the rest of the batch: every sequence has its own random
+generator, seeded with the seed plus the prompt's number, and its own slots in the cache.  (Rounding
+depends on the batch, so two tokens of equal probability may change places.)
 
-When a row is as long as what the model was trained on, its older half is forgotten and the rest is
-read again.
+A sequence that reaches the context length of training drops its older half and recomputes the
+cache of the rest.
 """
 
 from __future__ import annotations
@@ -23,116 +22,136 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.data.chat import Malformed, Writer, load_template
-from weft.data.document_tokens import IMPORTED, add_start, first_token, tokens_beside
-from weft.data.tokenizer import load_tokenizer, vocab_entries
-from weft.models.kv_cache import KeyValueCache, caching
+from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
+from weft.data.document_tokens import (
+    IMPORTED_DIR,
+    add_start_token,
+    find_start_token,
+    load_document_tokens,
+)
+from weft.data.tokenizer import load_tokenizer, required_vocab_size
+from weft.models.kv_cache import KeyValueCache, use_kv_cache
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, in this order, and when it is enough."""
+    """Sampling options, in the order in which they apply, and the end of a sequence."""
 
     max_tokens: int = 200
-    repetition_penalty: float = 1.0  # CTRL's (arXiv:1909.05858): logits of what is there already
-    temperature: float = 0.8  # 0: the likeliest token each time
-    top_k: int = 50  # among so many likeliest; 0: among all
-    top_p: float = 1.0  # among the fewest likeliest that have this much together
-    min_p: float = 0.0  # among those at least that likely, relative to the likeliest
-    stop: tuple[str, ...] = ()  # ends before any of these
+    repetition_penalty: float = 1.0  # of tokens in the sequence (CTRL, arXiv:1909.05858); 1: off
+    temperature: float = 0.8  # 0: greedy
+    top_k: int = 50  # sample among the k likeliest tokens; 0: among all
+    top_p: float = 1.0  # sample among the fewest likeliest tokens with this total probability
+    min_p: float = 0.0  # minimum probability, relative to the likeliest token
+    stop: tuple[str, ...] = ()  # texts that end a sequence and are not part of it
     seed: int = 0
 
     def problems(self) -> list[ConfigError]:
-        """What is wrong with it, by the options of the command line."""
-        found = []
+        """Return the errors, by command-line option."""
+        problems: list[ConfigError] = []
         if not 0 < self.top_p <= 1:
-            found.append(
-                ConfigError("--top-p", self.top_p, "is no share", "use more than 0, up to 1")
+            problems.append(
+                ConfigError(
+                    "--top-p", self.top_p, "is not a probability", "use more than 0, up to 1"
+                )
             )
         if self.min_p > 1:
-            found.append(ConfigError("--min-p", self.min_p, "is no share", "use 0 to 1"))
-        if self.repetition_penalty == 0:
-            rule = "divides, and nothing is divided by 0"
-            found.append(
-                ConfigError("--repetition-penalty", 0, rule, "use 1 for none, 1.1 for some")
+            problems.append(
+                ConfigError("--min-p", self.min_p, "is not a probability", "use 0 to 1")
             )
-        return found
+        if self.repetition_penalty == 0:
+            rule = "must not be 0: logits are divided by it"
+            problems.append(
+                ConfigError("--repetition-penalty", 0, rule, "use 1 for no penalty, or 1.1")
+            )
+        return problems
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a run's texts are written."""
+    """The text format of a run: its tokenizer, special tokens and chat template."""
 
-    tokenizer: Tokenizer  # its encode() adds what stands before a text
-    begin: int  # the token of an empty text, where the tokenizer adds none
-    ends: frozenset[int]  # tokens after which there is nothing more
-    context: int  # the longest row that the model was trained on, in tokens
-    chat: Writer | None = None  # prompts are what a user says, written by the chat template
+    tokenizer: Tokenizer  # its encode() adds the tokens that start a text
+    start_token: int  # of an empty text, if the tokenizer adds none
+    end_tokens: frozenset[int]  # tokens that end a text
+    max_context: int  # longest sequence of training, in tokens
+    encoder: ChatEncoder | None = None  # the chat template, if prompts are messages of a user
 
 
-def speech_of(found: CheckpointRef, template: str | None = None) -> ChatFormat:
-    """Return how a run's texts are written: see `weft.data.document_tokens`.
+def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> ChatFormat:
+    """Load the text format of a run; see `weft.data.document_tokens`.
 
     Args:
-        template: for conversations: a chat template's file, or auto for the run's own.
+        template: for conversations: path of a chat template, or auto for the run's own.
 
     Raises:
-        InvalidConfig: there is no tokenizer, no end token, or no such template.
+        InvalidConfig: if there is no tokenizer, no end token, or no such template.
     """
-    path, source = found.run / "tokenizer.json", found.run / IMPORTED
+    path, source = checkpoint.run_dir / "tokenizer.json", checkpoint.run_dir / IMPORTED_DIR
     tokenizer, _ = load_tokenizer(path)
-    tokens = tokens_beside(tokenizer, path)
-    begin, context = tokens.separator, found.job.train.seq_len
+    tokens = load_document_tokens(tokenizer, path)
+    start_token, max_context = tokens.separator, checkpoint.job.train.seq_len
     starts = tokens.starts_documents
     if (source / "config.json").is_file():
-        first = first_token(tokenizer, source)
-        begin = begin if first is None else first
-        context = found.config.max_seq_len  # what it was trained on is not known better
-    elif starts is None:  # a run from before that was recorded
-        starts = found.job.data.format == "text"
+        token = find_start_token(tokenizer, source)
+        start_token = start_token if token is None else token
+        max_context = checkpoint.config.max_seq_len  # the length of its training is unknown
+    elif starts is None:  # an older run, which did not record it
+        starts = checkpoint.job.data.format == "text"
     if starts:
-        add_start(tokenizer, tokens.separator)
+        add_start_token(tokenizer, tokens.separator)
     if template is None:
-        return ChatFormat(tokenizer, begin, tokens.ends, context)
-    told = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
-    writer = Writer(str(path), load_template(found.job.data.model_copy(update=told)))
-    return ChatFormat(tokenizer, begin, tokens.ends | writer.ends(), context, writer)
+        return ChatFormat(tokenizer, start_token, tokens.end_tokens, max_context)
+    changes = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
+    encoder = ChatEncoder(
+        str(path), load_chat_template(checkpoint.job.data.model_copy(update=changes))
+    )
+    return ChatFormat(
+        tokenizer, start_token, tokens.end_tokens | encoder.find_end_tokens(), max_context, encoder
+    )
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 @dataclass
-class Row:
-    """A prompt and what has become of it."""
+class GeneratedSequence:
+    """A prompt and its continuation."""
 
     prompt: Prompt
     ids: list[int]
-    begun: int  # how many of them are the prompt's
-    random: torch.Generator
-    prefix: str  # the prompt as its tokens say it
-    first: int = 0  # of the ids that the model still sees
-    text: str = ""  # what continues the prompt
-    told: int = 0  # characters of it
-    finish: str = ""  # why it ended: end, stop or length
+    prompt_length: int  # number of the prompt's ids
+    generator: torch.Generator
+    prefix: str  # the prompt, decoded from its ids
+    context_start: int = 0  # index of the first id that the model sees
+    text: str = ""  # the continuation
+    num_emitted: int = 0  # characters of it that were returned
+    finish_reason: str = ""  # end, stop or length
 
     def to_dict(self) -> dict[str, Any]:
-        """For one line of JSON; ``tokens``: how many were made."""
-        made = len(self.ids) - self.begun
-        return {"prompt": self.prompt, "text": self.text, "tokens": made, "finish": self.finish}
+        """Return the JSON record; ``tokens`` is the number of generated tokens."""
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "tokens": len(self.ids) - self.prompt_length,
+            "finish": self.finish_reason,
+        }
 
     @property
     def length(self) -> int:
-        """Tokens that the model sees."""
-        return len(self.ids) - self.first
+        """Number of tokens that the model sees."""
+        return len(self.ids) - self.context_start
 
 
 def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) -> Sequence[Prompt]:
-    """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``, or in a
-    ``chat`` ``messages``."""
+    """Read one prompt per line; append errors to ``problems``.
+
+    A line of a .jsonl file is a JSON string or an object with a ``prompt``; with ``chat`` also an
+    object with ``messages``.
+    """
     try:
-        # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
+        # Not splitlines: a JSON string may contain Unicode line separators.
         lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         problems.append(ConfigError("--prompts", str(path), f"cannot be read: {error}"))
@@ -152,7 +171,7 @@ def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) ->
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
             rule += ", nor one with messages, each with role and content" if chat else ""
-            problems.append(ConfigError("--prompts", str(path), rule, 'as {"prompt": "Once"}'))
+            problems.append(ConfigError("--prompts", str(path), rule, 'write {"prompt": "Once"}'))
             break
     return prompts
 
@@ -170,142 +189,167 @@ def _is_conversation(messages: object) -> bool:
     )
 
 
-def rows_of(
-    prompts: Sequence[Prompt], speech: ChatFormat, sampling: Sampling, number: int = 0
-) -> list[Row]:
-    """The prompts ready to be continued; ``number``: of the first one.
+def make_sequences(
+    prompts: Sequence[Prompt], chat_format: ChatFormat, sampling: Sampling, first_index: int = 0
+) -> list[GeneratedSequence]:
+    """Encode the prompts; ``first_index`` is the number of the first one.
 
     Raises:
-        InvalidConfig: the chat template refuses a prompt.
+        InvalidConfig: if the chat template rejects a prompt.
     """
-    rows = []
-    for index, prompt in enumerate(prompts):
-        ids = _ids_of(prompt, speech)
-        random = torch.Generator().manual_seed(sampling.seed + number + index)
-        prefix = speech.tokenizer.decode(ids)
-        rows.append(Row(prompt, ids, len(ids), random, prefix, max(0, len(ids) - speech.context)))
-    return rows
+    sequences = []
+    for index, prompt in enumerate(prompts, first_index):
+        ids = _encode_prompt(prompt, chat_format)
+        sequences.append(
+            GeneratedSequence(
+                prompt=prompt,
+                ids=ids,
+                prompt_length=len(ids),
+                generator=torch.Generator().manual_seed(sampling.seed + index),
+                prefix=chat_format.tokenizer.decode(ids),
+                context_start=max(0, len(ids) - chat_format.max_context),
+            )
+        )
+    return sequences
 
 
-def _ids_of(prompt: Prompt, speech: ChatFormat) -> list[int]:
-    if speech.chat is None:
+def _encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:
+    if chat_format.encoder is None:
         assert isinstance(prompt, str)
-        return list(speech.tokenizer.encode(prompt).ids) or [speech.begin]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return list(chat_format.tokenizer.encode(prompt).ids) or [chat_format.start_token]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        return speech.chat.ask(asked)
-    except Malformed as error:
-        place = speech.chat.template.place
-        raise InvalidConfig([ConfigError("--chat", place, str(error), "ask otherwise")]) from None
+        return chat_format.encoder.encode_prompt(messages)
+    except InvalidConversation as error:
+        problem = ConfigError(
+            "--chat", chat_format.encoder.template.path, str(error), "change the prompt"
+        )
+        raise InvalidConfig([problem]) from None
 
 
 def generate(
     model: LanguageModel,
-    speech: ChatFormat,
-    rows: list[Row],
+    chat_format: ChatFormat,
+    sequences: list[GeneratedSequence],
     sampling: Sampling,
     cached: bool = True,
-) -> Iterator[tuple[Row, str]]:
-    """Pieces of text that continue the rows, as they come; ends when all rows have ended.
+) -> Iterator[tuple[GeneratedSequence, str]]:
+    """Continue the sequences; yield each new text as it is generated.
 
-    Every rank of the model calls it, with the same rows, and gets the same.
+    Every rank of the model must call this with the same sequences, and gets the same texts.
 
     Args:
-        cached: False computes everything again for each token, to prove the other by.
+        cached: False recomputes all tokens in every step; tests compare both.
     """
-    longest = max(row.length for row in rows) + sampling.max_tokens
-    entries = min(model.config.vocab_size, vocab_entries(speech.tokenizer))
+    longest = max(sequence.length for sequence in sequences) + sampling.max_tokens
+    vocab_size = min(model.config.vocab_size, required_vocab_size(chat_format.tokenizer))
     blocks = model.family.blocks(model.module) if cached else []
-    with caching(blocks, min(longest, speech.context)) as cache:
-        whole = True  # what the cache holds is to be computed anew
+    with use_kv_cache(blocks, min(longest, chat_format.max_context)) as cache:
+        recompute = True
         for number in range(sampling.max_tokens):
-            logits_BV = _next_logits(model, rows, cache, whole)
-            pairs = zip(logits_BV, rows, strict=True)
-            chosen = [choose(logits_V[:entries], row, sampling) for logits_V, row in pairs]
-            whole = cache is None
-            for row, token in zip(rows, _agreed(chosen), strict=True):
-                if row.finish:
+            logits_BV = _next_logits(model, sequences, cache, recompute)
+            sampled = [
+                sample_token(logits_V[:vocab_size], sequence, sampling)
+                for logits_V, sequence in zip(logits_BV, sequences, strict=True)
+            ]
+            recompute = cache is None
+            for sequence, token in zip(sequences, _broadcast_tokens(sampled), strict=True):
+                if sequence.finish_reason:
                     continue
-                if token in speech.ends:
-                    row.finish = "end"
-                    if sampling.stop and row.told < len(row.text):
-                        yield row, _tell(row, len(row.text))
+                if token in chat_format.end_tokens:
+                    sequence.finish_reason = "end"
+                    if sampling.stop and sequence.num_emitted < len(sequence.text):
+                        yield sequence, _emit_text(sequence, len(sequence.text))
                     continue
-                row.ids.append(token)
-                if row.length > speech.context:
-                    row.first = len(row.ids) - max(1, speech.context // 2)
-                    whole = True
-                if piece := _grown(row, speech, sampling, last=number + 1 == sampling.max_tokens):
-                    yield row, piece
-            if all(row.finish for row in rows):
+                sequence.ids.append(token)
+                if sequence.length > chat_format.max_context:
+                    kept = max(1, chat_format.max_context // 2)
+                    sequence.context_start = len(sequence.ids) - kept
+                    recompute = True
+                is_last = number + 1 == sampling.max_tokens
+                if new_text := _update_text(sequence, chat_format, sampling, is_last):
+                    yield sequence, new_text
+            if all(sequence.finish_reason for sequence in sequences):
                 return
 
 
 def _next_logits(
-    model: LanguageModel, rows: list[Row], cache: KeyValueCache | None, whole: bool
+    model: LanguageModel,
+    sequences: list[GeneratedSequence],
+    cache: KeyValueCache | None,
+    recompute: bool,
 ) -> Tensor:
-    """Of the token after each row's last, on the CPU; unless ``whole`` only that last is new."""
+    """Return the logits of each sequence's next token, on the CPU.
+
+    With ``recompute`` the model reads all tokens of the context, else only the last one.
+    """
     device = model.device
-    if whole:
-        seen = [row.ids[row.first :] for row in rows]
-        width = max(len(ids) for ids in seen)
-        tokens_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in seen], device=device)
+    if recompute:
+        contexts = [sequence.ids[sequence.context_start :] for sequence in sequences]
+        width = max(len(ids) for ids in contexts)
+        padded = [ids + [0] * (width - len(ids)) for ids in contexts]
+        tokens_BT = torch.tensor(padded, device=device)
         positions_BT = torch.arange(width, device=device).expand_as(tokens_BT)
-        places_B = torch.tensor([len(ids) - 1 for ids in seen], device=device)
+        last_B = torch.tensor([len(ids) - 1 for ids in contexts], device=device)
     else:
-        tokens_BT = torch.tensor([row.ids[-1:] for row in rows], device=device)
-        positions_BT = torch.tensor([[row.length - 1] for row in rows], device=device)
-        places_B = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        tokens_BT = torch.tensor([sequence.ids[-1:] for sequence in sequences], device=device)
+        positions = [[sequence.length - 1] for sequence in sequences]
+        positions_BT = torch.tensor(positions, device=device)
+        last_B = torch.zeros(len(sequences), dtype=torch.int64, device=device)
     if cache is not None:
-        cache.place(positions_BT, anew=whole)
-    rows_B = torch.arange(len(rows), device=device)
-    return model.logits(tokens_BT, rows_B, places_B, positions_BT).cpu()
+        cache.set_positions(positions_BT, reset=recompute)
+    indices_B = torch.arange(len(sequences), device=device)
+    return model.logits(tokens_BT, indices_B, last_B, positions_BT).cpu()
 
 
-def choose(logits_V: Tensor, row: Row, sampling: Sampling) -> int:
-    """The next token of a row."""
+def sample_token(logits_V: Tensor, sequence: GeneratedSequence, sampling: Sampling) -> int:
+    """Sample the next token of a sequence."""
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.ids)))
-        old, by = logits_V[seen], sampling.repetition_penalty
-        logits_V = logits_V.index_put((seen,), torch.where(old > 0, old / by, old * by))
+        used = torch.tensor(sorted(set(sequence.ids)))
+        logits, penalty = logits_V[used], sampling.repetition_penalty
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits_V = logits_V.index_put((used,), penalized)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     values, indices = logits_V.topk(min(sampling.top_k or len(logits_V), len(logits_V)))
-    shares = torch.softmax((values - values[0]) / sampling.temperature, dim=-1)
+    probs = torch.softmax((values - values[0]) / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
-        shares = shares.masked_fill(shares.cumsum(0) - shares >= sampling.top_p, 0)
+        probs = probs.masked_fill(probs.cumsum(0) - probs >= sampling.top_p, 0)
     if sampling.min_p > 0:
-        shares = shares.masked_fill(shares < sampling.min_p * shares[0], 0)
-    return int(indices[torch.multinomial(shares, 1, generator=row.random)])
+        probs = probs.masked_fill(probs < sampling.min_p * probs[0], 0)
+    return int(indices[torch.multinomial(probs, 1, generator=sequence.generator)])
 
 
-def _agreed(chosen: list[int]) -> list[int]:
-    """What the first rank has chosen: others may have rounded otherwise."""
+def _broadcast_tokens(sampled: list[int]) -> list[int]:
+    """Broadcast the tokens of rank 0, because rounding may differ (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return chosen
-    told = torch.tensor(chosen)
-    dist.broadcast(told, 0)
-    return told.tolist()
+        return sampled
+    tokens = torch.tensor(sampled)
+    dist.broadcast(tokens, 0)
+    return tokens.tolist()
 
 
-def _grown(row: Row, speech: ChatFormat, sampling: Sampling, last: bool) -> str:
-    """The text that a new token makes certain; sets why the row ended, if it did."""
-    text = speech.tokenizer.decode(row.ids)[len(row.prefix) :]
-    if last:
-        row.finish = "length"
-    # A character may span tokens: text counts once it is whole.
+def _update_text(
+    sequence: GeneratedSequence, chat_format: ChatFormat, sampling: Sampling, is_last: bool
+) -> str:
+    """Decode the sequence, set its finish reason, and return the text that is final."""
+    text = chat_format.tokenizer.decode(sequence.ids)[len(sequence.prefix) :]
+    if is_last:
+        sequence.finish_reason = "length"
+    # A character may span tokens; text counts once the character is complete.
     if text.endswith("\ufffd"):
-        return _tell(row, len(row.text)) if last else ""
-    row.text = text
-    found = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
-    if found:
-        row.finish, row.text = "stop", text[: min(found)]
-    # What may be the beginning of a stop waits.
-    held = 0 if row.finish else max((len(stop) - 1 for stop in sampling.stop), default=0)
-    return _tell(row, len(row.text) - held)
+        return _emit_text(sequence, len(sequence.text)) if is_last else ""
+    sequence.text = text
+    matches = [index for index in (text.find(stop) for stop in sampling.stop) if index >= 0]
+    if matches:
+        sequence.finish_reason, sequence.text = "stop", text[: min(matches)]
+    # Hold back what may be the start of a stop text.
+    held = max((len(stop) - 1 for stop in sampling.stop), default=0)
+    held = 0 if sequence.finish_reason else held
+    return _emit_text(sequence, len(sequence.text) - held)
 
 
-def _tell(row: Row, end: int) -> str:
-    piece = row.text[row.told : max(row.told, end)]
-    row.told += len(piece)
-    return piece
+def _emit_text(sequence: GeneratedSequence, end: int) -> str:
+    new_text = sequence.text[sequence.num_emitted : max(sequence.num_emitted, end)]
+    sequence.num_emitted += len(new_text)
+    return new_text

@@ -1,9 +1,9 @@
-"""``weft export`` and ``weft import``: a checkpoint as a Hugging Face folder, and the other way.
+"""Export checkpoints to and import models from Hugging Face directories.
 
-Everything that can be known is checked before anything is written; then the weights are streamed
-into a folder that becomes visible whole (in an object store: file by file, what makes it a model
-last).  What comes from elsewhere is numbers and names, never a
-program: only safetensors are read, and no code that came with a model is run.
+All checks run before anything is written.  Then the weights are streamed into a directory that
+appears only when it is complete (in an object store: file by file, with the file that makes it a
+model last).  Imported data is never executed: only safetensors are read, and no code of a model is
+run.
 """
 
 from __future__ import annotations
@@ -19,280 +19,290 @@ import torch
 
 import weft
 from weft.checkpoint.manifest import CheckpointError, checkpoint_path
-from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
-from weft.checkpoint.storage import create, is_remote
+from weft.checkpoint.safetensors import NAMES, InvalidSafetensors, SafetensorsEntry, parse_json
+from weft.checkpoint.storage import create_file, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
     SINGLE,
-    CannotHold,
-    open_model,
-    open_weights,
-    publishing,
-    read_tensor,
+    UnrepresentableValue,
+    open_checkpoint_weights,
+    publish_directory,
+    read_safetensors_header,
+    read_safetensors_tensor,
     write_json,
-    write_model,
-    write_weights,
+    write_safetensors,
+    write_weights_checkpoint,
 )
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
 from weft.config.schema import Job, replace, to_toml
 from weft.data.document_tokens import (
-    IMPORTED,
+    IMPORTED_DIR,
     find_document_tokens,
-    tokens_beside,
-    with_start,
+    json_with_start_token,
+    load_document_tokens,
 )
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
-from weft.data.tokenizer import load_tokenizer, padded_beyond, vocab_entries
+from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size
 from weft.models import FAMILIES, Family, load_family
-from weft.models.hf_mapping import counterpart, from_config, kind_of, shapes, shown, to_config
-from weft.tools.inference_model import CheckpointRef, base_of, find_checkpoint
-from weft.tools.peft_export import export_adapter, merging
+from weft.models.hf_mapping import (
+    detect_family,
+    from_hf_config,
+    get_hf_mapping,
+    param_shapes,
+    printable,
+    to_hf_config,
+)
+from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
+from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# What an imported run keeps of its source, in the folder `SOURCE`, for the export: how a
-# conversation is written as text, and which tokens begin and end.  weft itself reads none of it.
-SOURCE = IMPORTED
-KEPT = (
+# Files of the source that an imported run keeps in `SOURCE_DIR` for the export: chat template and
+# special tokens.
+SOURCE_DIR = IMPORTED_DIR
+COMPANION_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-MOST_BYTES = 100_000_000  # of any file but the weights
+MAX_FILE_BYTES = 100_000_000  # of any file except the weights
 
-# A plain file's name: no folder, none above, nothing hidden.
+# A plain file name: no directory, no parent directory, not hidden.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
-# Rotary tables, which old checkpoints hold beside the weights; they follow from the configuration.
+# Rotary tables of old checkpoints, which follow from the configuration.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-SHOWN = 5
+MAX_PROBLEMS = 5
 
-AS_SAFETENSORS = (
-    "where you trust its source, load it with transformers and save_pretrained() it again"
-)
+SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
-# --------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------- export
 
 
 def export_checkpoint(
     path: Path, out: Path, dtype: str, max_shard: str, report: Report, adapter: bool = False
 ) -> str:
-    """Write a checkpoint of any layout as a folder that transformers loads.
+    """Write a checkpoint of any layout as a directory that transformers loads.
 
     Adapters of a LoRA run are merged into the weights.
 
     Args:
-        path: a run's folder, or one of its checkpoints.
-        out: a folder that does not exist yet; it appears whole.
+        path: a run directory, or one of its checkpoints.
+        out: a directory that does not exist; it appears when complete.
         dtype: one of `DTYPES`.
-        max_shard: size of a file, such as 5GB.
-        report: told how far it is.
+        max_shard: maximum size of a file, such as 5GB.
+        report: called with the progress.
         adapter: write only the adapters, for PEFT.
 
     Returns:
-        What was done, for people.
+        A message for the user.
 
     Raises:
-        InvalidConfig: with every reason why it cannot be.
+        InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
     """
-    most, problems = _size(max_shard)
+    max_bytes, problems = _parse_size(max_shard)
     if dtype not in DTYPES:
         problems.append(ConfigError("--dtype", dtype, "no such dtype", suggest(dtype, DTYPES)))
     try:
-        found: CheckpointRef | None = find_checkpoint(path)
+        checkpoint: CheckpointRef | None = find_checkpoint(path)
     except InvalidConfig as error:
-        found = None
+        checkpoint = None
         problems += error.problems
-    family = load_family(found.job.model.kind) if found else None
-    if found and family and family.huggingface is None:
-        rule, remedy = "has no counterpart in transformers", "give the family one: huggingface"
-        problems.append(ConfigError("model.kind", found.job.model.kind, rule, remedy))
-    special: _Tokens | None = None
-    if found:
+    family = load_family(checkpoint.job.model.kind) if checkpoint else None
+    if checkpoint and family and family.hf_mapping is None:
+        rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
+        problems.append(ConfigError("model.kind", checkpoint.job.model.kind, rule, remedy))
+    special: _SpecialTokens | None = None
+    if checkpoint:
         try:
-            special = _special_tokens(found, problems)
+            special = _special_tokens(checkpoint, problems)
         except InvalidConfig as error:
             problems += error.problems
-    if found and adapter:
+    if checkpoint and adapter:
         problems += _check_out("out", out, 0)
         if not problems:
-            return export_adapter(found, out, DTYPES[dtype])
+            return export_adapter(checkpoint, out, DTYPES[dtype])
     model, read = None, None
-    if found and not problems:
-        base, model = base_of(found), open_model(found.path)
+    if checkpoint and not problems:
+        base, model = find_base_checkpoint(checkpoint), open_checkpoint_weights(checkpoint.path)
         if base is not None:
-            model, read = merging(found, base)
-    needed = 0
+            model, read = open_merged(checkpoint, base)
+    num_bytes = 0
     if model and dtype in DTYPES:
-        needed = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
-    problems += _check_out("out", out, needed)
-    if problems or found is None or model is None or family is None or special is None:
+        num_bytes = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
+    problems += _check_out("out", out, num_bytes)
+    if problems or checkpoint is None or model is None or family is None or special is None:
         raise InvalidConfig(problems)
-    expected = shapes(family, found.config)
+    expected = param_shapes(family, checkpoint.config)
     if model.shapes != expected:
         differing = sorted(model.shapes.items() ^ expected.items())[0][0]
         raise CheckpointError(
-            f"{found.path}: is not of the model in {found.run / 'job.toml'}: {differing} differs"
+            f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
+            f"{differing} differs"
         )
-    message = f"exporting {found.path.name}"
-    with publishing(out) as folder:
-        names = {counterpart(family).hf_name(name): name for name in expected}
+    message = f"exporting {checkpoint.path.name}"
+    with publish_directory(out) as directory:
+        names = {get_hf_mapping(family).hf_name(name): name for name in expected}
         try:
-            files = write_weights(
+            files = write_safetensors(
                 model,
-                folder,
+                directory,
                 names,
                 DTYPES[dtype],
-                most,
-                lambda done: report(Progress(message, done, needed)),
+                max_bytes,
+                lambda done: report(Progress(message, done, num_bytes)),
                 read,
             )
-        except CannotHold as error:
-            remedy = "use bfloat16 or float32, if the run is sound"
+        except UnrepresentableValue as error:
+            remedy = "use bfloat16 or float32"
             raise InvalidConfig([ConfigError("--dtype", dtype, str(error), remedy)]) from error
-        _write_companions(folder, found, to_config(family, found.config, dtype), special)
-    return f"{out}: {files} file{'s' * (files > 1)}, {needed:,} bytes of {dtype}, from {found.path}"
+        config = to_hf_config(family, checkpoint.config, dtype)
+        _write_companions(directory, checkpoint, config, special)
+    size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
+    return f"{out}: {size}, from {checkpoint.path}"
 
 
-def there(path: Path) -> bool:
-    """Whether there is anything of that name, if only a link to nowhere."""
+def path_exists(path: Path) -> bool:
+    """Return True if the path exists, even as a broken link."""
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _size(text: str) -> tuple[int, list[ConfigError]]:
-    """Bytes of a size such as 5GB or 500 MB."""
+def _parse_size(text: str) -> tuple[int, list[ConfigError]]:
+    """Parse a size such as 5GB or 500 MB; return bytes and errors."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        return 1, [ConfigError("--max-shard", text, "is no size", remedy)]
+        return 1, [ConfigError("--max-shard", text, "is not a size", remedy)]
     return int(match[1]) * 1000 ** " KMGT".index(match[2] or " "), []
 
 
-def _check_out(key: str, out: Path, needed: int) -> Iterator[ConfigError]:
-    if there(out):
-        yield ConfigError(key, str(out), "exists already", "name a folder that is to be made")
+def _check_out(key: str, out: Path, num_bytes: int) -> Iterator[ConfigError]:
+    if path_exists(out):
+        yield ConfigError(key, str(out), "exists already", "name a new directory")
         return
     if is_remote(out):
         return
     unwritable = list(check_writable(key, str(out)))
     yield from unwritable
     if not unwritable:
-        above = next(folder for folder in out.parents if folder.exists())
+        above = next(parent for parent in out.parents if parent.exists())
         free = shutil.disk_usage(above).free
-        if free < needed:
-            rule = f"needs {needed:,} bytes, and its disk has {free:,} free"
-            yield ConfigError(key, str(out), rule, "use another disk, or make room")
+        if free < num_bytes:
+            rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
+            yield ConfigError(key, str(out), rule, "use another disk, or free space")
 
 
-class _Tokens(NamedTuple):
-    """The fields of ``config.json``, the special tokens by name, and the ``tokenizer.json``."""
+class _SpecialTokens(NamedTuple):
+    """Special tokens: fields of ``config.json``, names, and the ``tokenizer.json``."""
 
     ids: dict[str, Any]
     names: dict[str, str | None]
     tokenizer: bytes
 
 
-def _special_tokens(found: CheckpointRef, problems: list[ConfigError]) -> _Tokens:
-    """The tokens that begin and end a text, as transformers wants to know them."""
-    path = found.run / "tokenizer.json"
+def _special_tokens(checkpoint: CheckpointRef, problems: list[ConfigError]) -> _SpecialTokens:
+    """Return the tokens that start and end a text, in transformers' format."""
+    path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
-    tokens = tokens_beside(tokenizer, path)
+    tokens = load_document_tokens(tokenizer, path)
     data = path.read_bytes()
-    last = sorted(tokens.ends)
-    ids: dict[str, Any] = {"eos_token_id": last if len(last) > 1 else last[0]}
+    end_tokens = sorted(tokens.end_tokens)
+    eos: Any = end_tokens if len(end_tokens) > 1 else end_tokens[0]
+    ids = {"eos_token_id": eos}
     names = {"eos_token": tokenizer.id_to_token(tokens.separator)}
-    if (found.run / SOURCE).is_dir():
-        kept = _read_json(found.run / SOURCE / "config.json", problems) or {}
-        if kept.get("eos_token_id") is None:
-            kept.pop("eos_token_id", None)
-        known = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return _Tokens(ids | {n: kept[n] for n in known if n in kept}, names, data)
+    if (checkpoint.run_dir / SOURCE_DIR).is_dir():
+        source_config = _read_json(checkpoint.run_dir / SOURCE_DIR / "config.json", problems) or {}
+        if source_config.get("eos_token_id") is None:
+            source_config.pop("eos_token_id", None)
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids |= {key: source_config[key] for key in keys if key in source_config}
+        return _SpecialTokens(ids, names, data)
     starts = tokens.starts_documents
-    if starts or (starts is None and found.job.data.format == "text"):
-        # A document begins after a separator: that is how the model has seen it.
-        data = with_start(data, tokenizer, tokens.separator)
-    first = {"bos_token_id": tokens.separator}
-    return _Tokens(first | ids, {"bos_token": names["eos_token"]} | names, data)
+    if starts or (starts is None and checkpoint.job.data.format == "text"):
+        # In training, a separator preceded every document.
+        data = json_with_start_token(data, tokenizer, tokens.separator)
+    bos = {"bos_token_id": tokens.separator}
+    return _SpecialTokens(bos | ids, {"bos_token": names["eos_token"]} | names, data)
 
 
 def _write_companions(
-    folder: Path, found: CheckpointRef, config: dict[str, Any], special: _Tokens
+    directory: Path, checkpoint: CheckpointRef, config: dict[str, Any], special: _SpecialTokens
 ) -> None:
-    """``config.json``, the tokenizer, and what tells transformers which tokens are special."""
-    with create(folder / "tokenizer.json") as file:
+    """Write ``config.json``, the tokenizer, and the files with special tokens."""
+    with create_file(directory / "tokenizer.json") as file:
         file.write(special.tokenizer)
-    write_json(folder / "config.json", config | special.ids)
-    made: dict[str, dict[str, Any]] = {
+    write_json(directory / "config.json", config | special.ids)
+    generated: dict[str, dict[str, Any]] = {
         "generation_config.json": special.ids,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special.names,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": found.config.max_seq_len,
+            "model_max_length": checkpoint.config.max_seq_len,
         },
     }
-    tuned = (found.run / TEMPLATE_FILE).is_file()
-    for name in KEPT[1:]:
-        if name == TEMPLATE_FILE and tuned:  # what it was tuned with
-            _copy(found.run / name, folder / name)
-        elif (found.run / SOURCE / name).is_file():
-            _copy(found.run / SOURCE / name, folder / name)
-        elif name in made:
-            write_json(folder / name, made[name])
+    tuned = (checkpoint.run_dir / TEMPLATE_FILE).is_file()
+    for name in COMPANION_FILES[1:]:
+        if name == TEMPLATE_FILE and tuned:  # the template of its fine-tuning
+            _copy(checkpoint.run_dir / name, directory / name)
+        elif (checkpoint.run_dir / SOURCE_DIR / name).is_file():
+            _copy(checkpoint.run_dir / SOURCE_DIR / name, directory / name)
+        elif name in generated:
+            write_json(directory / name, generated[name])
 
 
 def _copy(path: Path, to: Path) -> None:
-    with create(to) as file:
+    with create_file(to) as file:
         file.write(path.read_bytes())
 
 
-# --------------------------------------------------------------------------- in
+# --------------------------------------------------------------------------- import
 
 
 def import_model(source: Path, run_dir: Path, report: Report, force: bool = False) -> str:
-    """Make a run of a Hugging Face folder: its weights are the checkpoint of step 0.
+    """Import a Hugging Face directory as a run with a checkpoint of step 0.
 
     Args:
-        source: a folder with ``config.json``, safetensors and ``tokenizer.json``.
-        run_dir: a folder that does not exist yet; it appears whole.
-        report: told how far it is.
-        force: also with a tokenizer that is far smaller than the model's vocabulary.
+        source: a directory with ``config.json``, safetensors and ``tokenizer.json``.
+        run_dir: a directory that does not exist; it appears when complete.
+        report: called with the progress.
+        force: accept a tokenizer that is far smaller than the model's vocabulary.
 
     Returns:
-        What was done, for people.
+        A message for the user.
 
     Raises:
-        InvalidConfig: with every reason why it cannot be.
+        InvalidConfig: with every reason why the import is impossible.
     """
     if not source.is_dir():
-        rule = "is no folder" if source.exists() else "does not exist"
-        raise InvalidConfig([ConfigError("folder", str(source), rule, "give a model's folder")])
+        rule = "is not a directory" if source.exists() else "does not exist"
+        raise InvalidConfig([ConfigError("folder", str(source), rule, "give a model's directory")])
     problems: list[ConfigError] = []
     config, kind = None, None
     tree = _read_json(source / "config.json", problems)
     if tree is not None:
-        kind, found = kind_of(tree, FAMILIES)
+        kind, config_problems = detect_family(tree, FAMILIES)
         if kind is not None:
-            config, found = from_config(FAMILIES[kind], tree)
-        problems += found
+            config, config_problems = from_hf_config(FAMILIES[kind], tree)
+        problems += config_problems
     model = None if kind is None or config is None else (FAMILIES[kind], config)
     weights = _read_weights(source, model, problems)
     note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
-    kept = [name for name in KEPT if there(source / name)]
-    for name in kept[1:]:
-        _check_kept(source / name, problems)
-    expected = {} if model is None or problems else shapes(*model)
-    needed = 4 * sum(shape.numel() for shape in expected.values())
-    problems += _check_out("run_dir", run_dir, needed)
+    companions = [name for name in COMPANION_FILES if path_exists(source / name)]
+    for name in companions[1:]:
+        _check_companion(source / name, problems)
+    expected = {} if model is None or problems else param_shapes(*model)
+    num_bytes = 4 * sum(shape.numel() for shape in expected.values())
+    problems += _check_out("run_dir", run_dir, num_bytes)
     if problems or model is None or config is None:
         raise InvalidConfig(problems)
-    their_name = counterpart(model[0]).hf_name
+    hf_name = get_hf_mapping(model[0]).hf_name
 
     job = replace(
         Job(),
@@ -309,88 +319,98 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         "torch": torch.__version__,
         "imported": str(source),
     }
-    # A cache of models has links where the files of a model are.
-    entries = {name: weights[their_name(name)] for name in expected}
-    parts = (
-        (name, expected[name], read_tensor(path.resolve(), entry))
+    # In the Hub's cache the files of a model are links.
+    entries = {name: weights[hf_name(name)] for name in expected}
+    tensors = (
+        (name, expected[name], read_safetensors_tensor(path.resolve(), entry))
         for name, (path, entry) in entries.items()
     )
     message = f"importing {source.name}"
-    with publishing(run_dir) as folder:
+    with publish_directory(run_dir) as directory:
         try:
-            write_model(
-                checkpoint_path(folder / "checkpoints", 0),
-                parts,
+            write_weights_checkpoint(
+                checkpoint_path(directory / "checkpoints", 0),
+                tensors,
                 manifest,
-                lambda done: report(Progress(message, done, needed)),
+                lambda done: report(Progress(message, done, num_bytes)),
             )
-        except CannotHold as error:
+        except UnrepresentableValue as error:
             raise InvalidConfig([ConfigError("folder", str(source), str(error))]) from error
-        (folder / SOURCE).mkdir()
-        for name, place in [(n, f"{SOURCE}/{n}") for n in kept] + [("tokenizer.json",) * 2]:
-            _copy(source / name, folder / place)
-        with create(folder / "job.toml") as file:
+        (directory / SOURCE_DIR).mkdir()
+        for name, target in [(n, f"{SOURCE_DIR}/{n}") for n in companions] + [
+            ("tokenizer.json",) * 2
+        ]:
+            _copy(source / name, directory / target)
+        with create_file(directory / "job.toml") as file:
             file.write(to_toml(job, str(source), job).encode())
-    dtypes = sorted({NAMES[weights[their_name(name)][1].dtype] for name in expected})
-    said = f"{run_dir}: {needed // 4:,} weights, {', '.join(dtypes)} there and float32 here"
-    return f"{said}\n{note}" if note else said
+    dtypes = sorted({NAMES[weights[hf_name(name)][1].dtype] for name in expected})
+    summary = (
+        f"{run_dir}: {num_bytes // 4:,} weights, converted from {', '.join(dtypes)} to float32"
+    )
+    return f"{summary}\n{note}" if note else summary
 
 
 def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None:
-    """A JSON object; None if there is none, and a problem that says why."""
+    """Read a JSON object; on an error return None and append it to ``problems``."""
     try:
         return parse_json(_read_small(path))
-    except Malformed as error:
-        remedy = "every model's folder on the Hub has one" if path.name == "config.json" else ""
-        problems.append(ConfigError(path.name, MISSING, str(error), remedy or "fetch it again"))
+    except InvalidSafetensors as error:
+        remedy = "every model on the Hub has one" if path.name == "config.json" else ""
+        problems.append(ConfigError(path.name, MISSING, str(error), remedy or "download it again"))
         return None
 
 
 def _read_small(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise Malformed("is no file" if there(path) else "does not exist")
-        if path.stat().st_size > MOST_BYTES:
-            raise Malformed(f"has {path.stat().st_size:,} bytes, which cannot be right")
+            raise InvalidSafetensors("is not a file" if path_exists(path) else "does not exist")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidSafetensors(
+                f"has {path.stat().st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
+            )
         return path.read_bytes()
     except OSError as error:
-        raise Malformed(f"cannot be read: {error.strerror}") from error
+        raise InvalidSafetensors(f"cannot be read: {error.strerror}") from error
 
 
-def _check_kept(path: Path, problems: list[ConfigError]) -> None:
+def _check_companion(path: Path, problems: list[ConfigError]) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
-        except Malformed as error:
+        except InvalidSafetensors as error:
             problems.append(
-                ConfigError(path.name, MISSING, str(error), "fetch it again, or remove it")
+                ConfigError(path.name, MISSING, str(error), "download it again, or remove it")
             )
         return
     tree = _read_json(path, problems)
     if tree and "auto_map" in tree:
-        rule = "names code to run, which weft never does and does not pass on"
-        problems.append(ConfigError(f"{path.name} auto_map", MISSING, rule, "take the field out"))
+        rule = "names code to run, which weft neither runs nor exports"
+        problems.append(ConfigError(f"{path.name} auto_map", MISSING, rule, "remove the field"))
 
 
 def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[ConfigError]) -> str:
-    """Return what the files say differently about the end of a text, for people."""
+    """Return a note if the files disagree about the token that ends a text."""
     try:
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
-    except Malformed as error:
-        remedy = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+    except InvalidSafetensors as error:
+        remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
         problems.append(ConfigError(path.name, MISSING, str(error), remedy))
-    except InvalidConfig as error:  # that a file of these is unreadable is reported with the others
-        problems += [each for each in error.problems if each.key not in KEPT]
+    except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
+        problems += [p for p in error.problems if p.key not in COMPANION_FILES]
     else:
-        entries = vocab_entries(tokenizer)
-        if config and entries > config.vocab_size:
-            rule = f"has {entries} entries, more than vocab_size = {config.vocab_size}"
-            problems.append(ConfigError(path.name, MISSING, rule, "it is another model's"))
-        elif config and not force and padded_beyond(entries, config.vocab_size):
-            rule = f"has {entries} entries, and the model {config.vocab_size}: more than padding"
-            remedy = "put the model's own there, or say --force if this is the one"
+        size = required_vocab_size(tokenizer)
+        if config and size > config.vocab_size:
+            rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
+            problems.append(
+                ConfigError(path.name, MISSING, rule, "use the tokenizer of this model")
+            )
+        elif config and not force and has_excess_padding(size, config.vocab_size):
+            rule = (
+                f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
+            )
+            remedy = "use the model's own tokenizer, or --force if this is it"
             problems.append(ConfigError(path.name, MISSING, rule, remedy))
         return note
     return ""
@@ -398,89 +418,98 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Config
 
 def _read_weights(
     source: Path, model: tuple[Family, Any] | None, problems: list[ConfigError]
-) -> dict[str, tuple[Path, Entry]]:
-    """Where each tensor lies, by their name; `problems` gets all that is wrong with any."""
-    if there(source / SINGLE):
+) -> dict[str, tuple[Path, SafetensorsEntry]]:
+    """Return the file and entry of each tensor by name; append errors to ``problems``."""
+    if path_exists(source / SINGLE):
         index, files = None, [SINGLE]
-    elif there(source / INDEX):
+    elif path_exists(source / INDEX):
         tree = _read_json(source / INDEX, problems)
         if tree is None:
             return {}
         index = tree.get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            rule = "must say for every tensor in which file it is"
-            problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "fetch it again"))
+            rule = "must map every tensor to a file"
+            problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "download it again"))
             return {}
         files = sorted(set(index.values()))
-        outside = [name for name in files if not FILE_NAME.fullmatch(name)]
-        if outside:
-            rule = "is not the plain name of a .safetensors file beside the index"
+        bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
+        if bad_names:
+            rule = "is not the plain name of a .safetensors file next to the index"
             key = f"{INDEX} weight_map"
-            problems += [ConfigError(key, shown(n), rule, "do not use it") for n in outside[:SHOWN]]
+            problems += [
+                ConfigError(key, printable(n), rule, "do not use it")
+                for n in bad_names[:MAX_PROBLEMS]
+            ]
             return {}
     else:
         pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
         if pickles:
-            rule = f"does not exist, only {shown(pickles[0])}: a pickle, which is a program"
-            problems.append(ConfigError(SINGLE, MISSING, rule, AS_SAFETENSORS))
+            rule = f"does not exist, only the pickle {printable(pickles[0])}, which may run code"
+            problems.append(ConfigError(SINGLE, MISSING, rule, SAFETENSORS_REMEDY))
         else:
-            rule, remedy = "does not exist, nor does its index", "fetch the weights, too"
+            rule, remedy = "does not exist, nor does its index", "download the weights"
             problems.append(ConfigError(SINGLE, MISSING, rule, remedy))
         return {}
 
-    found: dict[str, tuple[Path, Entry]] = {}
-    wrong: list[ConfigError] = []
+    entries: dict[str, tuple[Path, SafetensorsEntry]] = {}
+    weight_problems: list[ConfigError] = []
     for name in files:
         try:
-            for tensor, entry in open_weights(source / name).items():
-                if tensor in found:
-                    rule = f"has {shown(tensor)}, which {found[tensor][0].name} has, too"
-                    wrong.append(ConfigError(name, MISSING, rule, "do not use it"))
-                found[tensor] = (source / name, entry)
-        except Malformed as error:
-            wrong.append(ConfigError(name, MISSING, str(error), "fetch it again"))
-    if not wrong:
-        if index is not None and index != {n: path.name for n, (path, _) in found.items()}:
-            rule = "does not say what the files hold"
-            wrong.append(ConfigError(INDEX, MISSING, rule, "fetch index and files again"))
+            for tensor, entry in read_safetensors_header(source / name).items():
+                if tensor in entries:
+                    rule = f"has {printable(tensor)}, which is also in {entries[tensor][0].name}"
+                    weight_problems.append(ConfigError(name, MISSING, rule, "do not use it"))
+                entries[tensor] = (source / name, entry)
+        except InvalidSafetensors as error:
+            weight_problems.append(ConfigError(name, MISSING, str(error), "download it again"))
+    if not weight_problems:
+        if index is not None and index != {n: path.name for n, (path, _) in entries.items()}:
+            rule = "does not match the tensors in the files"
+            weight_problems.append(
+                ConfigError(INDEX, MISSING, rule, "download index and files again")
+            )
         if model is not None:
-            wrong += _check_weights(found, *model)
-    problems += wrong[:SHOWN]
-    if len(wrong) > SHOWN:
+            weight_problems += _check_shapes(entries, *model)
+    problems += weight_problems[:MAX_PROBLEMS]
+    if len(weight_problems) > MAX_PROBLEMS:
         problems.append(
-            ConfigError("weights", MISSING, f"{len(wrong) - SHOWN} more problems", "as above")
+            ConfigError("weights", MISSING, f"{len(weight_problems) - MAX_PROBLEMS} more problems")
         )
-    return found
+    return entries
 
 
-def _check_weights(
-    found: dict[str, tuple[Path, Entry]], family: Family, config: Any
+def _check_shapes(
+    entries: dict[str, tuple[Path, SafetensorsEntry]], family: Family, config: Any
 ) -> Iterator[ConfigError]:
-    """Are they the model's: all, no others, of its shapes?"""
-    if config.num_layers > len(found):
-        rule = f"the files hold {len(found)} tensors, fewer than that many layers have"
+    """Check that the files have exactly the model's tensors, with its shapes."""
+    if config.num_layers > len(entries):
+        rule = f"needs more tensors than the {len(entries)} in the files"
         yield ConfigError(
-            "config.json num_hidden_layers", config.num_layers, rule, "fetch both again"
+            "config.json num_hidden_layers", config.num_layers, rule, "download both again"
         )
         return
-    theirs = counterpart(family)
-    expected = {theirs.hf_name(n): tuple(shape) for n, shape in shapes(family, config).items()}
-    for name in found.keys() - expected.keys():
+    mapping = get_hf_mapping(family)
+    expected = {
+        mapping.hf_name(n): tuple(shape) for n, shape in param_shapes(family, config).items()
+    }
+    for name in entries.keys() - expected.keys():
         if not DERIVED.fullmatch(name):
-            remedy = "it is another model"
+            remedy = "use weights and config.json of one model"
             if name == "lm_head.weight":
                 remedy = (
                     "set tie_word_embeddings to false in config.json if it is not the embedding"
                 )
-            yield ConfigError(shown(name), MISSING, f"is no weight of this {theirs.name}", remedy)
+            yield ConfigError(
+                printable(name), MISSING, f"is not a weight of this {mapping.name}", remedy
+            )
     for name, shape in expected.items():
-        if name not in found:
-            yield ConfigError(name, MISSING, "is in none of the files", "fetch them again")
+        if name not in entries:
+            yield ConfigError(name, MISSING, "is in none of the files", "download them again")
             continue
-        file, entry = found[name]
+        file, entry = entries[name]
         if entry.shape != shape:
-            rule = f"is of shape {list(entry.shape)} in {file.name}, not {list(shape)}"
-            yield ConfigError(name, MISSING, rule, "weights and config.json are of two models")
+            rule = f"has shape {list(entry.shape)} in {file.name}, not {list(shape)}"
+            yield ConfigError(name, MISSING, rule, "use weights and config.json of one model")
         if entry.dtype not in DTYPES.values():
-            rule = f"is {NAMES[entry.dtype]}, which float32 does not hold or which is quantised"
+            rule = f"is {NAMES[entry.dtype]}, which is quantized or does not fit in float32"
             yield ConfigError(name, MISSING, rule, "save it as F32, BF16 or F16")

@@ -1,7 +1,7 @@
-"""A trained model that is asked, not trained: found, laid out over ranks or not, and its logits.
+"""Load a trained model for inference, in one process or over ranks.
 
-Its layout is that of the command, not of the run: one process unless degrees are given.  Shapes in
-names: B rows, T tokens of a row, N places that are asked for, D model width, V vocabulary.
+The command sets the layout, not the run: one process unless degrees are given.  Shapes in names:
+B sequences, T tokens of a sequence, N positions with logits, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.checkpoint.load import load, load_frozen
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.load import load_checkpoint, load_frozen_params
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, Section, replace
@@ -29,8 +29,8 @@ from weft.train.setup import Rank, allocate, detect_machine
 from weft.train.state import checkpoint_dir
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-# Sections of the run that say how it was trained, not what came of it.
-FORGOTTEN = (
+# Sections of the run that do not affect the trained model; inference uses their defaults.
+DEFAULT_SECTIONS = (
     "run",
     "parallel",
     "pipeline",
@@ -43,89 +43,89 @@ FORGOTTEN = (
 
 
 class CheckpointRef(NamedTuple):
-    """A committed checkpoint, and the run that it belongs to."""
+    """A committed checkpoint and its run."""
 
     path: Path
-    run: Path
+    run_dir: Path
     job: Job
-    config: Any  # of the model's family
+    config: Any  # the model's configuration
 
 
 def find_checkpoint(path: Path) -> CheckpointRef:
-    """The checkpoint at ``path``: a run's folder, of which the newest is taken, or one checkpoint.
+    """Find the checkpoint at ``path``, or the newest one of a run directory.
 
     Raises:
         InvalidConfig: if there is none.
     """
     is_run = (path / "job.toml").is_file()
-    folder = path if is_run else path.parent.parent
-    found = [path]
-    if (folder / "job.toml").is_file():
-        job, _, problems = read_job(str(folder / "job.toml"))
+    run_dir = path if is_run else path.parent.parent
+    paths = [path]
+    if (run_dir / "job.toml").is_file():
+        job, _, problems = read_job(str(run_dir / "job.toml"))
         if is_run:
-            found = checkpoints(checkpoint_dir(job.checkpoint.dir, path))[-1:]
+            paths = list_checkpoints(checkpoint_dir(job.checkpoint.dir, path))[-1:]
     if (
-        not (folder / "job.toml").is_file()
-        or not found
-        or not (found[0] / "manifest.json").is_file()
+        not (run_dir / "job.toml").is_file()
+        or not paths
+        or not (paths[0] / "manifest.json").is_file()
     ):
-        rule = "is neither the folder of a run with a checkpoint nor a checkpoint in one"
+        rule = "is neither a run directory with a checkpoint nor a checkpoint in one"
         raise InvalidConfig(
             [ConfigError("checkpoint", str(path), rule, "train first: weft train demo")]
         )
-    config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
-    if problems or more:
-        raise InvalidConfig(problems + more)
-    return CheckpointRef(found[0], folder, job, config)
+    config, model_problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    if problems or model_problems:
+        raise InvalidConfig(problems + model_problems)
+    return CheckpointRef(paths[0], run_dir, job, config)
 
 
-def base_of(found: CheckpointRef) -> Path | None:
-    """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
+def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
+    """Return the checkpoint of a LoRA run's frozen weights; None without any.
 
     Raises:
-        InvalidConfig: if there is none.
+        InvalidConfig: if that checkpoint is missing.
     """
-    if not found.job.lora.rank or checkpoint_step(found.path) == 0:
+    if not checkpoint.job.lora.rank or checkpoint_step(checkpoint.path) == 0:
         return None
-    name = read_manifest(found.path).get("base", "")
-    base = found.path.with_name(name or "none")
+    name = read_manifest(checkpoint.path).get("base", "")
+    base = checkpoint.path.with_name(name or "none")
     if not name or not (base / "manifest.json").is_file():
-        rule = f"has adapters to {f'{name}, which is not there' if name else 'random weights'}"
-        remedy = "put it back" if name else "start from weights: weft import makes a run of them"
-        raise InvalidConfig([ConfigError("checkpoint", str(found.path), rule, remedy)])
+        rule = f"has adapters to {f'{name}, which does not exist' if name else 'random weights'}"
+        remedy = "restore it" if name else "train LoRA from an imported model: weft import"
+        raise InvalidConfig([ConfigError("checkpoint", str(checkpoint.path), rule, remedy)])
     return base
 
 
 def plan_inference(
-    found: CheckpointRef,
+    checkpoint: CheckpointRef,
     overrides: Sequence[tuple[str, str]],
     problems: Sequence[ConfigError],
     allowed: Sequence[str],
-    generating: bool,
+    for_generation: bool,
 ) -> tuple[Job, Plan]:
-    """The job to ask the model by, and its plan: one process, or what the overrides say.
+    """Plan inference: one process, or the layout of the overrides.
 
     Args:
-        problems: what was wrong with the command line already.
+        problems: earlier errors of the command line.
         allowed: prefixes of the keys that may be overridden.
-        generating: rows grow token by token, which neither a pipeline nor context parallelism can.
+        for_generation: plan generation, which supports neither pipeline nor context parallelism.
 
     Raises:
-        InvalidConfig: with every reason why it cannot be.
+        InvalidConfig: with every error.
     """
     given = {name for name, _ in overrides}
-    rule = "is the checkpoint's, or of no use here"
+    rule = "cannot be changed here"
     problems = [*problems]
     problems += [
-        ConfigError(name, text, rule, f"what may be given: {' '.join(allowed)}")
+        ConfigError(name, text, rule, f"use one of {' '.join(allowed)}")
         for name, text in overrides
         if not name.startswith(tuple(allowed))
     ]
-    job, _, wrong = read_job(str(found.run / "job.toml"), overrides)
-    problems += wrong
-    fresh, changes = Job(), {}
-    for name in FORGOTTEN:
-        section: Section = getattr(fresh, name)
+    job, _, read_problems = read_job(str(checkpoint.run_dir / "job.toml"), overrides)
+    problems += read_problems
+    default_job, changes = Job(), {}
+    for name in DEFAULT_SECTIONS:
+        section: Section = getattr(default_job, name)
         changes[name] = {
             k: v for k, v in section.model_dump().items() if f"{name}.{k}" not in given
         }
@@ -135,19 +135,20 @@ def plan_inference(
     size = 1
     for degree in degrees:
         size *= degree if isinstance(degree, int) else 1
-    changes["run"] |= {"dir": str(found.run), "nproc_per_node": size}
-    if generating:
+    changes["run"] |= {"dir": str(checkpoint.run_dir), "nproc_per_node": size}
+    if for_generation:
+        names = {"pp": "pipeline parallelism", "cp": "context parallelism"}
         problems += [
             ConfigError(f"parallel.{axis}", degree, rule, "use parallel.tp or parallel.dp_shard")
             for axis, degree in zip(DEGREES, degrees, strict=True)
-            for rule in (f"generating has no {'pipeline' if axis == 'pp' else 'slices of a row'}",)
+            for rule in (f"generation does not support {names.get(axis)}",)
             if axis in ("pp", "cp") and degree != 1
         ]
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
-        rows = detect_machine(changes["run"].get("device", job.run.device)).world_size or size
-        changes["train"] = {"global_batch_size": rows, "microbatch_size": 1}
+        batch_size = detect_machine(changes["run"].get("device", job.run.device)).world_size or size
+        changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
     try:
-        if base_of(found) is None:  # there are no adapters yet
+        if find_base_checkpoint(checkpoint) is None:  # no adapters
             changes["lora"] = {"rank": 0}
     except InvalidConfig as error:
         problems += error.problems
@@ -158,77 +159,83 @@ def plan_inference(
 
 
 class LanguageModel:
-    """Logits of a model that may be spread over ranks, all of which ask the same."""
+    """A model that computes logits, in one process or over ranks with equal inputs."""
 
     def __init__(
-        self, module: nn.Module, family: Family, config: Any, tensor: dist.ProcessGroup | None
+        self, module: nn.Module, family: Family, config: Any, tp_group: dist.ProcessGroup | None
     ) -> None:
         self.module, self.family, self.config = module.eval(), family, config
-        self.tensor = tensor  # ranks that share the vocabulary
-        # Whole logits of a long row would be the largest thing there is.
-        self._weight = None if family.without_head is None else family.without_head(module)
+        self.tp_group = tp_group  # ranks that share the vocabulary
+        # Logits of all positions would need more memory than anything else.
+        self._weight = (
+            None if family.enable_fused_loss is None else family.enable_fused_loss(module)
+        )
         self.device = next(iter(module.buffers()), next(module.parameters())).device
 
     @torch.no_grad()
     def logits(
-        self, tokens_BT: Tensor, rows_N: Tensor, places_N: Tensor, positions_BT: Tensor | None
+        self, tokens_BT: Tensor, batch_N: Tensor, indices_N: Tensor, positions_BT: Tensor | None
     ) -> Tensor:
-        """Of the token after each place that is asked for: float32 ``[N, V]``."""
-        out = self.module(tokens_BT, None, positions_BT)[rows_N, places_N]
+        """Return float32 logits [N, V] of the tokens after (batch_N, indices_N)."""
+        out = self.module(tokens_BT, None, positions_BT)[batch_N, indices_N]
         logits_NV = out if self._weight is None else F.linear(out, self._weight())
-        if self.tensor is not None:
-            parts = [torch.empty_like(logits_NV) for _ in range(self.tensor.size())]
-            dist.all_gather(parts, logits_NV.contiguous(), self.tensor)
-            logits_NV = torch.cat(parts, dim=1)
+        if self.tp_group is not None:
+            shards = [torch.empty_like(logits_NV) for _ in range(self.tp_group.size())]
+            dist.all_gather(shards, logits_NV.contiguous(), self.tp_group)
+            logits_NV = torch.cat(shards, dim=1)
         return logits_NV.float()
 
 
-def restore_parts(
-    found: CheckpointRef, job: Job, plan: Plan, rank: Rank
+def load_model_parts(
+    checkpoint: CheckpointRef, job: Job, plan: Plan, rank: Rank
 ) -> tuple[list[nn.Module], Mesh, Family]:
-    """This rank's parts of the model, in any layout, with the checkpoint's weights."""
+    """Load this rank's model parts from a checkpoint, in any layout."""
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_model_parts(job, plan, mesh, family)
-    for part in parts:
+    model_parts = build_model_parts(job, plan, mesh, family)
+    for part in model_parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
-    if (base := base_of(found)) is not None:
-        load_frozen(base, parts)
-    load(found.path, parts, optimizer=None)
-    return parts, mesh, family
+    if (base := find_base_checkpoint(checkpoint)) is not None:
+        load_frozen_params(base, model_parts)
+    load_checkpoint(checkpoint.path, model_parts, optimizer=None)
+    return model_parts, mesh, family
 
 
-def restore(found: CheckpointRef, job: Job, plan: Plan, rank: Rank) -> LanguageModel:
-    """The model over the ranks of a plan that `plan_inference` made for generating."""
+def load_model(checkpoint: CheckpointRef, job: Job, plan: Plan, rank: Rank) -> LanguageModel:
+    """Load the model over the ranks of a plan of `plan_inference` for generation."""
     if plan.world_size == 1:
-        return restore_alone(found, rank.device)
-    (part,), mesh, family = restore_parts(found, job, plan, rank)
-    return LanguageModel(part, family, found.config, mesh.group("tp") if plan.tp > 1 else None)
+        return load_local_model(checkpoint, rank.device)
+    (part,), mesh, family = load_model_parts(checkpoint, job, plan, rank)
+    return LanguageModel(
+        part, family, checkpoint.config, mesh.get_group("tp") if plan.tp > 1 else None
+    )
 
 
-def restore_alone(found: CheckpointRef, device: torch.device | None = None) -> LanguageModel:
-    """The model in this process, which needs no others and no process group.
+def load_local_model(
+    checkpoint: CheckpointRef, device: torch.device | None = None
+) -> LanguageModel:
+    """Load the model in this process, without a process group.
 
-    On a GPU its weights are bfloat16, unless the run says float32.
+    On a GPU the weights are bfloat16, unless the run computes in float32.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = load_whole(found, device)
-    if device.type == "cuda" and found.job.precision.compute_dtype != "float32":
+    module = load_unsharded(checkpoint, device)
+    if device.type == "cuda" and checkpoint.job.precision.compute_dtype != "float32":
         module.to(torch.bfloat16)
-    family = load_family(found.job.model.kind)
-    return LanguageModel(module, family, found.config, None)
+    family = load_family(checkpoint.job.model.kind)
+    return LanguageModel(module, family, checkpoint.config, None)
 
 
-def load_whole(found: CheckpointRef, device: torch.device) -> nn.Module:
-    """The module as its family builds it, with the checkpoint's weights and adapters."""
-    family, base = load_family(found.job.model.kind), base_of(found)
+def load_unsharded(checkpoint: CheckpointRef, device: torch.device) -> nn.Module:
+    """Load the unsharded module, with its adapters, in float32."""
+    family, base = load_family(checkpoint.job.model.kind), find_base_checkpoint(checkpoint)
     with torch.device("meta"):
-        module = family.build(found.config)
+        module = family.build(checkpoint.config)
         if base is not None:
-            apply_lora(module, family.blocks(module), found.job.lora, torch.float32)
+            apply_lora(module, family.blocks(module), checkpoint.job.lora, torch.float32)
     module.to_empty(device=device)
     if base is not None:
-        load_frozen(base, [module])
-    load(found.path, [module], optimizer=None)
+        load_frozen_params(base, [module])
+    load_checkpoint(checkpoint.path, [module], optimizer=None)
     return module

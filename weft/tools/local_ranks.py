@@ -1,13 +1,13 @@
 """Run a function on several gloo ranks of this machine, forked from this process.
 
-Starting an interpreter that imports torch takes seconds a rank; a fork takes hundredths.  It is
-sound as long as this process has not used a GPU (its driver does not survive a fork) and the ranks
-keep to one thread each, as the worker processes of torch's own DataLoader do.  Ranks see no GPU.
+Starting an interpreter that imports torch takes seconds per rank; a fork takes hundredths.  A fork
+is safe while this process has not used a GPU (its driver does not survive a fork) and each rank
+keeps to one thread, as the workers of torch's DataLoader do.  Ranks see no GPU.
 
-A rank that fails says why and then stands still, with its connections open, until all are killed:
-so its peers see no broken connection, and what is shown is the cause.  A rank that dies without a
-word does break them, so a silent death is looked for before a peer's error is believed.  At the
-time limit every rank writes where it stands.  However this process ends, the ranks end with it.
+A rank that fails sends its error and then waits, with its connections open, until all ranks are
+killed.  So its peers see no broken connection, and the reported error is the cause.  A rank that
+is killed does break its connections, so this module checks for dead ranks before it reports an
+error.  At the time limit every rank dumps its stack.  The ranks die with this process.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from weft.monitor.process import die_with_parent, on_one_host
 
 T = TypeVar("T")
 
-SILENT_SECONDS = 0.2  # for a death to become visible after a peer noticed it
-STACK_SECONDS = 2.0  # for the ranks to write their stacks at the time limit
-LAST_LINES = 12  # of a traceback or a stack
+DEATH_SECONDS = 0.2  # until the parent sees the death of a rank whose peer has failed
+STACK_SECONDS = 2.0  # for the ranks to dump their stacks at the time limit
+MAX_LOG_LINES = 12  # of a traceback or a stack
 
-# Imported once here instead of once in each rank.
-HEAVY = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp")
+# Modules that the parent imports once for all ranks.
+PRELOADED_MODULES = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp")
 
 
 class RanksFailed(WeftError):
-    """A rank raised, died or did not end in time; the message tells which and why."""
+    """A rank raised, died or timed out; the message names rank and cause."""
 
 
 class RanksTimedOut(RanksFailed):
@@ -63,11 +63,11 @@ class _Rank:
     log: Path
     result: Any = None
     done: bool = False
-    error: tuple[float, str] | None = None  # when, and what to say
+    error: tuple[float, str] | None = None  # time and message
 
     def receive(self) -> None:
-        """Take the rank's message if there is one."""
-        with suppress(EOFError, OSError):  # it died: `exitcode` tells
+        """Receive the rank's message, if it has sent one."""
+        with suppress(EOFError, OSError):  # the rank died; see `exit_code`
             if not self.done and self.error is None and self.pipe.poll():
                 kind, *rest = self.pipe.recv()
                 if kind == "result":
@@ -76,14 +76,14 @@ class _Rank:
                     self.error = (rest[0], rest[1])
 
     @property
-    def death(self) -> int | None:
-        """The exit code of a rank that ended without a message."""
+    def exit_code(self) -> int | None:
+        """Exit code of a rank that ended without a message."""
         return None if self.done or self.error else self.process.exitcode
 
 
-def import_heavy() -> None:
-    """Import what every rank needs, so that it is there after a fork."""
-    for name in HEAVY:
+def preload_modules() -> None:
+    """Import the modules that every rank needs, before the fork."""
+    for name in PRELOADED_MODULES:
         importlib.import_module(name)
 
 
@@ -96,44 +96,46 @@ def run_ranks(
         timeout: seconds until all are killed.
 
     Returns:
-        What each rank returned, by rank; it must pickle.
+        The return values by rank; they must pickle.
 
     Raises:
         RanksFailed: with the error of the rank that failed first.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise WeftError("this process has used a GPU and cannot be forked; run it as a command")
-    import_heavy()
+        raise WeftError(
+            "this process has used a GPU and cannot fork ranks; run weft as a command instead"
+        )
+    preload_modules()
     context = multiprocessing.get_context("fork")
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as directory:
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                log = Path(folder) / f"rank-{rank}.log"
+                parent_pipe, child_pipe = context.Pipe()
+                log = Path(directory) / f"rank-{rank}.log"
                 process = context.Process(
-                    target=_be_rank,
-                    args=(rank, world_size, theirs, log, timeout, os.getpid(), function, args),
+                    target=_rank_main,
+                    args=(rank, world_size, child_pipe, log, timeout, os.getpid(), function, args),
                 )
                 with warnings.catch_warnings():
                     # Python 3.12 warns of threads, such as those of numpy's linear algebra.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-                theirs.close()
-                ranks.append(_Rank(process, ours, log))
-            _await(ranks, deadline, timeout)
+                child_pipe.close()
+                ranks.append(_Rank(process, parent_pipe, log))
+            _wait_for_results(ranks, deadline, timeout)
             return [rank.result for rank in ranks]
         finally:
-            for each in ranks:
-                each.process.kill()
-            for each in ranks:
-                each.process.join()
-                each.process.close()
-                each.pipe.close()
+            for handle in ranks:
+                handle.process.kill()
+            for handle in ranks:
+                handle.process.join()
+                handle.process.close()
+                handle.pipe.close()
 
 
-def _await(ranks: list[_Rank], deadline: float, timeout: float) -> None:
+def _wait_for_results(ranks: list[_Rank], deadline: float, timeout: float) -> None:
     """Wait for every result.
 
     Raises:
@@ -142,50 +144,50 @@ def _await(ranks: list[_Rank], deadline: float, timeout: float) -> None:
     while not all(rank.done for rank in ranks):
         remaining = deadline + STACK_SECONDS - time.monotonic()
         if remaining <= 0:
-            raise RanksTimedOut(_late(ranks, timeout))
+            raise RanksTimedOut(_timeout_message(ranks, timeout))
         wait([rank.pipe for rank in ranks if not rank.done], min(remaining, 1.0))
         for rank in ranks:
             rank.receive()
-        if any(rank.error or rank.death is not None for rank in ranks):
-            time.sleep(SILENT_SECONDS)
+        if any(rank.error or rank.exit_code is not None for rank in ranks):
+            time.sleep(DEATH_SECONDS)
             for rank in ranks:
                 rank.receive()
-            raise RanksFailed(_cause(ranks))
+            raise RanksFailed(_failure_message(ranks))
 
 
-def _cause(ranks: list[_Rank]) -> str:
+def _failure_message(ranks: list[_Rank]) -> str:
     for number, rank in enumerate(ranks):
-        if rank.death is not None:
-            code = rank.death
-            how = (
+        if rank.exit_code is not None:
+            code = rank.exit_code
+            cause = (
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             )
-            return f"rank {number} of {len(ranks)} {how}" + _indented(rank.log)
+            return f"rank {number} of {len(ranks)} {cause}" + _format_log(rank.log)
     (_, text), number = min((rank.error, n) for n, rank in enumerate(ranks) if rank.error)
     return f"rank {number} of {len(ranks)} failed: {text}"
 
 
-def _late(ranks: list[_Rank], timeout: float) -> str:
-    """Where each rank stands that did not end in time."""
+def _timeout_message(ranks: list[_Rank], timeout: float) -> str:
+    """Return the stack of each rank that did not end in time."""
     lines = [f"the {len(ranks)} ranks did not end within {timeout:g} s"]
     for number, rank in enumerate(ranks):
         if not rank.done:
-            lines.append(f"  rank {number} stands at (innermost call first):{_indented(rank.log)}")
+            lines.append(f"  rank {number}, innermost call first:{_format_log(rank.log)}")
     return "\n".join(lines)
 
 
-def _indented(log: Path) -> str:
-    """The first or last lines of what a rank wrote: of a stack the first, which are innermost."""
+def _format_log(log: Path) -> str:
+    """Format the innermost calls of a rank's stack dump, or else its last lines."""
     lines = log.read_text("utf-8", "replace").splitlines()
     stack = [i for i, line in enumerate(lines) if "most recent call first" in line]
-    shown = lines[stack[-1] + 1 :][:LAST_LINES] if stack else lines[-LAST_LINES:]
+    shown = lines[stack[-1] + 1 :][:MAX_LOG_LINES] if stack else lines[-MAX_LOG_LINES:]
     return "".join(f"\n  | {line}" for line in shown)
 
 
 # --------------------------------------------------------------------------- in a rank
 
 
-def _be_rank(
+def _rank_main(
     rank: int,
     world_size: int,
     pipe: Connection,
@@ -195,17 +197,17 @@ def _be_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> NoReturn:
-    """Everything that a rank does; never returns."""
+    """Run the function in a forked rank, send its result, and wait to be killed."""
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sink = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - while it lives
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-        sys.stdout = sys.stderr = sink
-        faulthandler.enable(sink)
-        faulthandler.dump_traceback_later(timeout, file=sink)
+        log_file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - while it lives
+        os.dup2(log_file.fileno(), 1)
+        os.dup2(log_file.fileno(), 2)
+        sys.stdout = sys.stderr = log_file
+        faulthandler.enable(log_file)
+        faulthandler.dump_traceback_later(timeout, file=log_file)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ |= on_one_host("cpu")
         torch.set_num_threads(1)
@@ -216,23 +218,23 @@ def _be_rank(
                 init_method=f"file://{log.parent}/store",
                 rank=rank,
                 world_size=world_size,
-                # Longer than the limit: what should be seen after a hang is every rank's stack.
+                # Longer than the limit, so that a hang ends with every rank's stack.
                 timeout=timedelta(seconds=timeout + 60),
             )
             message = ("result", pickle.dumps(function(*args)))
         except BaseException as error:
-            message = ("error", time.monotonic(), _told(error))
+            message = ("error", time.monotonic(), _format_error(error))
         pipe.send(message)
-        pipe.poll(None)  # until all are killed
+        pipe.poll(None)  # until the parent kills this rank
     finally:
         os._exit(1)
 
 
-def _told(error: BaseException) -> str:
-    """One line of what went wrong, with the end of the traceback unless it was foreseen."""
+def _format_error(error: BaseException) -> str:
+    """Format an error; unless it is a WeftError, append its traceback's end."""
     notes = getattr(error, "__notes__", [])
     text = f"{error}" + (f" ({', '.join(notes)})" if notes else "")
     if isinstance(error, WeftError):
         return text
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-LAST_LINES:]
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-MAX_LOG_LINES:]
     return f"{type(error).__name__}: {text}" + "".join(f"\n  | {line}" for line in lines)

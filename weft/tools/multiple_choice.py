@@ -1,11 +1,11 @@
-"""Multiple choice: which of several continuations a model finds likeliest.
+"""Score multiple-choice tasks by the likelihood of each choice.
 
 Tasks are files of the Language Model Evaluation Harness (github.com/EleutherAI/
-lm-evaluation-harness, docs/task_guide.md), of which what a local question needs is understood:
-JSON lines, templates or names of fields, and the two accuracies.  What else a file says is refused,
-not overlooked; the harness itself can drive a checkpoint, too: see `weft.tools.lm_eval_model`.
+lm-evaluation-harness, docs/task_guide.md).  This module supports what a local task needs: JSON
+lines, templates or field names, and two accuracies.  It rejects other keys.  The harness itself can
+evaluate a checkpoint, too: see `weft.tools.lm_eval_model`.
 
-Shapes in names: B rows, T tokens of a row, N predicted tokens, V vocabulary.
+Shapes in names: B sequences, T tokens of a sequence, N predicted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from weft.tools.inference_model import LanguageModel
 
 Json = dict[str, Any]
 
-NEEDED = ("task", "doc_to_text", "doc_to_choice", "doc_to_target")
-# Keys with the only value that means what is done here; None: any, for it changes nothing.
-KNOWN: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(NEEDED),
+REQUIRED_KEYS = ("task", "doc_to_text", "doc_to_choice", "doc_to_target")
+# Supported keys with their allowed values; None: any value, because it changes nothing.
+SUPPORTED_KEYS: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(REQUIRED_KEYS),
     "dataset_path": ("json",),
     "dataset_kwargs": None,
     "dataset_name": (None,),
@@ -46,31 +46,30 @@ KNOWN: dict[str, tuple[Any, ...] | None] = {
     "metadata": None,
 }
 METRICS = ("acc", "acc_norm")
-USUAL = {"aggregation": "mean", "higher_is_better": True}  # of these
+METRIC_DEFAULTS = {"aggregation": "mean", "higher_is_better": True}
 
 
 @dataclass(frozen=True)
 class Question:
-    """``choices`` continue ``context``, which they are joined to as they are."""
+    """A question; each of ``choices`` may continue ``context``."""
 
     context: str
     choices: tuple[str, ...]
-    joint: str  # between them
-    gold: int
+    delimiter: str  # between context and choice
+    gold: int  # index of the right choice
 
 
 @dataclass(frozen=True)
-class Task:
-    """Questions under a name."""
+class ChoiceTask:
+    """A task: a name and its questions."""
 
     name: str
     questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True)
-class Score:
-    """Shares of right answers, by log-probability and by that for each character, and the standard
-    errors of these means."""
+class TaskScore:
+    """Accuracies by log-probability, and by that per character (``norm``)."""
 
     task: str
     questions: int
@@ -83,11 +82,11 @@ class Score:
 # --------------------------------------------------------------------------- files
 
 
-def read_task(path: Path) -> Task:
-    """A task's YAML file, and the JSON lines that it names, relative to it or to here.
+def read_task(path: Path) -> ChoiceTask:
+    """Read a task's YAML file and the JSON lines that it names.
 
     Raises:
-        InvalidConfig: with every reason why it cannot be scored here.
+        InvalidConfig: with every reason why the task cannot be scored.
     """
     try:
         import yaml
@@ -97,66 +96,72 @@ def read_task(path: Path) -> Task:
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        # Whatever `!function` names is code, which is never run: it fails here.
+        # The tag `!function` names code, which weft never runs: loading fails.
         rule = f"cannot be read: {str(error).splitlines()[0]}"
         raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
     if not isinstance(tree, dict):
-        raise InvalidConfig([ConfigError("--task", str(path), "is no task: it has no keys")])
+        raise InvalidConfig([ConfigError("--task", str(path), "is not a task: it has no keys")])
     problems = list(_check(tree))
-    documents = [] if problems else _documents(tree, path, problems)
+    documents = [] if problems else _read_documents(tree, path, problems)
     questions = []
     for number, document in enumerate(documents, 1):
         try:
-            questions.append(_question(tree, document))
-        except Exception as error:  # whatever the templates of the file raise
-            told = f"document {number}: {type(error).__name__}: {error}"
-            problems.append(ConfigError("--task", str(path), told, "mend the template or the data"))
+            questions.append(_make_question(tree, document))
+        except Exception as error:  # templates may raise any error
+            rule = f"document {number}: {type(error).__name__}: {error}"
+            problems.append(ConfigError("--task", str(path), rule, "fix the template or the data"))
             break
     if not problems and not questions:
         problems.append(ConfigError("--task", str(path), "has no questions"))
     if problems:
         raise InvalidConfig(problems)
-    return Task(str(tree["task"]), tuple(questions))
+    return ChoiceTask(str(tree["task"]), tuple(questions))
 
 
 def _check(tree: Json) -> list[ConfigError]:
-    found = [ConfigError(name, MISSING, "is missing") for name in NEEDED if name not in tree]
-    elsewhere = "let the harness drive the checkpoint: docs/evaluate.md"
+    problems = [
+        ConfigError(name, MISSING, "is missing") for name in REQUIRED_KEYS if name not in tree
+    ]
+    remedy = "evaluate the checkpoint with the harness: docs/evaluate.md"
     for name, value in tree.items():
-        if name not in KNOWN:
-            found.append(ConfigError(str(name), value, "is not understood", elsewhere))
-        elif (only := KNOWN[name]) is not None and value not in only:
-            found.append(ConfigError(name, value, f"must be {only[0]}", elsewhere))
+        if name not in SUPPORTED_KEYS:
+            problems.append(ConfigError(str(name), value, "is not supported", remedy))
+        elif (allowed := SUPPORTED_KEYS[name]) is not None and value not in allowed:
+            problems.append(ConfigError(name, value, f"must be {allowed[0]}", remedy))
     for name in tree.get("dataset_kwargs") or {}:
         if name != "data_files":
-            found.append(
-                ConfigError(f"dataset_kwargs.{name}", MISSING, "is not understood", elsewhere)
+            problems.append(
+                ConfigError(f"dataset_kwargs.{name}", MISSING, "is not supported", remedy)
             )
     for metric in tree.get("metric_list") or []:
-        measure = metric.get("metric") if isinstance(metric, dict) else metric
+        metric_name = metric.get("metric") if isinstance(metric, dict) else metric
         for name, value in metric.items() if isinstance(metric, dict) else ():
-            if name != "metric" and USUAL.get(name) != value:
-                rule = f"must be {USUAL[name]}" if name in USUAL else "is not understood"
-                found.append(ConfigError(f"metric_list.{name}", value, rule, elsewhere))
-        if measure not in METRICS:
-            found.append(
-                ConfigError("metric_list", measure, f"has only {' and '.join(METRICS)}", elsewhere)
+            if name != "metric" and METRIC_DEFAULTS.get(name) != value:
+                rule = (
+                    f"must be {METRIC_DEFAULTS[name]}"
+                    if name in METRIC_DEFAULTS
+                    else "is not supported"
+                )
+                problems.append(ConfigError(f"metric_list.{name}", value, rule, remedy))
+        if metric_name not in METRICS:
+            problems.append(
+                ConfigError("metric_list", metric_name, f"must be {' or '.join(METRICS)}", remedy)
             )
-    return found
+    return problems
 
 
-def _documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json]:
-    """Of the test split, or else the validation split."""
+def _read_documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json]:
+    """Read the documents of the test split, or else of the validation split."""
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
         split = tree.get("test_split") or tree.get("validation_split")
         files = files.get(split)
     documents: list[Json] = []
     for name in [files] if isinstance(files, str) else files or []:
-        beside = path.parent / name
+        relative = path.parent / name
         try:
-            text = (beside if beside.exists() else Path(name)).read_text("utf-8")
-            # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
+            text = (relative if relative.exists() else Path(name)).read_text("utf-8")
+            # Not splitlines: a JSON string may contain Unicode line separators.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
             problems.append(
@@ -168,28 +173,28 @@ def _documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json
     return documents
 
 
-def _question(tree: Json, document: Json) -> Question:
+def _make_question(tree: Json, document: Json) -> Question:
     choices = tree["doc_to_choice"]
     if isinstance(choices, str):
-        choices = _filled(choices, document)
+        choices = _render(choices, document)
         choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
     choices = list(choices.values()) if isinstance(choices, dict) else choices
     if "" in choices:
         raise ValueError("a choice is empty")
     target = tree["doc_to_target"]
-    gold = _filled(target, document) if isinstance(target, str) else target
+    gold = _render(target, document) if isinstance(target, str) else target
     if isinstance(gold, str):
-        # As the harness has it: digits of a template are a number, those of a field a choice.
-        number = gold.isdigit() and target not in document
-        gold = int(gold) if number else choices.index(gold)
+        # As in the harness: digits from a template are an index, those of a field a choice.
+        is_index = gold.isdigit() and target not in document
+        gold = int(gold) if is_index else choices.index(gold)
     if not 0 <= gold < len(choices):
         raise ValueError(f"the answer is number {gold} of {len(choices)} choices")
-    context = _filled(tree["doc_to_text"], document)
+    context = _render(tree["doc_to_text"], document)
     return Question(str(context), tuple(choices), tree.get("target_delimiter", " "), gold)
 
 
-def _filled(template: str, document: Json) -> Any:
-    """A field of that name, or the template with the document's fields."""
+def _render(template: str, document: Json) -> Any:
+    """Return the field of that name, or render the template with the fields."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -202,24 +207,26 @@ def _filled(template: str, document: Json) -> Any:
 # --------------------------------------------------------------------------- scores
 
 
-def score(task: Task, model: LanguageModel, speech: ChatFormat, batch: int) -> Score:
-    """Ask every question; every rank of the model calls it, and gets the same."""
+def score_task(
+    task: ChoiceTask, model: LanguageModel, chat_format: ChatFormat, batch_size: int
+) -> TaskScore:
+    """Score every question; every rank of the model must call this, and gets the same."""
     pairs = [
-        encoded(speech, question.context, question.joint + choice)
+        encode_pair(chat_format, question.context, question.delimiter + choice)
         for question in task.questions
         for choice in question.choices
     ]
-    told = iter(log_probabilities(model, pairs, batch))
-    right: list[float] = []
-    right_by_length: list[float] = []
+    log_probs = iter(compute_log_probs(model, pairs, batch_size))
+    correct: list[float] = []
+    correct_norm: list[float] = []
     for question in task.questions:
-        sums = [next(told)[0] for _ in question.choices]
-        for answers, values in (
-            (right, sums),
-            (right_by_length, [s / len(c) for s, c in zip(sums, question.choices, strict=True)]),
-        ):
-            answers.append(float(values.index(max(values)) == question.gold))
-    return Score(task.name, len(right), *_mean_and_error(right), *_mean_and_error(right_by_length))
+        sums = [next(log_probs)[0] for _ in question.choices]
+        per_char = [s / len(c) for s, c in zip(sums, question.choices, strict=True)]
+        correct.append(float(sums.index(max(sums)) == question.gold))
+        correct_norm.append(float(per_char.index(max(per_char)) == question.gold))
+    return TaskScore(
+        task.name, len(correct), *_mean_and_error(correct), *_mean_and_error(correct_norm)
+    )
 
 
 def _mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -228,52 +235,59 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, error
 
 
-def encoded(speech: ChatFormat, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Tokens of both, split where those of the context alone end.
+def encode_pair(
+    chat_format: ChatFormat, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Encode both texts together, and split where the tokens of the context alone end.
 
-    Spaces that end the context go to the continuation, whose first token most tokenizers would
-    begin with them.
+    Trailing spaces of the context move to the continuation, because most tokenizers put a space
+    at the start of a token.
     """
-    kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    if not kept:
-        return [speech.begin], speech.tokenizer.encode(continuation, add_special_tokens=False).ids
-    tokenizer: Tokenizer = speech.tokenizer
-    whole, first = tokenizer.encode(kept + continuation).ids, tokenizer.encode(kept).ids
-    return first, whole[len(first) :]
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    tokenizer: Tokenizer = chat_format.tokenizer
+    if not stripped:
+        ids = tokenizer.encode(continuation, add_special_tokens=False).ids
+        return [chat_format.start_token], ids
+    ids, context_ids = tokenizer.encode(stripped + continuation).ids, tokenizer.encode(stripped).ids
+    return context_ids, ids[len(context_ids) :]
 
 
-def log_probabilities(
-    model: LanguageModel, pairs: Sequence[tuple[list[int], list[int]]], batch: int
+def compute_log_probs(
+    model: LanguageModel, pairs: Sequence[tuple[list[int], list[int]]], batch_size: int
 ) -> list[tuple[float, bool]]:
-    """For each (context, continuation) in tokens: the log-probability of the continuation in nats,
-    and whether it is the likeliest token by token.
+    """Compute log-probabilities of continuations, given (context, continuation).
 
-    Contexts lose their beginnings where both together are longer than the model takes.
+    Contexts lose their beginning if both are longer than the model's maximum.
+
+    Returns:
+        The log-probability in nats, and True if greedy decoding gives the continuation.
     """
-    most = model.config.max_seq_len
+    max_len = model.config.max_seq_len
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    for first in range(0, len(order), batch):
-        some = order[first : first + batch]
-        wholes = [(pairs[i][0] + pairs[i][1])[-(most + 1) :] for i in some]
-        width = max(len(whole) for whole in wholes) - 1
-        tokens_BT = torch.tensor([w[:-1] + [0] * (width + 1 - len(w)) for w in wholes])
-        counts = [min(len(pairs[i][1]), len(w) - 1) for i, w in zip(some, wholes, strict=True)]
-        places = [
-            (row, len(whole) - 1 - count + k)
-            for row, (whole, count) in enumerate(zip(wholes, counts, strict=True))
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        sequences = [(pairs[i][0] + pairs[i][1])[-(max_len + 1) :] for i in batch]
+        width = max(len(ids) for ids in sequences) - 1
+        tokens_BT = torch.tensor([ids[:-1] + [0] * (width + 1 - len(ids)) for ids in sequences])
+        counts = [
+            min(len(pairs[i][1]), len(ids) - 1) for i, ids in zip(batch, sequences, strict=True)
+        ]
+        positions = [
+            (n, len(ids) - 1 - count + k)
+            for n, (ids, count) in enumerate(zip(sequences, counts, strict=True))
             for k in range(count)
         ]
-        rows_N, places_N = torch.tensor(places, device=model.device).reshape(-1, 2).unbind(1)
+        batch_N, indices_N = torch.tensor(positions, device=model.device).reshape(-1, 2).unbind(1)
         targets_N = torch.tensor(
-            [t for w, n in zip(wholes, counts, strict=True) for t in w[len(w) - n :]],
+            [t for ids, n in zip(sequences, counts, strict=True) for t in ids[len(ids) - n :]],
             device=model.device,
         )
-        logits_NV = model.logits(tokens_BT.to(model.device), rows_N, places_N, None)
-        own_N = logits_NV.log_softmax(-1).gather(1, targets_N.unsqueeze(1)).squeeze(1).cpu()
+        logits_NV = model.logits(tokens_BT.to(model.device), batch_N, indices_N, None)
+        log_probs_N = logits_NV.log_softmax(-1).gather(1, targets_N.unsqueeze(1)).squeeze(1).cpu()
         greedy_N = (logits_NV.argmax(-1) == targets_N).cpu()
-        own, greedy = own_N.split_with_sizes(counts), greedy_N.split_with_sizes(counts)
-        for i, logs, likeliest in zip(some, own, greedy, strict=True):
-            found[i] = float(logs.sum()), bool(likeliest.all())
-    return found
+        log_probs, greedy = log_probs_N.split_with_sizes(counts), greedy_N.split_with_sizes(counts)
+        for i, values, is_greedy in zip(batch, log_probs, greedy, strict=True):
+            results[i] = float(values.sum()), bool(is_greedy.all())
+    return results

@@ -1,7 +1,7 @@
-"""What comes of a LoRA run: its adapters as PEFT has them, or merged into the weights.
+"""Export the adapters of a LoRA run for PEFT, or merge them into the weights.
 
-A checkpoint of such a run has the adapters, and names the one of step 0, which has the weights.
-What is merged is what was trained: where the base is quantised, that is the quantised one.
+A checkpoint of such a run has the adapters and names the checkpoint of step 0, which has the base
+weights.  A quantized run merges into the quantized weights, which it was trained with.
 """
 
 from __future__ import annotations
@@ -16,73 +16,81 @@ from torch import Tensor
 
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.weight_files import (
-    Model,
-    open_model,
-    publishing,
+    CheckpointWeights,
+    open_checkpoint_weights,
+    publish_directory,
     read_weight,
     write_json,
-    write_tensors,
+    write_safetensors_file,
 )
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
 from weft.models import load_family
-from weft.models.hf_mapping import counterpart
-from weft.parallel.quantize import quantize_matrix, dequantize_matrix
+from weft.models.hf_mapping import get_hf_mapping
+from weft.parallel.quantize import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
 from weft.plan.matrices import list_matrices
-from weft.tools.inference_model import CheckpointRef, base_of
+from weft.tools.inference_model import CheckpointRef, find_base_checkpoint
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def merging(found: CheckpointRef, base: Path) -> tuple[Model, Callable[[str], Iterator[Tensor]]]:
-    """The base, and the rows of each of its weights with the adapter of that name in it."""
-    weights, adapters = open_model(base), open_model(found.path)
+def open_merged(
+    checkpoint: CheckpointRef, base: Path
+) -> tuple[CheckpointWeights, Callable[[str], Iterator[Tensor]]]:
+    """Open the base weights, and a reader of their rows with adapters merged."""
+    weights, adapters = open_checkpoint_weights(base), open_checkpoint_weights(checkpoint.path)
     quantized: set[str] = set()
-    if found.job.lora.quantize != "none":
-        linear = list_matrices(found.config, load_family(found.job.model.kind))
+    if checkpoint.job.lora.quantize != "none":
+        linear = list_matrices(checkpoint.config, load_family(checkpoint.job.model.kind))
         quantized = {f"{matrix.name}.weight" for matrix in linear}
-    return weights, partial(_merged, weights, adapters, found.job.lora, quantized)
+    return weights, partial(_merge_weight, weights, adapters, checkpoint.job.lora, quantized)
 
 
-def _merged(
-    weights: Model, adapters: Model, lora: LoraSection, quantized: set[str], name: str
+def _merge_weight(
+    weights: CheckpointWeights,
+    adapters: CheckpointWeights,
+    lora: LoraSection,
+    quantized: set[str],
+    name: str,
 ) -> Iterator[Tensor]:
     module = name.removesuffix(".weight")
     a_name, b_name = (f"{module}.lora_{which}.weight" for which in "AB")
-    adapted = a_name in adapters.shapes
-    if adapted:
+    has_adapter = a_name in adapters.shapes
+    if has_adapter:
         a_RI, b_OR = (torch.cat([*read_weight(adapters, n)]) for n in (a_name, b_name))
-    first = 0
+    offset = 0
     for rows in read_weight(weights, name):
         if name in quantized:
             rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
-        if adapted:
-            rows = rows.float() + lora_scaling(lora) * (b_OR[first : first + len(rows)] @ a_RI)
-        first += len(rows)
+        if has_adapter:
+            rows = rows.float() + lora_scaling(lora) * (b_OR[offset : offset + len(rows)] @ a_RI)
+        offset += len(rows)
         yield rows
 
 
-def export_adapter(found: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
-    """Write the adapters of a LoRA run's checkpoint as a folder that PEFT loads.
+def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
+    """Write the adapters of a LoRA run's checkpoint as a directory that PEFT loads.
 
     Args:
-        out: a folder that does not exist yet; it appears whole.
+        out: a directory that does not exist; it appears when complete.
 
     Returns:
-        What was done, for people.
+        A message for the user.
 
     Raises:
-        InvalidConfig: if there are none.
+        InvalidConfig: if there are no adapters.
         CheckpointError: if the checkpoint is damaged.
     """
-    base = base_of(found)
+    base = find_base_checkpoint(checkpoint)
     if base is None:
         rule = "has no adapters: its run trains all weights, or has not trained yet"
-        raise InvalidConfig([ConfigError("--adapter", str(found.path), rule, "export without it")])
-    adapters, lora = open_model(found.path), found.job.lora
-    their_name = counterpart(load_family(found.job.model.kind)).hf_name
-    names = {f"base_model.model.{their_name(name)}": name for name in adapters.shapes}
+        raise InvalidConfig(
+            [ConfigError("--adapter", str(checkpoint.path), rule, "export without --adapter")]
+        )
+    adapters, lora = open_checkpoint_weights(checkpoint.path), checkpoint.job.lora
+    hf_name = get_hf_mapping(load_family(checkpoint.job.model.kind)).hf_name
+    names = {f"base_model.model.{hf_name(name)}": name for name in adapters.shapes}
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,9 +104,9 @@ def export_adapter(found: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with publishing(out) as folder:
-        written = write_tensors(
-            folder / WEIGHTS, names, adapters.shapes, dtype, partial(read_weight, adapters)
+    with publish_directory(out) as directory:
+        num_bytes = write_safetensors_file(
+            directory / WEIGHTS, names, adapters.shapes, dtype, partial(read_weight, adapters)
         )
-        write_json(folder / CONFIG, config)  # last: it makes the folder an adapter
-    return f"{out}: {len(names)} tensors of adapters, {written:,} bytes, from {found.path}"
+        write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter
+    return f"{out}: {len(names)} adapter tensors, {num_bytes:,} bytes, from {checkpoint.path}"

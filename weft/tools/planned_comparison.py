@@ -1,11 +1,11 @@
-"""Variants that are only predicted, for any cluster, on any machine.
+"""Compare variants by prediction, without training (``--plan-only``).
 
-Two predictions err alike, so their difference errs less than each of them, but not by much: among
-294 published runs there are 24 sets of layouts of one model on as many devices, 357 pairs.  Of
-the 148 that the planner takes to be more than 15 % apart, 94 % are apart in that direction; of the
-others 68 %.  Nine of ten predicted ratios are within 29 % of the measured one.  (``python
-benchmarks/plan_accuracy.py`` prints it.)  So a difference below `CALLED` is not called, and with a
-prediction of low confidence none below its error.
+The errors of two predictions are correlated, so a ratio is more accurate than each of them, but not
+by much.  The 294 published runs contain 24 sets of layouts of one model on equal numbers of
+devices: 357 pairs.  Of the 148 pairs with a predicted difference above 15 %, 94 % had the right
+direction, of the others 68 %; 90 % of the predicted ratios were within 29 % of the measured ones
+(``python benchmarks/plan_accuracy.py``).  So this module calls a difference below `MIN_DIFFERENCE`
+inconclusive, and one with low confidence below its error.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ from typing import Any
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, write_json
 from weft.config.schema import Job
-from weft.estimate.forecast import Forecast, device_of, forecast
-from weft.monitor.html import document as document_of
-from weft.monitor.html import table as html_table
+from weft.estimate.forecast import Forecast, device_spec, forecast
+from weft.monitor.html import document, table
 from weft.monitor.run_report import FILE
 from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import format_columns
-from weft.tools.comparison_dir import COMPARISON, not_ours, read_comparison
+from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
-from weft.tools.verify import layout
+from weft.tools.verify import format_layout
 from weft.train.run_dir import unwritable
 from weft.train.setup import detect_machine
 
-CALLED = 0.15  # predicted ratio less one, above which its direction is told
-RIGHT = (0.68, 0.94)  # share of directions that were right, below and above that
-RATIO_ERROR = 0.29  # of a predicted ratio, which nine of ten stay within
+MIN_DIFFERENCE = 0.15  # |ratio - 1| from which a direction is conclusive
+DIRECTION_ACCURACY = (0.68, 0.94)  # fraction of right directions below and above MIN_DIFFERENCE
+RATIO_ERROR = 0.29  # 90 % of the predicted ratios are within this relative error
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A variant and what is predicted of it."""
+class PlannedVariant:
+    """A variant and its forecast."""
 
     label: str
     plan: Plan | None
-    seen: Forecast | None
-    reason: str  # why there is none
+    forecast: Forecast | None
+    reason: str  # why there is no plan or forecast
 
     @property
     def speed(self) -> float | None:
-        """Tokens/s of the whole job, if it fits."""
-        seen = self.seen
-        if seen is None or seen.step_seconds is None or seen.fits is False:
+        """Tokens/s of all devices, if the job fits in memory."""
+        prediction = self.forecast
+        if prediction is None or prediction.step_seconds is None or prediction.fits is False:
             return None
-        return seen.plan.tokens_per_step / seen.step_seconds
+        return prediction.plan.tokens_per_step / prediction.step_seconds
 
     @property
     def device_hours(self) -> float | None:
-        """Of a billion tokens."""
+        """Device-hours per billion tokens."""
         if self.speed is None or self.plan is None:
             return None
         return device_hours(self.plan.world_size, self.speed)
@@ -74,23 +73,23 @@ def compare_plans(
     cluster: str | None,
     price: float | None,
     out: str | None,
-    say: Callable[[str], object],
+    log: Callable[[str], object],
 ) -> tuple[dict[str, Any], int]:
-    """Predict every variant; an error of one is its own.
+    """Predict every variant and compare the predictions.
 
     Args:
         recipes, vary, overrides, problems: see `read_variants`.
         cluster: see `weft.plan.plan_text.plan_recipe`.
-        price: of a device's hour.
-        out: a folder to write into, if any.
-        say: told what is going on, and the outcome, in lines.
+        price: of a device-hour.
+        out: directory for the results, if any.
+        log: called with lines of progress and the results.
 
     Returns:
-        Everything, for machines; and how many could be compared.
+        The JSON record, and the number of variants with a predicted speed.
 
     Raises:
-        InvalidConfig: see `read_variants`; or if ``out`` holds anything but another such outcome.
-        WeftError: if it cannot be written.
+        InvalidConfig: see `read_variants`; or if ``out`` holds other files.
+        WeftError: if ``out`` cannot be written.
     """
     machines: list[tuple[Plan, Machine]] = []  # plans for two machines may be equal
 
@@ -99,115 +98,123 @@ def compare_plans(
         machines.append((plan, machine))
         return job, plan
 
-    folder = Path(out) if out else None
-    if folder is not None:
-        problems = [*problems, *_problems_of(folder)]
+    directory = Path(out) if out else None
+    if directory is not None:
+        problems = [*problems, *_check_dir(directory)]
     variants = read_variants(recipes, vary, overrides, problems, read)
     planned = []
     for number, variant in enumerate(variants, 1):
         if variant.plan is None:
-            why = "; ".join(str(problem) for problem in variant.problems)
-            planned.append(Planned(variant.label, None, None, why))
+            reason = "; ".join(str(problem) for problem in variant.problems)
+            planned.append(PlannedVariant(variant.label, None, None, reason))
             continue
-        say(f"plan {number} of {len(variants)}: {variant.label}")
+        log(f"plan {number} of {len(variants)}: {variant.label}")
         machine = next(machine for plan, machine in machines if plan is variant.plan)
-        planned.append(_predicted(variant.label, variant.job, variant.plan, machine))
-    head, rows = table(planned, price)
-    told = verdict(planned)
-    reasons = [f"{each.label}: {each.reason}" for each in planned if each.reason]
-    lines = [*told, "", *format_columns(head, rows, left={0, 1}), "", *reasons]
-    say("\n" + "\n".join(lines).rstrip())
-    found = document(planned, price)
-    if folder is not None:
-        title = f"planned: {'; '.join(each.label for each in planned)}"
-        body = [f"<h1>{escape(title)}</h1>", *_paragraphs(told)]
-        body += [html_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
+        planned.append(_predict(variant.label, variant.job, variant.plan, machine))
+    head, rows = make_table(planned, price)
+    verdict = make_verdict(planned)
+    reasons = [f"{variant.label}: {variant.reason}" for variant in planned if variant.reason]
+    lines = [*verdict, "", *format_columns(head, rows, left={0, 1}), "", *reasons]
+    log("\n" + "\n".join(lines).rstrip())
+    record = to_dict(planned, price)
+    if directory is not None:
+        title = f"planned: {'; '.join(variant.label for variant in planned)}"
+        body = [f"<h1>{escape(title)}</h1>", *_paragraphs(verdict)]
+        body += [table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / COMPARISON, found, indent=2)
-            replace_bytes(folder / FILE, document_of(title, "\n".join(body)))
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json(directory / COMPARISON, record, indent=2)
+            replace_bytes(directory / FILE, document(title, "\n".join(body)))
         except OSError as error:
-            raise unwritable(folder, error) from error
-    return found, sum(each.speed is not None for each in planned)
+            raise unwritable(directory, error) from error
+    return record, sum(variant.speed is not None for variant in planned)
 
 
-def _problems_of(folder: Path) -> list[ConfigError]:
-    """Why the outcome should not be written into a folder."""
+def _check_dir(directory: Path) -> list[ConfigError]:
+    """Return the reasons why results must not be written into a directory."""
     try:
-        found = read_comparison(folder)
+        record = read_comparison(directory)
     except InvalidConfig as error:
         return list(error.problems)
-    if found is None or "compared" not in found:
+    if record is None or "compared" not in record:
         return []
-    return not_ours(folder, "holds a comparison of runs, which this one would replace").problems
+    rule = "holds a comparison of runs, which --plan-only would overwrite"
+    return invalid_out(directory, rule).problems
 
 
 def _paragraphs(lines: Sequence[str]) -> list[str]:
     return [f"<p>{escape(line)}</p>" for line in lines]
 
 
-def _predicted(label: str, job: Job, plan: Plan, machine: Machine) -> Planned:
+def _predict(label: str, job: Job, plan: Plan, machine: Machine) -> PlannedVariant:
     try:
-        return Planned(label, plan, forecast(job, plan, machine, device_of(plan, machine)), "")
-    except Exception as error:
-        # A model of the user's may be one that cannot be traced; the others can be.
-        return Planned(label, plan, None, f"cannot be predicted: {type(error).__name__}: {error}")
+        prediction = forecast(job, plan, machine, device_spec(plan, machine))
+    except Exception as error:  # tracing a user's model may fail
+        reason = f"cannot be predicted: {type(error).__name__}: {error}"
+        return PlannedVariant(label, plan, None, reason)
+    return PlannedVariant(label, plan, prediction, "")
 
 
-def verdict(planned: Sequence[Planned]) -> list[str]:
-    """Each variant that fits against the first that does."""
-    able = [
-        (each, each.speed, each.seen)
-        for each in planned
-        if each.speed is not None and each.seen is not None
+def make_verdict(variants: Sequence[PlannedVariant]) -> list[str]:
+    """Compare variant variant that fits with the first one that does."""
+    comparable = [
+        (variant, variant.speed, variant.forecast)
+        for variant in variants
+        if variant.speed is not None and variant.forecast is not None
     ]
-    lines = []
-    for each in planned:
-        if each.seen is not None and each.seen.fits is False:
-            lines.append(f"{each.label} does not fit: {each.seen.limits[0]}")
-    if len(able) < 2:
-        return [*lines, "fewer than two variants fit and have a predicted speed: none is compared"]
-    (base, speed, first), *others = able
-    for each, other, seen in others:
-        ratio = other / speed
-        far = max(ratio, 1 / ratio) - 1
-        way = "faster" if ratio > 1 else "slower"
-        told = f"{each.label} is predicted to be {percent(ratio - 1)} {way} than {base.label}"
-        error = max(first.error, seen.error)
-        if first.doubts or seen.doubts:
-            little = ": too little to tell" * (far < error)
-            told += f"{little}, with low confidence (within {100 * error:.0f} %)"
-        elif far < CALLED:
-            wrong = f"{100 - 100 * RIGHT[0]:.0f} %"
-            told += f": too little to tell (below {100 * CALLED:.0f} %, {wrong} went the other way)"
+    lines = [
+        f"{variant.label} does not fit: {variant.forecast.bottlenecks[0]}"
+        for variant in variants
+        if variant.forecast is not None and variant.forecast.fits is False
+    ]
+    if len(comparable) < 2:
+        return [*lines, "nothing is compared: fewer than two variants fit and have a speed"]
+    (base, base_speed, base_forecast), *others = comparable
+    for variant, speed, prediction in others:
+        ratio = speed / base_speed
+        difference = max(ratio, 1 / ratio) - 1
+        direction = "faster" if ratio > 1 else "slower"
+        text = f"{variant.label} is predicted {percent(ratio - 1)} {direction} than {base.label}"
+        error = max(base_forecast.error, prediction.error)
+        if base_forecast.caveats or prediction.caveats:
+            inconclusive = ", which is inconclusive," * (difference < error)
+            text += f"{inconclusive} with low confidence (error {100 * error:.0f} %)"
+        elif difference < MIN_DIFFERENCE:
+            wrong = f"{100 - 100 * DIRECTION_ACCURACY[0]:.0f} %"
+            text += (
+                f", which is inconclusive ({wrong} of predicted differences below "
+                f"{100 * MIN_DIFFERENCE:.0f} % had the wrong direction)"
+            )
         else:
             low, high = 100 * ratio / (1 + RATIO_ERROR) - 100, 100 * ratio * (1 + RATIO_ERROR) - 100
-            told += (
-                f" (of such predictions {100 * RIGHT[1]:.0f} % had the direction right, and nine "
+            text += (
+                f" ({100 * DIRECTION_ACCURACY[1]:.0f} % of such predictions had the right "
+                f"direction; 90 % were within {low:+.0f} to {high:+.0f} %)"
             )
-            told += f"of ten were within {low:+.0f} to {high:+.0f} %)"
-        lines.append(told)
+        lines.append(text)
     return lines
 
 
-def table(planned: Sequence[Planned], price: float | None) -> tuple[list[str], list[list[str]]]:
-    """A line for each variant."""
-    head = ["variant", "layout", "fits", "GiB", "s/step", "tokens/s/device", "MFU", "within"]
+def make_table(
+    variants: Sequence[PlannedVariant], price: float | None
+) -> tuple[list[str], list[list[str]]]:
+    """Return a row per variant."""
+    head = ["variant", "layout", "fits", "GiB", "s/step", "tokens/s/device", "MFU", "error"]
     head += ["device-h/1e9 tokens", *(["cost/1e9 tokens"] if price is not None else [])]
     rows = []
-    for each in planned:
-        seen, hours = each.seen, each.device_hours
-        if seen is None or each.plan is None:
-            rows.append([each.label, *["-"] * (len(head) - 1)])
+    for variant in variants:
+        prediction, hours = variant.forecast, variant.device_hours
+        if prediction is None or variant.plan is None:
+            rows.append([variant.label, *["-"] * (len(head) - 1)])
             continue
-        fits = {True: "yes", False: "no", None: "unknown"}[seen.fits]
+        fits = {True: "yes", False: "no", None: "unknown"}[prediction.fits]
         rows.append(
             [
-                each.label,
-                layout(each.plan.sizes),
+                variant.label,
+                format_layout(variant.plan.axis_sizes),
                 fits,
-                f"{seen.needed / GIB:.1f}",
-                *_cells(seen),
+                f"{prediction.needed_bytes / GIB:.1f}",
+                *_forecast_cells(prediction),
                 "-" if hours is None else f"{hours:,.1f}",
                 *([] if price is None else ["-" if hours is None else f"{price * hours:,.2f}"]),
             ]
@@ -215,31 +222,31 @@ def table(planned: Sequence[Planned], price: float | None) -> tuple[list[str], l
     return head, rows
 
 
-def _cells(seen: Forecast) -> list[str]:
-    speed = seen.tokens_per_second_per_device
-    if seen.step_seconds is None or speed is None:
+def _forecast_cells(prediction: Forecast) -> list[str]:
+    speed = prediction.tokens_per_second_per_device
+    if prediction.step_seconds is None or speed is None:
         return ["-"] * 4
-    mfu = "-" if seen.mfu is None else f"{seen.mfu:.1%}"
-    return [f"{seen.step_seconds:.3g}", f"{speed:,.0f}", mfu, f"{seen.error:.0%}"]
+    mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
+    return [f"{prediction.step_seconds:.3g}", f"{speed:,.0f}", mfu, f"{prediction.error:.0%}"]
 
 
-def document(planned: Sequence[Planned], price: float | None) -> dict[str, Any]:
-    """For machines."""
+def to_dict(variants: Sequence[PlannedVariant], price: float | None) -> dict[str, Any]:
+    """Return the JSON record."""
     return {
-        "verdict": verdict(planned),
+        "verdict": make_verdict(variants),
         "variants": [
             {
-                "label": each.label,
-                "reason": each.reason,
-                "plan": None if each.plan is None else json.loads(each.plan.to_json()),
-                "forecast": None if each.seen is None else each.seen.to_dict(),
-                "device_hours_per_billion_tokens": each.device_hours,
+                "label": variant.label,
+                "reason": variant.reason,
+                "plan": None if variant.plan is None else json.loads(variant.plan.to_json()),
+                "forecast": None if variant.forecast is None else variant.forecast.to_dict(),
+                "device_hours_per_billion_tokens": variant.device_hours,
                 "cost_per_billion_tokens": None
-                if price is None or each.device_hours is None
-                else price * each.device_hours,
+                if price is None or variant.device_hours is None
+                else price * variant.device_hours,
             }
-            for each in planned
+            for variant in variants
         ],
-        "called_above": CALLED,
+        "called_above": MIN_DIFFERENCE,
         "ratio_error": RATIO_ERROR,
     }

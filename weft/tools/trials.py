@@ -1,9 +1,9 @@
-"""What the runs of a comparison measured.
+"""Measure the trials of a comparison from their ``metrics.jsonl``.
 
-Of each trial, from its ``metrics.jsonl``: the median seconds of a step after warm-up (of each start
-the first tenth of its records, and at least one, is left out), what follows from that, memory, and
-the loss.  Losses are taken where all trials have seen as many tokens, the most that each of them
-has: held out, if all were evaluated there, else the mean over the last tenth of those tokens.
+Speed is the median step time after warm-up: the first tenth of the records after each start, and
+at least one record, are excluded.  Losses are compared at the largest number of tokens that all
+trials have trained on: the validation loss if all trials evaluated there, else the mean train loss
+over the last tenth of those tokens.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from weft.monitor.step_record import device_hours
 
 Record = Mapping[str, Any]
 
-WARM_UP = 0.1  # of the records of a start
-WINDOW = 0.1  # of the tokens so far, over which a train loss is a mean
-CURVE = 10  # points of a loss curve
+WARM_UP = 0.1  # fraction of the records after a start
+LOSS_WINDOW = 0.1  # fraction of the tokens so far that a train loss is averaged over
+CURVE_POINTS = 10
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run measured.  Rates are of the median step, None without a step after warm-up."""
+    """Measurements of one run; rates are of the median step, None without one."""
 
     variant: int
     repeat: int
     seed: int
-    folder: str
+    folder: str  # the run directory
     devices: int  # ranks
     num_params: int
-    records: int  # that count for the speed ...
-    warm_up: int  # ... and that do not
+    records: int  # number of records after warm-up
+    warm_up: int  # number of records in warm-up
     step_seconds: float | None
-    spread: float | None  # of step_seconds inside of the run: half of the middle half, as a part
+    spread: float | None  # half of the interquartile range of step times, relative to the median
     tokens_per_second: float | None
     mfu: float | None
-    memory_peak_gib: float  # the fullest rank's
+    memory_peak_gib: float  # largest of all ranks
     tokens: int
 
     @property
@@ -52,26 +52,28 @@ class Trial:
 
     @property
     def device_hours(self) -> float | None:
-        """Of a billion tokens."""
+        """Device-hours per billion tokens."""
         if self.tokens_per_second is None:
             return None
         return device_hours(self.devices, self.tokens_per_second)
 
 
 def measure_trial(
-    variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[str, Any]
+    variant: int, repeat: int, seed: int, directory: Path, plan: Mapping[str, Any]
 ) -> Trial:
-    """What a finished run measured.
+    """Measure a finished run.
 
     Args:
         plan: the run's ``plan.json``.
     """
-    with reading(folder / "metrics.jsonl"):
-        return _measure(variant, repeat, seed, folder, plan)
+    with reading(directory / "metrics.jsonl"):
+        return _measure(variant, repeat, seed, directory, plan)
 
 
-def _measure(variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[str, Any]) -> Trial:
-    records = read_records(folder / "metrics.jsonl")
+def _measure(
+    variant: int, repeat: int, seed: int, directory: Path, plan: Mapping[str, Any]
+) -> Trial:
+    records = read_records(directory / "metrics.jsonl")
     warm, cold = split_warm_up(records)
     seconds = [record["step_seconds"] for record in warm]
     step = median(seconds) if seconds else None
@@ -84,7 +86,7 @@ def _measure(variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[s
         variant=variant,
         repeat=repeat,
         seed=seed,
-        folder=str(folder),
+        folder=str(directory),
         devices=plan["world_size"],
         num_params=plan["num_params"],
         records=len(warm),
@@ -99,68 +101,71 @@ def _measure(variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[s
 
 
 def split_warm_up(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """The records that count for the speed, and those of each start's warm-up.
+    """Split records into those after warm-up and those of each start's warm-up.
 
-    Another start shows in the time that restarting has taken so far.
+    A new start changes the accumulated restart time.
     """
     warm: list[Record] = []
     cold: list[Record] = []
     for _, start in groupby(records, key=lambda record: record["time_breakdown"]["restarting"]):
-        some = list(start)
-        first = max(1, math.ceil(WARM_UP * len(some)))
-        cold += some[:first]
-        warm += some[first:]
+        records_of_start = list(start)
+        count = max(1, math.ceil(WARM_UP * len(records_of_start)))
+        cold += records_of_start[:count]
+        warm += records_of_start[count:]
     return warm, cold
 
 
 def train_loss(records: Sequence[Record], tokens: float) -> float | None:
-    """Mean over the last `WINDOW` of the first ``tokens``, or of the last record before them."""
+    """Return the mean loss over the last `LOSS_WINDOW` of the first ``tokens``.
+
+    Without a record in that window, return the loss of the last record before it.
+    """
     before = [r for r in records if r["tokens"] <= tokens and r["loss"] is not None]
-    some = [r["loss"] for r in before if r["tokens"] > (1 - WINDOW) * tokens]
-    some = some or [r["loss"] for r in before[-1:]]
-    return fmean(some) if some else None
+    losses = [r["loss"] for r in before if r["tokens"] > (1 - LOSS_WINDOW) * tokens]
+    losses = losses or [r["loss"] for r in before[-1:]]
+    return fmean(losses) if losses else None
 
 
-def held_out_loss(records: Sequence[Record], tokens: float) -> float | None:
-    """Where it was evaluated after exactly so many."""
+def validation_loss(records: Sequence[Record], tokens: float) -> float | None:
+    """Return the validation loss after exactly ``tokens``, if there is one."""
     return next(
         (r["eval_loss"] for r in records if r["tokens"] == tokens and "eval_loss" in r), None
     )
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Of all trials, by (variant, repeat), after ``tokens``: nats per token, or the objective's."""
+class TrialLosses:
+    """Losses after ``tokens`` by (variant, repeat), in the objective's unit."""
 
     tokens: int
-    kind: str  # held-out or train
+    kind: str  # validation or train
     final: dict[tuple[int, int], float]
-    curve: list[tuple[float, dict[tuple[int, int], float]]]  # tokens, and train losses there
+    curve: list[tuple[float, dict[tuple[int, int], float]]]  # tokens, train losses
 
 
-def losses_of(trials: Sequence[Trial]) -> Losses:
-    """Losses after as many tokens as every trial has seen."""
+def collect_losses(trials: Sequence[Trial]) -> TrialLosses:
+    """Collect the losses at the largest number of tokens that every trial has reached."""
     records = {
         (t.variant, t.repeat): read_records(Path(t.folder) / "metrics.jsonl") for t in trials
     }
     tokens = min(trial.tokens for trial in trials)
 
-    def at(many: float, loss: Callable[[Sequence[Record], float], float | None]) -> Any:
-        found = {place: loss(some, many) for place, some in records.items()}
-        return {place: value for place, value in found.items() if value is not None}
+    def losses_at(tokens: float, loss: Callable[[Sequence[Record], float], float | None]) -> Any:
+        values = {trial: loss(trial_records, tokens) for trial, trial_records in records.items()}
+        return {trial: value for trial, value in values.items() if value is not None}
 
-    held_out = at(tokens, held_out_loss)
-    whole = len(held_out) == len(records)
-    points = [tokens * (i + 1) / CURVE for i in range(CURVE)]
-    return Losses(
+    validation = losses_at(tokens, validation_loss)
+    is_complete = len(validation) == len(records)
+    points = [tokens * (i + 1) / CURVE_POINTS for i in range(CURVE_POINTS)]
+    return TrialLosses(
         tokens,
-        "held-out" if whole else "train",
-        held_out if whole else at(tokens, train_loss),
-        [(many, at(many, train_loss)) for many in points],
+        "validation" if is_complete else "train",
+        validation if is_complete else losses_at(tokens, train_loss),
+        [(point, losses_at(point, train_loss)) for point in points],
     )
 
 
-def usual_loss(losses: Losses, variant: int) -> float | None:
-    """Mean over its trials; None if none of them has recorded any."""
-    some = [loss for (v, _), loss in losses.final.items() if v == variant]
-    return fmean(some) if some else None
+def mean_loss(losses: TrialLosses, variant: int) -> float | None:
+    """Return the mean loss of a variant's trials; None without any."""
+    values = [loss for (v, _), loss in losses.final.items() if v == variant]
+    return fmean(values) if values else None

@@ -1,4 +1,4 @@
-"""What is compared: recipes, each with every combination of the values that vary."""
+"""Read the variants of a comparison: recipes with combinations of values."""
 
 from __future__ import annotations
 
@@ -20,49 +20,46 @@ from weft.train.setup import joined
 
 Overrides = list[tuple[str, str]]
 
-# Of a trial: where it lies and what it adds up to is the comparison's to say.
-OWN = ("run.dir", "checkpoint.dir")
-# Work beside training, left out unless asked for.
-SPARED = [("checkpoint.interval", "0"), ("monitor.report", "false")]
-MOST_LABEL = 32  # characters of a value in a label
+# Keys that the comparison sets for each trial.
+TRIAL_KEYS = ("run.dir", "checkpoint.dir")
+# Work that would disturb the timing; off unless the user sets the key.
+DEFAULT_OVERRIDES = [("checkpoint.interval", "0"), ("monitor.report", "false")]
+MAX_LABEL_CHARS = 32  # of a value
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of what is compared.  ``plan``: None if it cannot be, for the reasons in ``problems``."""
+    """A variant of a comparison; an invalid one has ``problems`` and no ``plan``."""
 
     label: str
     recipe: str
-    job: Job  # as far as it could be read
+    job: Job  # with defaults for invalid keys
     plan: Plan | None
     problems: tuple[ConfigError, ...] = ()
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for results to count for it."""
-        job = {key: value for key, value in flatten(self.job).items() if key not in OWN}
+        """Return the label and keys that earlier results must share."""
+        job = {key: value for key, value in flatten(self.job).items() if key not in TRIAL_KEYS}
         return dict(json.loads(json.dumps({"label": self.label, "job": job}, default=str)))
 
 
 def parse_vary(text: str, problems: list[ConfigError]) -> list[tuple[str, list[str]]]:
-    """``parallel.tp=1,2`` as the key and its values; a mistake is added to ``problems`` instead."""
+    """Parse ``parallel.tp=1,2`` into key and values; append errors."""
     key, equals, values = text.partition("=")
     key = key.removeprefix("--").replace("-", "_")
-    found = split_values(values)
-    if not equals or not all(found):
-        rule, remedy = "is no key with values", "write --vary section.key=VALUE,VALUE"
+    parts = split_values(values)
+    if not equals or not all(parts):
+        rule, remedy = "is not a key with values", "write --vary section.key=VALUE,VALUE"
         problems.append(ConfigError("--vary", text, rule, remedy))
         return []
-    if len(set(found)) < len(found):
-        problems.append(ConfigError("--vary", text, "names a value twice", "leave one out"))
+    if len(set(parts)) < len(parts):
+        problems.append(ConfigError("--vary", text, "names a value twice", "remove one"))
         return []
-    return [(key, found)]
+    return [(key, parts)]
 
 
 def split_values(text: str) -> list[str]:
-    """Parts between commas that are outside of brackets and quotes.
-
-    Quotes round a whole part only protect its commas, and go.
-    """
+    """Split at commas outside brackets and quotes; strip quotes around a part."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -80,24 +77,28 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_margin(text: str, problems: list[ConfigError]) -> tuple[float, bool]:
-    """``0.5%`` of the loss, or nats; whether it is a part.  A mistake is added to ``problems``."""
+    """Parse ``0.5%`` of the loss or nats; return (value, is a fraction)."""
     number, relative = text.removesuffix("%"), text.endswith("%")
-    value = _number("--margin", number, problems, "0.5% of the loss, or 0.01 nats")
+    value = _parse_positive("--margin", number, problems, "0.5% of the loss, or 0.01 nats")
     return (value / 100 if relative else value), relative
 
 
 def parse_price(text: str | None, problems: list[ConfigError]) -> float | None:
-    """Of a device's hour, if given."""
-    return None if text is None else _number("--price", text, problems, "a device's hour: 2.5")
+    """Parse the price of a device-hour, if given."""
+    return (
+        None
+        if text is None
+        else _parse_positive("--price", text, problems, "the price of a device-hour, such as 2.5")
+    )
 
 
-def _number(name: str, text: str, problems: list[ConfigError], example: str) -> float:
+def _parse_positive(name: str, text: str, problems: list[ConfigError], example: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < inf:
-        problems.append(ConfigError(name, text, "is no number above 0", f"write {example}"))
+        problems.append(ConfigError(name, text, "is not a number above 0", f"write {example}"))
     return value
 
 
@@ -108,45 +109,43 @@ def read_variants(
     problems: Iterable[ConfigError],
     read: Callable[[str, Overrides], tuple[Job, Plan]],
 ) -> list[Variant]:
-    """Every recipe with every combination of values.
+    """Read every recipe with every combination of values.
 
     Args:
         vary: keys, each with its values.
         overrides: of all variants.
-        problems: what was wrong with the command line already.
-        read: makes the job and its plan of a recipe and overrides, or raises InvalidConfig.
+        problems: earlier errors of the command line.
+        read: returns the job and plan of a recipe and overrides, or raises InvalidConfig.
 
     Raises:
-        InvalidConfig: if there is only one, or none of them can be; a variant that cannot be beside
-            one that can is told of in its row.
+        InvalidConfig: if there is only one variant, or all are invalid.  If some are valid, an
+            invalid variant keeps its problems.
     """
     problems = list(problems)
     varied = [key for key, _ in vary]
     for key in dict.fromkeys(varied):
         if varied.count(key) > 1 or any(key == name for name, _ in overrides):
-            rule, remedy = "is varied and set, or varied twice", "write it once, with all values"
+            rule, remedy = "is given more than once", "give it once, with all values"
             problems.append(ConfigError(key, MISSING, rule, remedy))
-    for name in OWN:
+    for name in TRIAL_KEYS:
         if any(key == name for key, _ in [*vary, *overrides]):
-            rule = "each trial has a folder of its own below the comparison's"
-            problems.append(ConfigError(name, MISSING, rule, "use --out FOLDER"))
+            rule = "the comparison sets it for each trial"
+            problems.append(ConfigError(name, MISSING, rule, "use --out DIRECTORY"))
     if len(recipes) * prod(len(values) for _, values in vary) < 2 and not problems:
         remedy = "name another recipe, or --vary section.key=VALUE,VALUE"
-        problems.append(
-            ConfigError("RECIPE", MISSING, "is alone: there is nothing to compare", remedy)
-        )
+        problems.append(ConfigError("RECIPE", MISSING, "is the only variant", remedy))
     variants: list[Variant] = []
-    names = _names(recipes)
-    keys = _names_of_keys(varied)
+    names = _short_names(recipes)
+    keys = _short_key_names(varied)
     for recipe, name in zip(recipes, names, strict=True):
         for values in product(*(values for _, values in vary)):
-            parts = [f"{k}={_cut(value)}" for k, value in zip(keys, values, strict=True)]
+            parts = [f"{k}={_truncate(value)}" for k, value in zip(keys, values, strict=True)]
             label = ", ".join([*([name] if len(recipes) > 1 else []), *parts])
             same = sum(re.sub(r" \(\d+\)$", "", v.label) == label for v in variants)
             label += f" ({same + 1})" if same else ""
             own = [(key, value) for (key, _), value in zip(vary, values, strict=True)]
-            job, _, unknown = read_job(recipe, [*overrides, *own])
-            if missing := [each for each in unknown if each.key in ("recipe", "extends")]:
+            job, _, recipe_problems = read_job(recipe, [*overrides, *own])
+            if missing := [p for p in recipe_problems if p.key in ("recipe", "extends")]:
                 problems += missing
                 continue
             try:
@@ -161,49 +160,48 @@ def read_variants(
     return variants
 
 
-def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
-    """A variant to be trained on this machine, all of it checked but what only starting it tells.
+def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
+    """Check a variant that will train on this machine, and return its job and plan.
 
-    Checkpoints and reports of each run cost time that is not compared: there are none, but for the
-    last checkpoint, unless asked for.
+    Checkpoints and reports would disturb the timing: except for the last checkpoint they are off
+    unless the user sets their keys.
 
     Args:
-        out: where the comparison's folder will be.
+        out: directory of the comparison.
 
     Raises:
-        InvalidConfig: with every reason why it cannot be.
+        InvalidConfig: with every reason why the variant cannot run.
     """
     if joined():
-        rule = "says that this is a rank, but weft compare starts runs of its own"
-        raise InvalidConfig(
-            [ConfigError("WORLD_SIZE", MISSING, rule, "start it outside of torchrun")]
-        )
+        rule = "is set, so this is a rank, but weft compare starts its own runs"
+        raise InvalidConfig([ConfigError("WORLD_SIZE", MISSING, rule, "run it outside torchrun")])
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
-        job, _, plan = prepare_job(recipe, [*SPARED, *overrides, *own])
+        job, _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own])
     except InvalidConfig as error:
-        told = (
+        problems = (
             replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems
         )
-        raise InvalidConfig(told) from error
+        raise InvalidConfig(problems) from error
     if plan.node_counts[-1] > 1:
         rule = "a comparison trains on one machine"
         raise InvalidConfig([ConfigError("run.nodes", job.run.nodes, rule, "use 1")])
     return job, plan
 
 
-def _names(recipes: Sequence[str]) -> list[str]:
-    """Short ones, if they are different."""
+def _short_names(recipes: Sequence[str]) -> list[str]:
+    """Return short names of the recipes, if they are unique."""
     short = [Path(recipe).stem for recipe in recipes]
     return short if len(set(short)) == len(set(recipes)) else list(recipes)
 
 
-def _names_of_keys(keys: Sequence[str]) -> list[str]:
-    """``parallel.tp`` is tp, ``activation_checkpoint.mode`` is activation_checkpoint; whole where that says too little."""
+def _short_key_names(keys: Sequence[str]) -> list[str]:
+    """Shorten ``parallel.tp`` to tp, ``optim.name`` to optim; not duplicates."""
     parts = [key.partition(".") for key in keys]
-    short = [s if last in ("kind", "enable") else last or s for s, _, last in parts]
-    return [a if short.count(a) == 1 else key for a, key in zip(short, keys, strict=True)]
+    generic = ("kind", "name", "mode", "enable")
+    short = [section if last in generic else last or section for section, _, last in parts]
+    return [name if short.count(name) == 1 else key for name, key in zip(short, keys, strict=True)]
 
 
-def _cut(value: str) -> str:
-    return value if len(value) <= MOST_LABEL else f"{value[: MOST_LABEL - 3]}..."
+def _truncate(value: str) -> str:
+    return value if len(value) <= MAX_LABEL_CHARS else f"{value[: MAX_LABEL_CHARS - 3]}..."

@@ -1,15 +1,15 @@
-"""``weft verify --fuzz``: random jobs, each against one process, until one departs.
+"""Verify random jobs against one process (``weft verify --fuzz``).
 
-Every job (`weft.tools.job_space`) goes through `weft.tools.verify.verify` as a recipe's overrides
-do, so that what fails here fails by one command.  Two processes work at once, each of which forks
-the ranks of its jobs from an interpreter that has imported everything already.
+`weft.tools.verify.verify` runs every job of `weft.tools.job_space` as overrides of a recipe, so one
+command reproduces each failure.  Two worker processes run at once; each forks the ranks of its
+jobs after it has imported all modules.
 
-A failure is shrunk: overrides go back to their defaults, half of them, then a quarter, and so on
-down to one at a time, as long as the job still ends in the same way (`kind_of`); then ranks
-and steps.
+A failure is shrunk by bisection: half of the overrides return to their defaults, then a quarter,
+down to single ones, as long as the job fails in the same way (`failure_kind`).  Ranks and steps
+shrink, too.
 
-Results are appended to a log, a line each.  A job that is in the log with the same overrides is
-not run again: so the same command resumes, and a longer one adds jobs.
+Each result is a line of a log.  A job that is in the log with the same overrides does not run
+again, so the same command resumes, and a larger count adds jobs.
 """
 
 from __future__ import annotations
@@ -33,74 +33,76 @@ from typing import Any
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
-from weft.tools.job_space import AXES, RECIPE, Draw, draw_job, goals, technique
-from weft.tools.local_ranks import RanksFailed, RanksTimedOut, import_heavy
+from weft.tools.job_space import AXES, RECIPE, OverrideMap, draw_job, list_goals, technique_name
+from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
 from weft.tools.verify import read_recipe, verify
-from weft.tools.verify_measure import Tamper
+from weft.tools.verify_measure import Corruption
 
-TIMEOUT, COMPILE_TIMEOUT = 120.0, 600.0  # seconds for the ranks of a job, and of one that compiles
+TIMEOUT, COMPILE_TIMEOUT = 120.0, 600.0  # seconds for the ranks of a job, without and with compile
 WORKERS = 2
-SHRINK_RUNS = 60  # at most, of one failure
+SHRINK_RUNS = 60  # maximum number of jobs to shrink one failure
 
-BAD = ("failed", "crashed", "timed out")
-# How `weft.tools.verify` says what departs first.
-DEPARTURES = (
-    "the weights differ",
-    "forward departs",
-    "gradients depart",
-    "the gradient norm departs",
-    "the loss departs",
-    "updates depart",
-    "evaluation loss departs",
+FAILURE_STATUSES = ("failed", "crashed", "timed out")
+# Phrases of the reasons of `weft.tools.verify`.
+FIRST_DIFFERENCES = (
+    "initial weights differ",
+    "the forward pass first differs",
+    "gradients first differ",
+    "the gradient norm differs",
+    "the loss differs",
+    "updates first differ",
+    "validation loss differs",
 )
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all jobs of a fuzz have in common."""
+class FuzzSettings:
+    """Settings that all jobs of a fuzz share."""
 
     seed: int = 0
     ranks: int = 8
     steps: int = 2
     pinned: Mapping[str, str] = field(default_factory=dict)  # overrides of every job
-    tamper: Tamper | None = None  # a test's
+    corrupt: Corruption | None = None  # for tests; see `weft.tools.verify.verify`
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The outcome of a job."""
 
-    status: str  # agreed, failed (numbers differ), crashed, timed out or refused
+    status: str  # agreed, failed (the layout differs), crashed, timed out or refused
     reason: str = ""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A job of a fuzz: a line of the log."""
+class FuzzResult:
+    """A job and its outcome: a line of the log."""
 
     seed: int
     index: int
-    overrides: Draw
-    resume: Draw
+    overrides: OverrideMap
+    resume: OverrideMap
     steps: int
     outcome: Outcome
     goal: tuple[str, ...] = ()
     refusals: list[dict[str, Any]] = field(default_factory=list)
-    command: str = ""  # that reproduces a failure, when it has been shrunk
-    runs: int = 0  # of that shrinking
+    command: str = ""  # reproduces the shrunk failure
+    runs: int = 0  # jobs run to shrink it
 
     @property
     def name(self) -> str:
-        """What the job is about, in short."""
+        """Layout and goal of the job."""
         degrees = [f"{axis} {n}" for axis in AXES if (n := self.overrides.get(f"parallel.{axis}"))]
         layout = " x ".join(text for text in degrees if not text.endswith(" 1")) or "one rank"
         return f"{layout}; {', '.join(self.goal)}"
 
 
-def try_job(overrides: Mapping[str, str], resume: Mapping[str, str], settings: Settings) -> Outcome:
+def verify_job(
+    overrides: Mapping[str, str], resume: Mapping[str, str], settings: FuzzSettings
+) -> Outcome:
     """Verify a job as ``weft verify`` does."""
-    began = time.monotonic()
+    started = time.monotonic()
     status, reason = "agreed", ""
     try:
         report = verify(
@@ -109,7 +111,7 @@ def try_job(overrides: Mapping[str, str], resume: Mapping[str, str], settings: S
             steps=settings.steps,
             keep=list(overrides),
             resume=list(resume.items()),
-            tamper=settings.tamper,
+            corrupt=settings.corrupt,
             timeout=COMPILE_TIMEOUT if overrides.get("compile.enable") == "true" else TIMEOUT,
         )
         if not report.holds:
@@ -121,10 +123,12 @@ def try_job(overrides: Mapping[str, str], resume: Mapping[str, str], settings: S
         status, reason = "timed out", str(error)
     except (RanksFailed, WeftError) as error:
         status, reason = "crashed", str(error)
-    return Outcome(status, reason, round(time.monotonic() - began, 2))
+    return Outcome(status, reason, round(time.monotonic() - started, 2))
 
 
-def command_of(overrides: Mapping[str, str], resume: Mapping[str, str], settings: Settings) -> str:
+def reproduce_command(
+    overrides: Mapping[str, str], resume: Mapping[str, str], settings: FuzzSettings
+) -> str:
     """Return the command that verifies a job."""
     words = ["weft", "verify", RECIPE]
     if settings.steps != 3:
@@ -140,217 +144,221 @@ def command_of(overrides: Mapping[str, str], resume: Mapping[str, str], settings
 # --------------------------------------------------------------------------- shrinking
 
 
-def kind_of(outcome: Outcome) -> tuple[str, str]:
-    """Return what a shrunk failure has to keep: how it ends, and what departs first or is raised.
-
-    Names and numbers in the reason are those of one job.
-    """
+def failure_kind(outcome: Outcome) -> tuple[str, str]:
+    """Return a failure's status and first difference, without names and numbers."""
     if outcome.status != "failed":
-        first = outcome.reason.partition("\n")[0]
-        return outcome.status, re.sub(r"\W*\d+\S*", "", first)[:60]
-    return outcome.status, next((p for p in DEPARTURES if p in outcome.reason), "")
+        first_line = outcome.reason.partition("\n")[0]
+        return outcome.status, re.sub(r"\W*\d+\S*", "", first_line)[:60]
+    return outcome.status, next((p for p in FIRST_DIFFERENCES if p in outcome.reason), "")
 
 
-def shrink_failure(tried: Tried, settings: Settings) -> Tried:
-    """Find the fewest overrides, ranks and steps with which a job ends as badly."""
+def shrink_failure(result: FuzzResult, settings: FuzzSettings) -> FuzzResult:
+    """Find few overrides, ranks and steps with which a job fails in the same way."""
     runs = 0
-    best = tried.outcome
-    overrides, resume = dict(tried.overrides), dict(tried.resume)
+    best = result.outcome
+    overrides, resume = dict(result.overrides), dict(result.resume)
 
-    def still_bad(overrides: Draw, resume: Draw, settings: Settings) -> bool:
+    def still_fails(overrides: OverrideMap, resume: OverrideMap, settings: FuzzSettings) -> bool:
         nonlocal runs, best
         if runs >= SHRINK_RUNS:
             return False
-        outcome = try_job(overrides, resume, settings)
+        outcome = verify_job(overrides, resume, settings)
         runs += outcome.status != "refused"
-        if kind_of(outcome) == kind_of(tried.outcome):
+        if failure_kind(outcome) == failure_kind(result.outcome):
             best = outcome
             return True
         return False
 
-    if resume and still_bad(overrides, {}, settings):
+    if resume and still_fails(overrides, {}, settings):
         resume = {}
     for steps in range(2 if resume else 1, settings.steps):
-        if still_bad(overrides, resume, fewer := dataclasses.replace(settings, steps=steps)):
+        if still_fails(overrides, resume, fewer := dataclasses.replace(settings, steps=steps)):
             settings = fewer
             break
-    overrides = _fewest(overrides, lambda some: still_bad(some, resume, settings))
-    resume = _fewest(resume, lambda some: bool(some) and still_bad(overrides, some, settings))
+    overrides = _minimize(overrides, lambda subset: still_fails(subset, resume, settings))
+    resume = _minimize(
+        resume, lambda subset: bool(subset) and still_fails(overrides, subset, settings)
+    )
     for axis in AXES:
         key = f"parallel.{axis}"
         if int(overrides.get(key, 1)) > 2:
             fewer_ranks = overrides | {key: "2"}
-            if still_bad(fewer_ranks, resume, settings):
+            if still_fails(fewer_ranks, resume, settings):
                 overrides = fewer_ranks
     return dataclasses.replace(
-        tried, outcome=best, command=command_of(overrides, resume, settings), runs=runs
+        result, outcome=best, command=reproduce_command(overrides, resume, settings), runs=runs
     )
 
 
-def _fewest(draw: Draw, holds: Callable[[Draw], bool]) -> Draw:
-    """Leave out as many entries as possible: ever smaller pieces, at last single ones."""
-    size = len(draw)
+def _minimize(overrides: OverrideMap, fails: Callable[[OverrideMap], bool]) -> OverrideMap:
+    """Remove as many entries as possible, in chunks that get smaller."""
+    size = len(overrides)
     while size > 1:
         size = -(-size // 2)
-        for piece in _pieces(list(draw), size):
-            fewer = {key: text for key, text in draw.items() if key not in piece}
-            if holds(fewer):
-                draw = fewer
-    return draw
+        for chunk in _chunks(list(overrides), size):
+            fewer = {key: text for key, text in overrides.items() if key not in chunk}
+            if fails(fewer):
+                overrides = fewer
+    return overrides
 
 
-def _pieces(keys: list[str], size: int) -> Iterator[list[str]]:
-    return (keys[first : first + size] for first in range(0, len(keys), size))
+def _chunks(keys: list[str], size: int) -> Iterator[list[str]]:
+    return (keys[start : start + size] for start in range(0, len(keys), size))
 
 
 # --------------------------------------------------------------------------- many jobs
 
 
-def work(index: int, settings: Settings) -> Tried:
-    """Draw and try the job of an index; shrink it if it fails."""
-    drawn = draw_job(settings.seed, index, settings.pinned, settings.ranks)
-    outcome = try_job(drawn.overrides, drawn.resume, settings)
-    tried = Tried(
+def run_job(index: int, settings: FuzzSettings) -> FuzzResult:
+    """Draw and verify the job of an index; shrink it if it fails."""
+    job = draw_job(settings.seed, index, settings.pinned, settings.ranks)
+    outcome = verify_job(job.overrides, job.resume, settings)
+    result = FuzzResult(
         settings.seed,
         index,
-        drawn.overrides,
-        drawn.resume,
+        job.overrides,
+        job.resume,
         settings.steps,
         outcome,
-        drawn.goal,
-        drawn.refusals,
+        job.goal,
+        job.refusals,
     )
-    return shrink_failure(tried, settings) if outcome.status in BAD else tried
+    return shrink_failure(result, settings) if outcome.status in FAILURE_STATUSES else result
 
 
 def fuzz(
     count: int,
-    settings: Settings,
-    log: Path,
+    settings: FuzzSettings,
+    log_path: Path,
     minutes: float = 0,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Try the jobs 0 to ``count - 1`` of a seed.
+    """Verify the jobs 0 to ``count - 1`` of a seed.
 
     Args:
-        log: a file of JSON lines; what is in it already is not tried again.
-        minutes: after which no job is started; 0: no limit.
-        say: told of each job, and of all of them.
+        log_path: a file of JSON lines; the jobs in it do not run again.
+        minutes: no job starts after them; 0: no limit.
+        log: called with a line per job and the summary.
 
     Returns:
-        The counts, what failed, and whether it was interrupted or ran out of time.
+        The counts, the failures, and whether Ctrl-C interrupted the fuzz.
     """
-    # What the rules say of what is pinned is said before anything starts.
+    # Raise the errors of pinned keys before any process starts.
     draw_job(settings.seed, 0, settings.pinned, settings.ranks)
-    logged = (tried for tried in read_log(log, settings) if tried.index < count)
-    done = {tried.index: tried for tried in logged if _is_drawn_today(tried, settings)}
-    say(f"{len(done)} of {count} jobs are in {log}") if done else None
+    logged = (result for result in read_log(log_path, settings) if result.index < count)
+    done = {result.index: result for result in logged if _is_current(result, settings)}
+    if done:
+        log(f"{len(done)} of {count} jobs are in {log_path}")
     deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     missing = iter([index for index in range(count) if index not in done])
-    began, ran, interrupted = time.monotonic(), 0, False
+    started, num_run, interrupted = time.monotonic(), 0, False
     indices = (index for index in missing if time.monotonic() < deadline)
     try:
-        with log.open("a", encoding="utf-8") as file:
-            for tried in each(indices, settings):
-                ran += 1
-                done[tried.index] = tried
-                file.write(json.dumps(asdict(tried)) + "\n")
+        with log_path.open("a", encoding="utf-8") as file:
+            for result in run_jobs(indices, settings):
+                num_run += 1
+                done[result.index] = result
+                file.write(json.dumps(asdict(result)) + "\n")
                 file.flush()
-                say(line(tried))
+                log(format_result(result))
     except KeyboardInterrupt:
         interrupted = True
-    seconds = time.monotonic() - began
-    result = summary(count, [done[index] for index in sorted(done)])
-    result |= {
+    seconds = time.monotonic() - started
+    summary = summarize(count, [done[index] for index in sorted(done)])
+    summary |= {
         "seed": settings.seed,
-        "log": str(log),
+        "log": str(log_path),
         "interrupted": interrupted,
-        "jobs_per_minute": round(60 * ran / seconds, 1) if ran else 0.0,
+        "jobs_per_minute": round(60 * num_run / seconds, 1) if num_run else 0.0,
     }
-    say(told(result))
-    return result
+    log(format_summary(summary))
+    return summary
 
 
-def _is_drawn_today(tried: Tried, settings: Settings) -> bool:
-    """Return False if another job has this number now, since keys or rules have changed."""
-    drawn = draw_job(tried.seed, tried.index, settings.pinned, settings.ranks)
-    return (drawn.overrides, drawn.resume) == (tried.overrides, tried.resume)
+def _is_current(result: FuzzResult, settings: FuzzSettings) -> bool:
+    """Return True if the index still draws this job; keys and rules may have changed."""
+    job = draw_job(result.seed, result.index, settings.pinned, settings.ranks)
+    return (job.overrides, job.resume) == (result.overrides, result.resume)
 
 
-def read_log(log: Path, settings: Settings) -> list[Tried]:
-    """Read the jobs of a log that were tried with the same settings."""
-    found = []
-    for text in log.read_text("utf-8", "replace").splitlines() if log.exists() else []:
+def read_log(path: Path, settings: FuzzSettings) -> list[FuzzResult]:
+    """Read the jobs of a log that ran with the same settings."""
+    results = []
+    for text in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(text)
-            tried = Tried(**record | {"outcome": Outcome(**record["outcome"])})
+            result = FuzzResult(**record | {"outcome": Outcome(**record["outcome"])})
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # cut off when the process was killed
-        same = (tried.seed, tried.steps) == (settings.seed, settings.steps)
-        if same and settings.pinned.items() <= tried.overrides.items():
-            found.append(tried)
-    return found
+            continue  # a killed process left an incomplete line
+        same = (result.seed, result.steps) == (settings.seed, settings.steps)
+        if same and settings.pinned.items() <= result.overrides.items():
+            results.append(result)
+    return results
 
 
-def summary(count: int, done: Sequence[Tried]) -> dict[str, Any]:
-    """Count the jobs by how they ended, and the refusals on the way to them."""
-    statuses = Counter(tried.outcome.status for tried in done)
+def summarize(count: int, done: Sequence[FuzzResult]) -> dict[str, Any]:
+    """Count outcomes, pairs of techniques, and the rejections while drawing jobs."""
+    statuses = Counter(result.outcome.status for result in done)
     refused = Counter(
         (refusal["key"], *sorted(refusal["with"]), refusal["rule"])
-        for tried in done
-        for refusal in tried.refusals
+        for result in done
+        for refusal in result.refusals
     )
     pairs = set()
-    for tried in done:
-        names = sorted({technique(key, text) for key, text in tried.overrides.items()})
+    for result in done:
+        names = sorted({technique_name(key, text) for key, text in result.overrides.items()})
         pairs |= {(a, b) for n, a in enumerate(names) for b in names[n + 1 :]}
-    every = goals(0)
+    goals = list_goals(0)
     return {
         "jobs": count,
         "missing": count - len(done),
-        **{status.replace(" ", "_"): statuses[status] for status in ("agreed", *BAD, "refused")},
-        "resumed": sum(bool(tried.resume) for tried in done),
-        "pairs": sum(tuple(sorted(pair)) in pairs for pair in every),
-        "possible_pairs": len(every),
+        **{
+            status.replace(" ", "_"): statuses[status]
+            for status in ("agreed", *FAILURE_STATUSES, "refused")
+        },
+        "resumed": sum(bool(result.resume) for result in done),
+        "pairs": sum(tuple(sorted(pair)) in pairs for pair in goals),
+        "possible_pairs": len(goals),
         "refusals": len(refused),
         "failures": [
             {
-                "index": tried.index,
-                "status": tried.outcome.status,
-                "reason": tried.outcome.reason,
-                "command": tried.command,
+                "index": result.index,
+                "status": result.outcome.status,
+                "reason": result.outcome.reason,
+                "command": result.command,
             }
-            for tried in done
-            if tried.outcome.status in BAD
+            for result in done
+            if result.outcome.status in FAILURE_STATUSES
         ],
     }
 
 
-def line(tried: Tried) -> str:
-    """Describe a job in one line; a failure with its command."""
-    outcome = tried.outcome
-    text = f"{tried.index:>5}  {outcome.status:<9} {outcome.seconds:>6.1f} s  {tried.name}"
-    if outcome.status in BAD:
-        text += f"\n       {outcome.reason}\n       reproduce: {tried.command}"
+def format_result(result: FuzzResult) -> str:
+    """Format a job as one line; a failure also has its reason and command."""
+    outcome = result.outcome
+    text = f"{result.index:>5}  {outcome.status:<9} {outcome.seconds:>6.1f} s  {result.name}"
+    if outcome.status in FAILURE_STATUSES:
+        text += f"\n       {outcome.reason}\n       reproduce: {result.command}"
     return text
 
 
-def told(result: Mapping[str, Any]) -> str:
-    """Describe how all jobs ended."""
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """Format the counts and the failures."""
     counts = ", ".join(
-        f"{result[status.replace(' ', '_')]} {status}" for status in ("agreed", *BAD, "refused")
+        f"{summary[status.replace(' ', '_')]} {status}"
+        for status in ("agreed", *FAILURE_STATUSES, "refused")
     )
     lines = [
         "",
-        f"{result['jobs'] - result['missing']} of {result['jobs']} jobs of seed {result['seed']}: "
-        f"{counts}; {result['resumed']} resumed in another layout",
-        f"{result['pairs']} of {result['possible_pairs']} pairs of techniques; "
-        f"{result['refusals']} refusals; {result['jobs_per_minute']} jobs a minute",
+        f"{summary['jobs'] - summary['missing']} of {summary['jobs']} jobs of seed "
+        f"{summary['seed']}: {counts}; {summary['resumed']} resumed in another layout",
+        f"{summary['pairs']} of {summary['possible_pairs']} pairs of techniques; "
+        f"{summary['refusals']} refusals; {summary['jobs_per_minute']} jobs per minute",
     ]
-    lines += [f"{each['status']}: {each['command']}" for each in result["failures"]]
-    if result["missing"]:
-        lines.append(f"{result['missing']} jobs are missing: run the same command to resume")
+    lines += [f"{failure['status']}: {failure['command']}" for failure in summary["failures"]]
+    if summary["missing"]:
+        lines.append(f"{summary['missing']} jobs are missing: run the same command to resume")
     return "\n".join(lines)
 
 
@@ -363,23 +371,23 @@ class _Worker:
     pipe: Connection
     index: int = -1
 
-    def end(self) -> None:
-        """End it, and with it the ranks that it has forked."""
+    def kill(self) -> None:
+        """Kill the process and, with it, the ranks that it has forked."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-def each(indices: Iterable[int], settings: Settings) -> Iterator[Tried]:
-    """Do the jobs in several processes at once, and yield each as it ends."""
-    import_heavy()
-    waiting, workers = iter(indices), []
+def run_jobs(indices: Iterable[int], settings: FuzzSettings) -> Iterator[FuzzResult]:
+    """Run the jobs in parallel processes and yield each result as it arrives."""
+    preload_modules()
+    pending, workers = iter(indices), []
     try:
         for _ in range(WORKERS):
-            if (index := next(waiting, None)) is None:
+            if (index := next(pending, None)) is None:
                 break
-            workers.append(_start(settings))
-            _ask(workers[-1], index)
+            workers.append(_start_worker(settings))
+            _send_index(workers[-1], index)
         while workers:
             for pipe in wait([worker.pipe for worker in workers]):
                 worker = next(worker for worker in workers if worker.pipe is pipe)
@@ -390,40 +398,40 @@ def each(indices: Iterable[int], settings: Settings) -> Iterator[Tried]:
                 if isinstance(answer, BaseException):
                     raise answer
                 yield answer
-                if (index := next(waiting, None)) is None:
+                if (index := next(pending, None)) is None:
                     workers.remove(worker)
-                    worker.end()
+                    worker.kill()
                 else:
-                    _ask(worker, index)
+                    _send_index(worker, index)
     finally:
         for worker in workers:
-            worker.end()
+            worker.kill()
 
 
-def _start(settings: Settings) -> _Worker:
-    ours, theirs = Pipe()
+def _start_worker(settings: FuzzSettings) -> _Worker:
+    parent_pipe, child_pipe = Pipe()
     parent = os.getpid()
-    process = get_context("fork").Process(target=_be_worker, args=(theirs, parent, settings))
+    process = get_context("fork").Process(target=_worker_main, args=(child_pipe, parent, settings))
     process.start()
-    theirs.close()
-    return _Worker(process, ours)
+    child_pipe.close()
+    return _Worker(process, parent_pipe)
 
 
-def _ask(worker: _Worker, index: int) -> None:
+def _send_index(worker: _Worker, index: int) -> None:
     worker.index = index
     worker.pipe.send(index)
 
 
-def _be_worker(pipe: Connection, parent: int, settings: Settings) -> None:
-    """Do jobs until the pipe closes."""
+def _worker_main(pipe: Connection, parent: int, settings: FuzzSettings) -> None:
+    """Run jobs until the pipe closes."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     with suppress(EOFError):
         while True:
             index = pipe.recv()
             try:
-                answer: Any = work(index, settings)
-            except Exception as error:  # a mistake of the fuzz itself ends it
+                answer: Any = run_job(index, settings)
+            except Exception as error:  # an error of the fuzz itself ends it
                 error.add_note(f"in job {index}")
                 answer = error
             pipe.send(answer)

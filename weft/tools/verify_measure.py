@@ -1,27 +1,26 @@
-"""What one rank does for a verification: train a few steps with the code that trains, and measure.
+"""Train a few steps on one rank and measure them for `weft.tools.verify`.
 
-One process goes first and leaves its tensors in a file; every rank of the layout compares with
-them on the spot and returns numbers only.  So replicas that have drifted apart are seen, too:
-each rank compares *its* view of a whole gradient.
+The reference process runs first and saves its tensors in a file.  Every rank of the layout
+compares its own unsharded view of each tensor with that file and returns numbers only, so replicas
+that have diverged are detected, too.
 
-*Forward* is compared block by block, to tell where it goes wrong.  A hook adds up every channel
-of what goes into a block and comes out of it, and the channel's square, over all tokens that the
-rank sees; the sums of all ranks, divided by their number of tokens, are the means over the global
-batch, whoever saw what: rows, slices of a row (context and sequence parallel), the same tokens on
-several ranks (tensor parallel without sequence parallel), one microbatch after the other.
+*Forward* is compared block by block, to locate an error.  A hook sums each channel of a block's
+input and output, and its square, over all tokens of the rank.  The sums of all ranks, divided by
+their number of tokens, are the means over the global batch for every split: sequences, slices of a
+sequence (context and sequence parallel), copies (tensor parallel without sequence parallel), and
+microbatches.
 
-*Steps* are each taken from equal weights and equal gradients: after gradients have been compared, a
-layout takes over one process's, and after the update one process's parameters; the optimizer's
-states are its own.  AdamW divides by the root of the second moment, and where that is nearly zero
-it makes a step of full size of a rounding.  So clipping and updates are compared as sharply as
-gradients, whatever dtype those are computed in.
+*Each step* starts from equal weights and equal gradients: a layout loads the reference gradients
+after it has compared its own, and the reference parameters after the update; it keeps its own
+optimizer states.  AdamW divides by the root of the second moment, so where that is nearly zero a
+rounding error becomes a full step.  Equal inputs allow tight limits for clipping and updates.
 
-*Limits* follow from one process with noise (`Noise`): how far that departs from the same without.
+*Limits* follow from the difference between the reference and the same process with `Noise`.
 
-*Data* is noise made from the seed.  Rows have very different numbers of targets with a loss, from
-all to a quarter, so that no mean of means passes for the mean.
+*Data* are random tokens from the seed.  Between all and a quarter of a sequence's targets have a
+loss, so that a mean of means differs from the mean.
 
-Shapes: B rows of a microbatch, T tokens of a row, D model width, V vocabulary.
+Shapes: B sequences of a microbatch, T tokens of a sequence, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,365 +37,374 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.load import load
+from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.state_dict import named_buffers, named_parameters
+from weft.checkpoint.state_dict import persistent_buffers, trainable_parameters
 from weft.config.schema import Job
 from weft.data.loader import (
-    IGNORE,
+    IGNORE_INDEX,
     Batch,
     Loader,
     Mixture,
-    Packed,
+    PackedDocuments,
     Packing,
     Pairs,
     TokenChunks,
     evaluation_batches,
 )
-from weft.data.packing import Rows
+from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
 from weft.models import load_family
 from weft.monitor.layer_stats import watching
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
-from weft.parallel.dtensor import to_local, shard_offsets
+from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_quantized
 from weft.plan.resolve import Plan
 from weft.train.loop import naming
 from weft.train.setup import Built, Rank, build
 
-# Breaks something of a rank that has been built, in tests.
-Tamper = Callable[[Built, Plan], None]
+# Breaks the layout on a rank, in tests.
+Corruption = Callable[[Built, Plan], None]
 
-ZERO = 1e-6  # of the largest gradient: what is smaller is made of roundings
+NEGLIGIBLE = 1e-6  # of the largest gradient: smaller gradients consist of rounding errors
 SEPARATOR = 0  # the token that ends a document
-DOCUMENT_TOKENS = 12  # in a document, on average
+MEAN_DOCUMENT_TOKENS = 12
 
 
-class Difference(NamedTuple):
-    """Of a whole tensor from that of one process."""
+class TensorError(NamedTuple):
+    """Error of an unsharded tensor against the reference."""
 
-    largest: float  # of its entries, relative to the largest entry of one process's
-    factor: float  # by which one process's must be multiplied to come nearest to it
+    max_error: float  # largest error of an entry, relative to the largest reference entry
+    scale: float  # least-squares factor from the reference to this tensor
 
 
-class Sums(NamedTuple):
-    """Of an activation, over some tokens: float64 ``[D]``."""
+class ActivationSums(NamedTuple):
+    """Sums of an activation and of its square over tokens: float64 ``[D]``."""
 
     tokens: int
     values: Any
     squares: Any
 
 
-class Step(NamedTuple):
-    """What a rank saw of an optimizer step.  Gradients are those before clipping."""
+class StepMeasurement(NamedTuple):
+    """Measurements of one optimizer step on one rank."""
 
     loss: float
     grad_norm: float
-    forward: dict[str, Sums]  # in the order of the forward pass
-    gradients: dict[str, Difference]
-    updates: dict[str, float]  # of parameters: distance, relative to their way in this step
+    forward: dict[str, ActivationSums]  # in the order of the forward pass
+    gradients: dict[str, TensorError]  # before clipping
+    updates: dict[str, float]  # error, relative to the length of the reference update
 
 
-class Measured(NamedTuple):
-    """What a rank saw of the whole training."""
+class RankMeasurement(NamedTuple):
+    """Measurements of a training on one rank."""
 
     names: list[str]  # of this rank's parameters, in the order of their definition
-    initial: dict[str, Difference]
-    steps: list[Step]
+    initial: dict[str, TensorError]
+    steps: list[StepMeasurement]
     eval_loss: float
-    drift: float  # of parameters after a step: the largest difference of an entry
+    max_param_error: float  # largest absolute error of a parameter's entry after a step
 
 
-def measure(
+def measure_rank(
     job: Job,
     plan: Plan,
-    folder: str,
-    tamper: Tamper | None = None,
+    directory: str,
+    corrupt: Corruption | None = None,
     *,
-    resume: int = 0,
-    save: int = 0,
-    noise: int = 0,
-) -> Measured:
+    resume_step: int = 0,
+    save_step: int = 0,
+    noise_seed: int = 0,
+) -> RankMeasurement:
     """Train ``job.train.steps`` steps on this rank of the process group.
 
     Args:
-        folder: where one process, which is world size 1 and called first, leaves its tensors, and
-            where checkpoints lie.
-        tamper: called with what was built, and the plan.
-        resume: a step whose checkpoint is loaded before the next one; 0: none.
-        save: a step after which a checkpoint is saved; 0: none.
-        noise: the seed of a noise as large as rounding (`Noise`); 0: none.
+        directory: for checkpoints and the reference tensors, which the process of world size 1
+            writes; it must be called first.
+        corrupt: called with the built layout and the plan.
+        resume_step: step of the checkpoint to load first; 0: none.
+        save_step: step to save a checkpoint after; 0: none.
+        noise_seed: seed of `Noise`; 0: no noise.
     """
     if job.compile.enable:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(job, plan, rank)
-    params = dict(named_parameters(built.parts))
-    # The biases of experts are moved by each step, too.
-    state: dict[str, Tensor] = params | dict(named_buffers(built.parts))
-    tensors = _Tensors(Path(folder) / "one.pt")
-    checkpoints = Path(folder) / "checkpoints"
-    if resume:
-        load(checkpoint_path(checkpoints, resume), built.parts, built.optimizer)
-        tensors.before = f"params {resume}"
-    initial = tensors.compare(tensors.before, state.items())
-    if tamper is not None:
-        tamper(built, plan)
-    roundings = Noise(job, plan, noise) if noise else None
-    if roundings is not None:
-        roundings.add_to(built.parts)
-    prints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
+    params = dict(trainable_parameters(built.parts))
+    # Each step changes the biases of experts, too.
+    state: dict[str, Tensor] = params | dict(persistent_buffers(built.parts))
+    tensors = _ReferenceTensors(Path(directory) / "one.pt")
+    checkpoints = Path(directory) / "checkpoints"
+    if resume_step:
+        load_checkpoint(checkpoint_path(checkpoints, resume_step), built.parts, built.optimizer)
+        tensors.previous = f"params {resume_step}"
+    initial = tensors.compare(tensors.previous, state.items())
+    if corrupt is not None:
+        corrupt(built, plan)
+    noise_model = Noise(job, plan, noise_seed) if noise_seed else None
+    if noise_model is not None:
+        noise_model.register_hooks(built.parts)
+    fingerprints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
     loader = _loader(job, plan, built.mesh)
-    stages = built.mesh.group("pp") if plan.pp > 1 else None
+    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
 
     steps = []
-    for step in range(resume + 1, job.train.steps + 1):
+    for step in range(resume_step + 1, job.train.steps + 1):
         samples = (step - 1) * job.train.global_batch_size
-        batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
-        rows = [len(batch.tokens_BT) for batch in batches]
-        with naming(f"step {step}"), prints.of(rows) as forward:
+        batches = [_mask_targets(batch) for batch in loader.get_microbatches(samples)]
+        batch_sizes = [len(batch.tokens_BT) for batch in batches]
+        with naming(f"step {step}"), fingerprints.record(batch_sizes) as forward:
             loss = built.engine.forward_backward(batches)
         dist.all_reduce(loss)
-        if roundings is not None:
-            roundings.round_gradients(params.values(), roundings.reduce_eps)
-        gradients = tensors.compare(f"gradients {step}", _gradients(params))
-        tensors.take_over(f"gradients {step}", params)
-        if roundings is not None:  # those of the optimizer's arithmetic, which Muon's amplifies
-            roundings.round_gradients(params.values(), torch.finfo(torch.float32).eps)
+        if noise_model is not None:
+            noise_model.perturb_gradients(params.values(), noise_model.reduce_eps)
+        gradients = tensors.compare(f"gradients {step}", _named_gradients(params))
+        tensors.load_gradients(f"gradients {step}", params)
+        if noise_model is not None:  # rounding in the optimizer, which Muon amplifies
+            noise_model.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
         norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
         lr = learning_rate(step, job.train.steps, job.optim, built.decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
-        if roundings is not None:
-            roundings.round_states(built.optimizer)
-        built.engine.balance.total()
+        if noise_model is not None:
+            noise_model.perturb_optimizer_states(built.optimizer)
+        built.engine.balance.reduce_loads()
         built.engine.balance.step()
         built.optimizer.zero_grad()
         updates = tensors.compare_updates(f"params {step}", state)
-        steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))
-        if step == save:
+        steps.append(StepMeasurement(loss.item(), norm.item(), forward, gradients, updates))
+        if step == save_step:
             with naming("the checkpoint"):
-                saver = CheckpointManager(checkpoints, keep=1)
-                consumed = step * job.train.global_batch_size
-                saver.save(built.parts, built.optimizer, {"step": step, "samples": consumed})
-                saver.wait()
+                manager = CheckpointManager(checkpoints, keep_latest=1)
+                samples = step * job.train.global_batch_size
+                manager.save(built.parts, built.optimizer, {"step": step, "samples": samples})
+                manager.wait()
     try:
-        eval_loss = built.engine.evaluate(_held_out(job, plan, built.mesh))
+        eval_loss = built.engine.evaluate(_validation_batches(job, plan, built.mesh))
     except Exception as error:
-        error.add_note("in the evaluation")
+        error.add_note("during evaluation")
         raise
     tensors.save()
-    return Measured(list(params), initial, steps, eval_loss, tensors.drift)
+    return RankMeasurement(list(params), initial, steps, eval_loss, tensors.max_param_error)
 
 
-def measure_one(job: Job, plan: Plan, folder: str, repetitions: int) -> list[Measured]:
-    """Train one process, and again with noise; how far that moves what it compares with itself."""
-    return [measure(job, plan, folder, noise=seed) for seed in range(repetitions + 1)]
+def measure_reference(
+    job: Job, plan: Plan, directory: str, noise_runs: int
+) -> list[RankMeasurement]:
+    """Train the reference once without noise and ``noise_runs`` times with it."""
+    return [measure_rank(job, plan, directory, noise_seed=seed) for seed in range(noise_runs + 1)]
 
 
 # --------------------------------------------------------------------------- noise
 
-# Of float8 (e4m3): half of the step between two normal numbers, relative to them; and between the
-# smallest numbers, relative to the largest one of a matrix, which a scale brings to 224 at least.
-FLOAT8_EPS, FLOAT8_LEAST = 2.0**-4, 2.0**-10 / 224
+# Half of the distance of float8 (e4m3) numbers: between normal numbers, relative to them; between
+# the smallest ones, relative to a matrix's largest entry, which is scaled to at least 224.
+FLOAT8_EPS, FLOAT8_MIN = 2.0**-4, 2.0**-10 / 224
 
 
 class Noise:
-    """Multiply what is computed by 1 + u eps, u uniform between -1 and 1.
+    """Multiply computed tensors by 1 + u eps, u uniform in [-1, 1].
 
-    Outputs of modules with weights have the eps of the dtype that is computed in; gradients that of
-    the dtype that they are reduced in, those of activations too, since a rank rounds the sum of its
-    tokens, and such sums may cancel; optimizer states that of their dtype.  So one process differs
-    from itself about as much as another order of the same sums does.  Gradients that go into a
-    product in float8 have its eps: their scales depend on which rows and tokens are multiplied at
-    once.  So do those of the inputs, but they are powers of two: only numbers far below the largest
-    are rounded to others.
+    The change is about as large as that of another summation order:
+
+    * outputs of modules with weights: eps of the compute dtype;
+    * gradients, of weights and activations: eps of the reduce dtype, because a rank rounds the sum
+      over its tokens, and such sums may cancel;
+    * optimizer states: eps of their dtype;
+    * output gradients of a float8 product: eps of float8, because their scales depend on which
+      sequences and tokens are multiplied together;
+    * inputs of a float8 product: only numbers far below the largest change, because their scales
+      are powers of two.
     """
 
     def __init__(self, job: Job, plan: Plan, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._compute = torch.finfo(getattr(torch, plan.compute_dtype)).eps
-        reduced = max(self._compute, torch.finfo(getattr(torch, plan.reduce_dtype)).eps)
-        self.reduce_eps, self._float8 = reduced, plan.float8 != "none"
-        states = {"float32": 0.0, "bfloat16": torch.finfo(torch.bfloat16).eps, "8bit": FLOAT8_EPS}
-        self._states = states[job.optim.state_dtype]
+        self._compute_eps = torch.finfo(getattr(torch, plan.compute_dtype)).eps
+        reduce_eps = torch.finfo(getattr(torch, plan.reduce_dtype)).eps
+        self.reduce_eps = max(self._compute_eps, reduce_eps)
+        self._float8 = plan.float8 != "none"
+        bf16_eps = torch.finfo(torch.bfloat16).eps
+        state_eps = {"float32": 0.0, "bfloat16": bf16_eps, "8bit": FLOAT8_EPS}
+        self._state_eps = state_eps[job.optim.state_dtype]
 
-    def add_to(self, parts: Iterable[nn.Module]) -> None:
-        """Add noise to the outputs of all modules that have weights."""
-        for part in parts:
+    def register_hooks(self, model_parts: Iterable[nn.Module]) -> None:
+        """Register hooks that perturb the outputs of all modules with weights."""
+        for part in model_parts:
             for module in part.modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_hook(self._hook)
-                    if self._multiplies_in_float8(module):
-                        module.register_forward_pre_hook(self._hook_of_input)
+                    module.register_forward_hook(self._perturb_output)
+                    if self._uses_float8(module):
+                        module.register_forward_pre_hook(self._perturb_input)
 
-    def _multiplies_in_float8(self, module: nn.Module) -> bool:
+    def _uses_float8(self, module: nn.Module) -> bool:
         return self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
 
-    def _hook_of_input(self, module: nn.Module, args: Any) -> Any:
+    def _perturb_input(self, module: nn.Module, args: Any) -> Any:
         x, *rest = args
         u = torch.rand(x.shape, generator=self._generator) * 2 - 1
-        return (x + (u * FLOAT8_LEAST * x.detach().abs().amax()).to(x.dtype), *rest)
+        return (x + (u * FLOAT8_MIN * x.detach().abs().amax()).to(x.dtype), *rest)
 
-    def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
-        rounded: Any = _Rounded.apply
-        float8 = self._multiplies_in_float8(module)
-        eps = (self._compute, FLOAT8_EPS if float8 else self.reduce_eps)
-        return rounded(out, self, *eps) if isinstance(out, Tensor) else out
+    def _perturb_output(self, module: nn.Module, args: Any, out: Any) -> Any:
+        apply: Any = _Perturb.apply
+        grad_eps = FLOAT8_EPS if self._uses_float8(module) else self.reduce_eps
+        return apply(out, self, self._compute_eps, grad_eps) if isinstance(out, Tensor) else out
 
-    def of(self, x: Tensor, eps: float) -> Tensor:
+    def perturb(self, x: Tensor, eps: float) -> Tensor:
         """Return ``x`` with noise."""
         u = torch.rand(x.shape, generator=self._generator) * 2 - 1
         return (x.float() * (1 + eps * u)).to(x.dtype)
 
     @torch.no_grad()
-    def round_gradients(self, params: Iterable[Tensor], eps: float) -> None:
+    def perturb_gradients(self, params: Iterable[Tensor], eps: float) -> None:
         """Add noise to the gradients of weights."""
         for grad in (to_local(param.grad) for param in params if param.grad is not None):
-            grad.copy_(self.of(grad, eps))
+            grad.copy_(self.perturb(grad, eps))
 
     @torch.no_grad()
-    def round_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add noise to the optimizer's states, where they are rounded."""
-        packed = False
-        for state in optimizer.state.values() if self._states else ():
+    def perturb_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add noise to the optimizer's states, if their dtype rounds."""
+        has_quantized = False
+        for state in optimizer.state.values() if self._state_eps else ():
             for key in [key for key in state if key != "step"]:
                 value = to_local(state[key])
                 if is_quantized(value):
-                    state[key], packed = self.of(value.dequantize(), self._states), True
+                    state[key] = self.perturb(value.dequantize(), self._state_eps)
+                    has_quantized = True
                 else:
-                    value.copy_(self.of(value, self._states))
-        if packed:
-            cast(LowPrecisionAdamW, optimizer).adopt()  # as if it had been loaded
+                    value.copy_(self.perturb(value, self._state_eps))
+        if has_quantized:
+            cast(LowPrecisionAdamW, optimizer).convert_loaded_state()  # as if it had been loaded
 
 
-class _Rounded(torch.autograd.Function):
+class _Perturb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, noise: Noise, eps: float, eps_of_gradient: float) -> Tensor:
-        ctx.noise, ctx.eps = noise, eps_of_gradient
-        return noise.of(x, eps)
+    def forward(ctx: Any, x: Tensor, noise: Noise, eps: float, grad_eps: float) -> Tensor:
+        ctx.noise, ctx.grad_eps = noise, grad_eps
+        return noise.perturb(x, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.noise.of(grad, ctx.eps), None, None, None
+        return ctx.noise.perturb(grad, ctx.grad_eps), None, None, None
 
 
 # --------------------------------------------------------------------------- tensors
 
 
-class _Tensors:
-    """One process's tensors: written by it, compared with by the ranks of a layout."""
+class _ReferenceTensors:
+    """The reference tensors, which one process writes and the ranks of a layout read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.theirs: dict[str, dict[str, Tensor]] | None = None
+        self.expected: dict[str, dict[str, Tensor]] | None = None
         if path.exists():
-            self.theirs = torch.load(path)
-        self.ours: dict[str, dict[str, Tensor]] = {}
-        self.before = "initial"
-        self.drift = 0.0
+            self.expected = torch.load(path)
+        self.recorded: dict[str, dict[str, Tensor]] = {}
+        self.previous = "initial"  # name of the parameters before the current step
+        self.max_param_error = 0.0
 
-    def compare(self, what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Difference]:
-        """Each tensor's difference, whole; all ranks that share one call this in step."""
-        differences = {}
-        theirs = {} if self.theirs is None else self.theirs[what]
-        largest = max((float(tensor.abs().max()) for tensor in theirs.values()), default=0.0)
+    def compare(self, key: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorError]:
+        """Return the error of each unsharded tensor (collective)."""
+        errors = {}
+        expected = {} if self.expected is None else self.expected[key]
+        max_abs = max((float(tensor.abs().max()) for tensor in expected.values()), default=0.0)
         for name, tensor in tensors:
-            ours = _whole(tensor)
-            if self.theirs is None:
-                self.ours.setdefault(what, {})[name] = ours
-                differences[name] = Difference(0.0, 1.0)
+            actual = _full_tensor(tensor)
+            if self.expected is None:
+                self.recorded.setdefault(key, {})[name] = actual
+                errors[name] = TensorError(0.0, 1.0)
             else:
-                differences[name] = difference(ours, theirs[name], largest)
-        return differences
+                errors[name] = tensor_error(actual, expected[name], max_abs)
+        return errors
 
-    def compare_updates(self, what: str, params: dict[str, Tensor]) -> dict[str, float]:
-        """How far each parameter is from one process's, relative to its way in this step.
+    def compare_updates(self, key: str, params: dict[str, Tensor]) -> dict[str, float]:
+        """Return each parameter's error, relative to the length of its reference update.
 
-        Afterwards it is one process's.
+        Sets the parameters to the reference afterwards.
         """
-        distances = {}
+        errors = {}
         for name, param in params.items():
-            ours = _whole(param)
-            if self.theirs is None:
-                self.ours.setdefault(what, {})[name] = ours
-                distances[name] = 0.0
+            actual = _full_tensor(param)
+            if self.expected is None:
+                self.recorded.setdefault(key, {})[name] = actual
+                errors[name] = 0.0
                 continue
-            theirs = self.theirs[what][name]
-            way = theirs - self.theirs[self.before][name]
-            # A sum with a small update is rounded to the last place of the parameter.
-            rounding = torch.finfo(theirs.dtype).eps * theirs.abs()
-            beyond = ((ours - theirs).abs() - rounding).clamp(min=0.0)
-            distances[name] = ratio(beyond.norm().item(), way.norm().item())
-            self.drift = max(self.drift, finite((ours - theirs).abs().max().item()))
-            _copy_shard(param, theirs)
-        self.before = what
-        return distances
+            expected = self.expected[key][name]
+            update = expected - self.expected[self.previous][name]
+            # Adding a small update rounds to the last place of the parameter.
+            rounding = torch.finfo(expected.dtype).eps * expected.abs()
+            error = (actual - expected).abs()
+            excess = (error - rounding).clamp(min=0.0)
+            errors[name] = safe_ratio(excess.norm().item(), update.norm().item())
+            self.max_param_error = max(self.max_param_error, finite_or_inf(error.max().item()))
+            _copy_shard(param, expected)
+        self.previous = key
+        return errors
 
-    def take_over(self, what: str, params: dict[str, nn.Parameter]) -> None:
-        """Fill the gradients with those of one process."""
-        if self.theirs is not None:
+    def load_gradients(self, key: str, params: dict[str, nn.Parameter]) -> None:
+        """Replace the gradients by the reference gradients."""
+        if self.expected is not None:
             for name, param in params.items():
                 if param.grad is not None:
-                    _copy_shard(param.grad, self.theirs[what][name])
+                    _copy_shard(param.grad, self.expected[key][name])
 
     def save(self) -> None:
-        """Leave one process's tensors for the ranks of a layout."""
-        if self.theirs is None:
-            torch.save(self.ours, self.path)
+        """Save the tensors of the reference process for the ranks of a layout."""
+        if self.expected is None:
+            torch.save(self.recorded, self.path)
 
 
-def difference(ours: Tensor, theirs: Tensor, largest_of_all: float = 0.0) -> Difference:
-    """Compare two whole tensors.
+def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> TensorError:
+    """Compare two unsharded tensors.
 
     Args:
-        largest_of_all: the largest entry of all tensors of this kind.  A tensor far below it, such
-            as the gradient of keys where a query sees one key only, is zero but for roundings: it
-            is compared relative to all of them.
+        max_abs: largest entry of all tensors of this kind.  A tensor far below it, such as the
+            gradient of keys where a query sees one key only, is zero up to rounding: its error is
+            relative to ``max_abs``.
     """
-    if ours.shape != theirs.shape:
-        return Difference(math.inf, math.nan)
-    ours, theirs = ours.double(), theirs.double()
-    if theirs.abs().max().item() < ZERO * largest_of_all:
-        return Difference(finite((ours - theirs).abs().max().item() / largest_of_all), 1.0)
-    largest = ratio((ours - theirs).abs().max().item(), theirs.abs().max().item())
-    if largest == 0:
-        return Difference(0.0, 1.0)  # of zeros, too
-    factor = ratio((ours * theirs).sum().item(), theirs.square().sum().item())
-    return Difference(largest, factor)
+    if actual.shape != expected.shape:
+        return TensorError(math.inf, math.nan)
+    actual, expected = actual.double(), expected.double()
+    error = (actual - expected).abs().max().item()
+    if expected.abs().max().item() < NEGLIGIBLE * max_abs:
+        return TensorError(finite_or_inf(error / max_abs), 1.0)
+    relative = safe_ratio(error, expected.abs().max().item())
+    if relative == 0:
+        return TensorError(0.0, 1.0)  # of zeros, too
+    scale = safe_ratio((actual * expected).sum().item(), expected.square().sum().item())
+    return TensorError(relative, scale)
 
 
-def ratio(a: float, b: float) -> float:
-    """``a / b``; 0 of 0 is 0, and what is not a number is infinite."""
+def safe_ratio(a: float, b: float) -> float:
+    """Return ``a / b``; 0 / 0 is 0, and NaN becomes Inf."""
     if a == 0 and math.isfinite(b):
         return 0.0
-    return finite(a / b) if b else math.inf
+    return finite_or_inf(a / b) if b else math.inf
 
 
-def finite(value: float) -> float:
-    """The value; infinity for what is not a number."""
+def finite_or_inf(value: float) -> float:
+    """Return the value if it is finite, else Inf."""
     return value if math.isfinite(value) else math.inf
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 @torch.no_grad()
-def _copy_shard(param: Tensor, whole: Tensor) -> None:
-    """Fill this rank's shard of a parameter."""
+def _copy_shard(param: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard of an unsharded tensor into a parameter."""
     local = to_local(param)
-    begins = shard_offsets(param)
-    box = tuple(slice(b, b + size) for b, size in zip(begins, local.shape, strict=True))
-    local.copy_(whole[box])
+    offsets = shard_offsets(param)
+    index = tuple(slice(o, o + size) for o, size in zip(offsets, local.shape, strict=True))
+    local.copy_(full[index])
 
 
-def _gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+def _named_gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     for name, param in params.items():
         yield name, torch.zeros_like(param) if param.grad is None else param.grad
 
@@ -405,98 +413,103 @@ def _gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Fingerprints:
-    """Sums over what goes into each block and comes out of it, inside `of`."""
+    """Sums of the inputs and outputs of each block."""
 
-    def __init__(self, parts: list[nn.Module], blocks: Callable[[Any], list[nn.Module]]) -> None:
+    def __init__(
+        self, model_parts: list[nn.Module], blocks: Callable[[Any], list[nn.Module]]
+    ) -> None:
         self._blocks: dict[str, nn.Module] = {}
-        for part in parts:
+        for part in model_parts:
             names = {module: name for name, module in part.named_modules()}
             self._blocks |= {names[block]: block for block in blocks(part)}
 
     @contextmanager
-    def of(self, rows: list[int]) -> Iterator[dict[str, Sums]]:
-        """Those of a step whose microbatches have so many rows, in order."""
-        found: dict[str, Sums] = {}
+    def record(self, batch_sizes: list[int]) -> Iterator[dict[str, ActivationSums]]:
+        """Record the sums of one step; ``batch_sizes``: of its microbatches, in order."""
+        recorded: dict[str, ActivationSums] = {}
 
         @torch.no_grad()
-        def add(name: str, rows: int, before: Any, after: Tensor) -> None:
-            for key, value in ((f"before {name}", before), (f"in {name}", after)):
+        def add(name: str, batch_size: int, input_: Any, output: Tensor) -> None:
+            for key, value in ((f"before {name}", input_), (f"in {name}", output)):
                 if not isinstance(value, Tensor):
                     continue
-                x_ND = value.detach()[:rows].double().flatten(0, -2)
-                until = found.get(key, Sums(0, 0.0, 0.0))
-                found[key] = Sums(
-                    until.tokens + len(x_ND),
-                    until.values + x_ND.sum(0).numpy(),
-                    until.squares + x_ND.square().sum(0).numpy(),
+                x_ND = value.detach()[:batch_size].double().flatten(0, -2)
+                sums = recorded.get(key, ActivationSums(0, 0.0, 0.0))
+                recorded[key] = ActivationSums(
+                    sums.tokens + len(x_ND),
+                    sums.values + x_ND.sum(0).numpy(),
+                    sums.squares + x_ND.square().sum(0).numpy(),
                 )
 
-        with watching(self._blocks, rows, add):
-            yield found
+        with watching(self._blocks, batch_sizes, add):
+            yield recorded
 
 
-def added(ranks: Iterable[Sums]) -> Sums:
-    """The sums over the tokens of all ranks."""
+def merge_sums(ranks: Iterable[ActivationSums]) -> ActivationSums:
+    """Add up the sums of all ranks."""
     tokens, values, squares = zip(*ranks, strict=True)
-    return Sums(sum(tokens), sum(values), sum(squares))
+    return ActivationSums(sum(tokens), sum(values), sum(squares))
 
 
-def apart(ours: Sums, theirs: Sums) -> float:
-    """How far two fingerprints are from each other: 0 to rounding if the activations are equal."""
-    if np.shape(ours.values) != np.shape(theirs.values):
+def sums_distance(actual: ActivationSums, expected: ActivationSums) -> float:
+    """Return the relative distance of two fingerprints."""
+    if np.shape(actual.values) != np.shape(expected.values):
         return math.inf
-    means = np.abs(ours.values / ours.tokens - theirs.values / theirs.tokens).max()
-    squares = np.abs(ours.squares / ours.tokens - theirs.squares / theirs.tokens).max()
-    largest = (theirs.squares / theirs.tokens).max()
-    return max(ratio(float(means), math.sqrt(largest)), ratio(float(squares), float(largest)))
+    means = np.abs(actual.values / actual.tokens - expected.values / expected.tokens).max()
+    squares = np.abs(actual.squares / actual.tokens - expected.squares / expected.tokens).max()
+    largest = (expected.squares / expected.tokens).max()
+    return max(
+        safe_ratio(float(means), math.sqrt(largest)), safe_ratio(float(squares), float(largest))
+    )
 
 
 # --------------------------------------------------------------------------- data
 
 
-def _noise(job: Job, plan: Plan, name: int, rows: int) -> Mixture:
-    """Samples for so many rows, drawn from the seed."""
-    generator = np.random.default_rng([job.train.seed, name])
-    size = rows * job.train.seq_len + 1
+def _random_samples(job: Job, plan: Plan, stream_id: int, sequences: int) -> Mixture:
+    """Draw ``sequences`` samples from the seed."""
+    generator = np.random.default_rng([job.train.seed, stream_id])
+    size = sequences * job.train.seq_len + 1
     tokens = generator.integers(1, plan.model.vocab_size, size)
-    tokens[generator.random(size) < 1 / DOCUMENT_TOKENS] = SEPARATOR
+    tokens[generator.random(size) < 1 / MEAN_DOCUMENT_TOKENS] = SEPARATOR
     stream, seq_len = TokenStream([tokens]), job.train.seq_len
-    if job.data.format == "preferences":  # two answers of half a row each
-        begins = np.arange(2 * rows) * (seq_len // 2)
-        lengths = np.full(2 * rows, seq_len // 2)
-        pairs = Rows(begins, lengths, np.arange(2 * rows), np.arange(0, 2 * rows + 1, 2))
-        packed = Packed(stream, None, pairs, seq_len, SEPARATOR)
-        return Mixture([Pairs(packed, references=torch.zeros(rows, 2))])
+    if job.data.format == "preferences":  # two answers of half a sequence each
+        answers = 2 * sequences
+        starts = np.arange(answers) * (seq_len // 2)
+        lengths = np.full(answers, seq_len // 2)
+        pairs = PackedSequences(starts, lengths, np.arange(answers), np.arange(0, answers + 1, 2))
+        packed = PackedDocuments(stream, None, pairs, seq_len, SEPARATOR)
+        return Mixture([Pairs(packed, references=torch.zeros(sequences, 2))])
     packing: Packing = "documents" if job.data.keeps_documents else "windows"
     return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
-    """The loader that trains, over noise: each row is seen once."""
+    """Return the training loader over random samples, each of them read once."""
     return Loader(
-        _noise(job, plan, 0, job.train.steps * job.train.global_batch_size),
+        _random_samples(job, plan, 0, job.train.steps * job.train.global_batch_size),
         seed=job.train.seed,
-        global_batch=job.train.global_batch_size,
+        global_batch_size=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
 
 
-def _held_out(job: Job, plan: Plan, mesh: Mesh) -> Iterator[Batch]:
+def _validation_batches(job: Job, plan: Plan, mesh: Mesh) -> Iterator[Batch]:
     batches = evaluation_batches(
-        _noise(job, plan, 1, job.train.eval_sequences),
-        sequences=job.train.eval_sequences,
+        _random_samples(job, plan, 1, job.train.eval_sequences),
+        num_sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
-    yield from map(_with_fewer_targets, batches)
+    yield from map(_mask_targets, batches)
 
 
-def _with_fewer_targets(batch: Batch) -> Batch:
-    """Some targets without a loss, by a rule that looks at the tokens of their row only."""
+def _mask_targets(batch: Batch) -> Batch:
+    """Mask some targets, by a rule that reads only the tokens of their sequence."""
     tokens_BT = batch.tokens_BT
     quarters_B1 = tokens_BT[:, :1] % 4
     dropped_BT = tokens_BT % 4 < quarters_B1
-    return batch._replace(targets_BT=batch.targets_BT.masked_fill(dropped_BT, IGNORE))
+    return batch._replace(targets_BT=batch.targets_BT.masked_fill(dropped_BT, IGNORE_INDEX))

@@ -1,29 +1,30 @@
-"""Who this process is among the others of a run, by what it finds in its environment.
+"""Detect rank, world size and rendezvous endpoint from environment variables.
 
-There are two styles.  In one every process is a *rank* already, as under torchrun, mpirun or
-``srun`` with a task for each GPU: `Where.rank` has what torchrun would have set.  In the other each
-node has one process, which is to start that node's ranks: `Where.nodes` tells how many there are,
-and `Where.rendezvous` where they meet.  A process for which nobody says anything is alone.
+A launcher starts one process per rank (torchrun, mpirun, ``srun`` with one task per GPU):
+`ClusterEnvironment.rank` then has torchrun's variables.  Or it starts one process per node, which
+starts the ranks of its node: `ClusterEnvironment.nodes` and `ClusterEnvironment.rendezvous` then
+say how many nodes there are and where they rendezvous.  A process without any of these variables is
+a run of its own on one node.
 
-The first that says something decides, from what was meant most to what may only be around it:
+The first source in this order decides:
 
 =============  ===================================================================================
-flags          ``run.nodes``, with ``run.rendezvous`` or where the rest below says
-torchrun       ``RANK`` and ``WORLD_SIZE``; ``PET_*``, which stand for torchrun's own options
+flags          ``run.nodes``, with ``run.rendezvous`` or the endpoint of a source below
+torchrun       ``RANK`` and ``WORLD_SIZE``; ``PET_*``, the variables of torchrun's own options
 mpi            ``OMPI_COMM_WORLD_*``: only mpirun sets them, inside any of the following
 sagemaker      ``SM_HOSTS``
-slurm          ``SLURM_STEP_*``, as srun sets them; ``SLURM_JOB_ID`` alone is a script or a shell
+slurm          ``SLURM_STEP_*``, which srun sets; ``SLURM_JOB_ID`` alone is a script or a shell
 skypilot       ``SKYPILOT_NODE_IPS``
-mpi            ``PMI_*``: of MPICH and Intel MPI, but of srun, too
+mpi            ``PMI_*``, set by MPICH and Intel MPI, but also by srun
 host           nothing: one node
 =============  ===================================================================================
 
-``PET_*`` set in a pod of Kubernetes (Kubeflow's TrainJob) are called kubernetes.  A child of
-torchrun, which ``LOCAL_RANK`` tells, is its rank whatever ``run.nodes`` says: it cannot be anything
-else.  Without it ``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which sets ``PET_*``
-as well), and what was asked for by flags goes first.
+``PET_*`` in a pod of Kubernetes (Kubeflow's TrainJob) are reported as kubernetes.  A child of
+torchrun, which has ``LOCAL_RANK``, is a rank whatever ``run.nodes`` says.  Without ``LOCAL_RANK``,
+``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which also sets ``PET_*``), and flags
+have priority.
 
-Nothing but `apply_environment` looks anywhere else than into the mapping that it is given.
+Only `apply_environment` reads ``os.environ``; the other functions read the mapping that they get.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ T = TypeVar("T")
 
 Environment = Mapping[str, str]
 
-PORT = 29400  # torch's own default for launchers that meet
-MPI_PORT = 29500  # and for ranks
-SAGEMAKER_PORT = 7777  # SageMaker's for both: open between its hosts
-MOST_HOSTS = 100_000
+PORT = 29400  # torch's default port of a rendezvous
+MPI_PORT = 29500  # torch's default MASTER_PORT
+SAGEMAKER_PORT = 7777  # open between the hosts of SageMaker
+MAX_HOSTS = 100_000
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -64,13 +65,13 @@ RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """What `detect_environment` has found.
+    """The place of this process in a run.
 
     Args:
-        source: who decided; see above.
-        rank: of a process that is a rank, torchrun's variables; None: it starts ranks.
-        nodes: whose launchers meet: N or MIN:MAX.
-        rendezvous: HOST:PORT; empty for a single node and for ranks.
+        source: the source that decided; see above.
+        rank: torchrun's variables, if this process is a rank; None: it starts ranks.
+        nodes: number of nodes, N or MIN:MAX.
+        rendezvous: HOST:PORT; empty for one node and for ranks.
     """
 
     source: str
@@ -82,22 +83,22 @@ class ClusterEnvironment:
 def detect_environment(
     environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
 ) -> ClusterEnvironment:
-    """Who this process is.
+    """Detect the place of this process in a run.
 
     Args:
         nodes, rendezvous: ``run.nodes`` and ``run.rendezvous``.
 
     Raises:
-        InvalidConfig: naming the variables that contradict each other, or are missing.
+        InvalidConfig: names the variables that are missing or contradict each other.
     """
     if "LOCAL_RANK" in environment and (found := _torchrun(environment)):
         return found
-    alone, told = nodes == "1", rendezvous != "auto"
-    if nodes != "auto" and (alone or told):
-        return ClusterEnvironment("flags", nodes=nodes, rendezvous="" if alone else rendezvous)
+    one_node, has_endpoint = nodes == "1", rendezvous != "auto"
+    if nodes != "auto" and (one_node or has_endpoint):
+        return ClusterEnvironment("flags", nodes=nodes, rendezvous="" if one_node else rendezvous)
     readers: tuple[Callable[[Environment], ClusterEnvironment | None], ...] = (
         *((_torchrun,) if nodes == "auto" else ()),
-        lambda around: _options_of_torchrun(around, told),
+        lambda variables: _torchrun_options(variables, has_endpoint),
         _mpirun,
         _sagemaker,
         _slurm,
@@ -107,28 +108,28 @@ def detect_environment(
     found = next(filter(None, (read(environment) for read in readers)), ClusterEnvironment("host"))
     if nodes != "auto":
         if found.rank is not None:
-            rule = f"is for one process a node that starts ranks, and {found.source} has started "
-            remedy = "leave it out, or start one process a node"
-            raise InvalidConfig(
-                [ConfigError("run.nodes", nodes, rule + "the ranks already", remedy)]
+            rule = (
+                f"needs one process per node, but {found.source} has started one process per rank"
             )
+            remedy = "remove run.nodes, or start one process per node"
+            raise InvalidConfig([ConfigError("run.nodes", nodes, rule, remedy)])
         return ClusterEnvironment("flags", nodes=nodes, rendezvous=found.rendezvous)
     if found.rank is None:
         several = found.nodes != "1"
-        place = rendezvous if told else found.rendezvous
-        return changed(found, rendezvous=place if several else "")
+        endpoint = rendezvous if has_endpoint else found.rendezvous
+        return changed(found, rendezvous=endpoint if several else "")
     return found
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Whether all nodes that meet there are on this host."""
+    """Return True if an endpoint can only be reached from this host."""
     return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
 
 
 def is_log_node(environment: Environment) -> bool:
-    """Whether this node is the one that says what all nodes of its run would say.
+    """Return True if this node prints what all nodes of its run would print.
 
-    Only Slurm's have one output together, and its job does not outlive its first node.
+    Only the nodes of Slurm share one output, and its job ends with its first node.
     """
     return "SLURM_STEP_ID" not in environment or environment.get("SLURM_NODEID", "0") == "0"
 
@@ -137,11 +138,11 @@ def is_log_node(environment: Environment) -> bool:
 
 
 def apply_environment(job: Job) -> Job:
-    """The job with the nodes and the meeting place that the environment says, to be planned.
+    """Return the job with ``run.nodes`` and ``run.rendezvous`` of the environment.
 
-    What was chosen goes into job.toml, not this: the next start may be elsewhere.  A process that
-    was started as a rank gets torchrun's variables here, whatever they were called, and one that
-    starts ranks has none.
+    The result is for the plan only; job.toml keeps the user's values, because the next start may be
+    elsewhere.  In a process that is a rank, this function sets torchrun's variables; in a process
+    that starts ranks, it removes them.
 
     Raises:
         InvalidConfig: if the environment contradicts itself; see `detect_environment`.
@@ -161,7 +162,7 @@ def apply_environment(job: Job) -> Job:
 
 
 def reachable(host: str) -> str:
-    """The host, or Slurm's address of a node whose name says nothing to this one."""
+    """Return the host, or its address from Slurm if its name cannot be resolved."""
     if "SLURM_JOB_ID" in os.environ:
         try:
             socket.getaddrinfo(host, None)
@@ -174,7 +175,7 @@ def reachable(host: str) -> str:
     return host
 
 
-# --------------------------------------------------------------------------- one system each
+# --------------------------------------------------------------------------- one launcher each
 
 
 def _torchrun(environment: Environment) -> ClusterEnvironment | None:
@@ -186,7 +187,7 @@ def _torchrun(environment: Environment) -> ClusterEnvironment | None:
     return _as_rank("torchrun", variables, dict.fromkeys(RANK_VARIABLES, ""))
 
 
-def _options_of_torchrun(environment: Environment, told: bool) -> ClusterEnvironment | None:
+def _torchrun_options(environment: Environment, has_endpoint: bool) -> ClusterEnvironment | None:
     if not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"}.intersection(environment):
         return None
     source = "kubernetes" if "KUBERNETES_SERVICE_HOST" in environment else "torchrun"
@@ -194,25 +195,27 @@ def _options_of_torchrun(environment: Environment, told: bool) -> ClusterEnviron
     least, colon, most = nodes.partition(":")
     counts = [least, most] if colon else [least]
     if not all(re.fullmatch("[1-9][0-9]*", count) for count in counts):
-        rule = "is neither a number of nodes nor MIN:MAX"
+        rule = "is not a number of nodes or MIN:MAX"
         raise InvalidConfig([ConfigError("PET_NNODES", nodes, rule, "use 4, or 1:4")])
     if int(counts[0]) > int(counts[-1]):
-        raise InvalidConfig([ConfigError("PET_NNODES", nodes, "has more at least than at most")])
+        raise InvalidConfig(
+            [ConfigError("PET_NNODES", nodes, "has a minimum above its maximum", "use MIN:MAX")]
+        )
     nodes = counts[0] if counts[0] == counts[-1] else nodes
     if nodes == "1":
         return ClusterEnvironment(source)
-    place = environment.get("PET_RDZV_ENDPOINT", "")
-    if not place and (host := environment.get("PET_MASTER_ADDR")):
+    endpoint = environment.get("PET_RDZV_ENDPOINT", "")
+    if not endpoint and (host := environment.get("PET_MASTER_ADDR")):
         problems: list[ConfigError] = []
-        port = _whole(environment, "PET_MASTER_PORT", problems, 1, 65535, PORT)
+        port = _integer(environment, "PET_MASTER_PORT", problems, 1, 65535, PORT)
         if problems:
             raise InvalidConfig(problems)
-        place = f"{host}:{port}"
-    if not place and not told:
-        rule = f"is missing, though PET_NNODES = {nodes}: the nodes must know where to meet"
-        remedy = "set it to the HOST:PORT of one of them, or PET_MASTER_ADDR and PET_MASTER_PORT"
+        endpoint = f"{host}:{port}"
+    if not endpoint and not has_endpoint:
+        rule = f"is missing, but PET_NNODES={nodes} nodes need a rendezvous endpoint"
+        remedy = "set it to HOST:PORT of one node, or set PET_MASTER_ADDR and PET_MASTER_PORT"
         raise InvalidConfig([ConfigError("PET_RDZV_ENDPOINT", MISSING, rule, remedy)])
-    return ClusterEnvironment(source, nodes=nodes, rendezvous=place)
+    return ClusterEnvironment(source, nodes=nodes, rendezvous=endpoint)
 
 
 def _sagemaker(environment: Environment) -> ClusterEnvironment | None:
@@ -222,7 +225,7 @@ def _sagemaker(environment: Environment) -> ClusterEnvironment | None:
     hosts = _sagemaker_hosts(text)
     here = environment.get("SM_CURRENT_HOST")
     if here not in hosts:
-        rule = f"is not among SM_HOSTS = {text}"
+        rule = f"is not in SM_HOSTS={text}"
         raise InvalidConfig([ConfigError("SM_CURRENT_HOST", here or MISSING, rule)])
     port = environment.get("SM_MASTER_PORT", SAGEMAKER_PORT)
     return _as_nodes("sagemaker", environment, len(hosts), hosts[0], port)
@@ -235,7 +238,7 @@ def _sagemaker_hosts(text: str) -> list[str]:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
         raise InvalidConfig(
-            [ConfigError("SM_HOSTS", text, 'is no list of names such as ["algo-1"]')]
+            [ConfigError("SM_HOSTS", text, 'is not a list of names such as ["algo-1"]')]
         )
     return sorted(hosts)
 
@@ -244,32 +247,32 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
     if "SLURM_JOB_ID" not in environment:
         return None
     problems: list[ConfigError] = []
-    if "SLURM_STEP_ID" not in environment:  # the batch script itself, or salloc's shell
-        nodes = _whole(environment, "SLURM_JOB_NUM_NODES", problems, 1, MOST_HOSTS, 1)
+    if "SLURM_STEP_ID" not in environment:  # in the batch script, or in the shell of salloc
+        nodes = _integer(environment, "SLURM_JOB_NUM_NODES", problems, 1, MAX_HOSTS, 1)
         if problems:
             raise InvalidConfig(problems)
         if nodes == 1:
             return ClusterEnvironment("slurm")
-        rule = "without srun only one of the nodes is used"
-        remedy = "start it with srun --ntasks-per-node=1, or with --nodes 1 for this node alone"
+        rule = "needs srun: without it, only one node would train"
+        remedy = "use srun --ntasks-per-node=1 weft ..., or --nodes 1 to train on this node"
         raise InvalidConfig([ConfigError("SLURM_JOB_NUM_NODES", nodes, rule, remedy)])
-    hosts = _expanded(environment, "SLURM_STEP_NODELIST", expand_hosts, problems)
-    tasks = _expanded(environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts, problems)
-    job = _whole(environment, "SLURM_JOB_ID", problems, 0)
-    step = _whole(environment, "SLURM_STEP_ID", problems, 0)
+    hosts = _expand(environment, "SLURM_STEP_NODELIST", expand_hosts, problems)
+    tasks = _expand(environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts, problems)
+    job = _integer(environment, "SLURM_JOB_ID", problems, 0)
+    step = _integer(environment, "SLURM_STEP_ID", problems, 0)
     if hosts and tasks and len(hosts) != len(tasks):
-        rule = f"is of {len(tasks)} nodes, and SLURM_STEP_NODELIST of {len(hosts)}"
+        rule = f"lists {len(tasks)} nodes, but SLURM_STEP_NODELIST lists {len(hosts)}"
         value = environment["SLURM_STEP_TASKS_PER_NODE"]
         problems.append(ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule))
     if problems:
         raise InvalidConfig(problems)
-    # Two jobs, or two steps of one, may share a node: each has a port of its own, below those that
-    # systems give to whoever asks for any.
+    # Two jobs, or two steps of one job, may share a node.  Each gets its own port, below the range
+    # of ephemeral ports.
     port = 10_000 + (job + 997 * step) % 20_000
     if set(tasks) == {1}:
         return _as_nodes("slurm", environment, len(hosts), hosts[0], port)
     if len(set(tasks)) > 1:
-        rule, remedy = "every node must have as many", "give srun --ntasks-per-node"
+        rule, remedy = "has unequal numbers of tasks per node", "use srun --ntasks-per-node"
         value = environment["SLURM_STEP_TASKS_PER_NODE"]
         raise InvalidConfig([ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule, remedy)])
     variables = {
@@ -280,14 +283,15 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
     values = {ours: environment[name] for ours, name in variables.items() if name in environment}
     values |= {"LOCAL_WORLD_SIZE": str(tasks[0])} | _master(environment, hosts[0], port)
     found = _as_rank("slurm", values, variables)
-    node = _whole(environment, "SLURM_NODEID", problems, 0, len(hosts) - 1)
+    node = _integer(environment, "SLURM_NODEID", problems, 0, len(hosts) - 1)
     if int(values["WORLD_SIZE"]) != sum(tasks):
-        rule = f"SLURM_STEP_TASKS_PER_NODE adds up to {sum(tasks)}"
+        rule = f"is not {sum(tasks)}, the sum of SLURM_STEP_TASKS_PER_NODE"
         problems.append(ConfigError("SLURM_STEP_NUM_TASKS", values["WORLD_SIZE"], rule))
     elif not problems and int(values["RANK"]) != node * tasks[0] + int(values["LOCAL_RANK"]):
-        dealt = environment.get("SLURM_DISTRIBUTION") or MISSING
-        rule = "the ranks of a node must follow each other"
-        problems.append(ConfigError("SLURM_DISTRIBUTION", dealt, rule, "give srun -m block:block"))
+        distribution = environment.get("SLURM_DISTRIBUTION") or MISSING
+        rule = "does not give consecutive ranks to a node"
+        remedy = "use srun -m block:block"
+        problems.append(ConfigError("SLURM_DISTRIBUTION", distribution, rule, remedy))
     if problems:
         raise InvalidConfig(problems)
     return found
@@ -299,10 +303,10 @@ def _skypilot(environment: Environment) -> ClusterEnvironment | None:
         return None
     addresses = text.split()
     problems: list[ConfigError] = []
-    count = _whole(environment, "SKYPILOT_NUM_NODES", problems, 1, default=len(addresses))
-    _whole(environment, "SKYPILOT_NODE_RANK", problems, 0, max(0, count - 1))
+    count = _integer(environment, "SKYPILOT_NUM_NODES", problems, 1, default=len(addresses))
+    _integer(environment, "SKYPILOT_NODE_RANK", problems, 0, max(0, count - 1))
     if len(addresses) != count:
-        rule = f"has {len(addresses)} addresses, and SKYPILOT_NUM_NODES is {count}"
+        rule = f"has {len(addresses)} addresses, but SKYPILOT_NUM_NODES is {count}"
         problems.append(ConfigError("SKYPILOT_NODE_IPS", text, rule))
     if problems:
         raise InvalidConfig(problems)
@@ -344,7 +348,7 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvir
         head = "localhost"
     elif "SLURM_JOB_NODELIST" in environment:
         problems: list[ConfigError] = []
-        hosts = _expanded(environment, "SLURM_JOB_NODELIST", expand_hosts, problems)
+        hosts = _expand(environment, "SLURM_JOB_NODELIST", expand_hosts, problems)
         if problems:
             raise InvalidConfig(problems)
         head = hosts[0]
@@ -354,11 +358,11 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvir
     return _as_rank("mpi", values, {**variables, "MASTER_ADDR": ""})
 
 
-# --------------------------------------------------------------------------- what they share
+# --------------------------------------------------------------------------- shared helpers
 
 
 def _master(environment: Environment, host: str, port: int | str) -> dict[str, str]:
-    """Where ranks meet; whoever has said so himself is right."""
+    """Return MASTER_ADDR and MASTER_PORT; values of the environment have priority."""
     found = {"MASTER_ADDR": host} if host else {}
     found["MASTER_PORT"] = str(port)
     return found | {name: environment[name] for name in RANK_VARIABLES[4:] if name in environment}
@@ -368,7 +372,7 @@ def _as_nodes(
     source: str, environment: Environment, count: int, host: str, port: int | str
 ) -> ClusterEnvironment:
     master, problems = _master(environment, host, port), list[ConfigError]()
-    _whole(master, "MASTER_PORT", problems, 1, 65535)
+    _integer(master, "MASTER_PORT", problems, 1, 65535)
     if problems:
         raise InvalidConfig(problems)
     return ClusterEnvironment(
@@ -377,61 +381,68 @@ def _as_nodes(
 
 
 def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> ClusterEnvironment:
-    """A rank with these of torchrun's variables.
+    """Return the environment of a rank, after a check of its variables.
 
     Args:
-        names: what the variables are called in the environment, for problems; '' or none: the same.
+        values: values by torchrun's names.
+        names: names of these variables in the environment, for errors; empty: the same.
 
     Raises:
-        InvalidConfig: if one is missing, is no number, or is out of its range.
+        InvalidConfig: if a variable is missing, not an integer, or out of range.
     """
     problems: list[ConfigError] = []
-    called = {name: names.get(name) or name for name in RANK_VARIABLES}
-    theirs = {called[name]: value for name, value in values.items()}
+    original = {name: names.get(name) or name for name in RANK_VARIABLES}
+    variables = {original[name]: value for name, value in values.items()}
 
-    def whole(name: str, least: int, most: int | None) -> int:
-        return _whole(theirs, called[name], problems, least, most)
+    def read(name: str, low: int, high: int | None) -> int:
+        return _integer(variables, original[name], problems, low, high)
 
-    size = whole("WORLD_SIZE", 1, None)
-    whole("RANK", 0, size - 1 if size else None)
-    local = whole("LOCAL_WORLD_SIZE", 1, size or None)
-    whole("LOCAL_RANK", 0, local - 1 if local else None)
-    whole("MASTER_PORT", 1, 65535)
+    size = read("WORLD_SIZE", 1, None)
+    read("RANK", 0, size - 1 if size else None)
+    local_size = read("LOCAL_WORLD_SIZE", 1, size or None)
+    read("LOCAL_RANK", 0, local_size - 1 if local_size else None)
+    read("MASTER_PORT", 1, 65535)
     if not values.get("MASTER_ADDR"):
-        rule = "is missing: the ranks must know on which host the first of them is"
-        remedy = "pass it on, as with mpirun -x MASTER_ADDR=$(hostname)" if source == "mpi" else ""
+        rule = "is missing: every rank needs the host of rank 0"
+        remedy = "set it, as in mpirun -x MASTER_ADDR=$(hostname)" if source == "mpi" else ""
         problems.append(ConfigError("MASTER_ADDR", MISSING, rule, remedy))
     if problems:
         raise InvalidConfig(problems)
     return ClusterEnvironment(source, {name: values[name] for name in RANK_VARIABLES})
 
 
-def _whole(
+def _integer(
     environment: Environment,
     name: str,
     problems: list[ConfigError],
-    least: int,
-    most: int | None = None,
+    low: int,
+    high: int | None = None,
     default: int | None = None,
 ) -> int:
-    """A variable's number; 0, and a problem, if it has none from ``least`` to ``most``."""
+    """Return an integer variable; 0, and an error, if it is not in [``low``, ``high``]."""
     text = environment.get(name)
     if text is None:
         if default is None:
-            problems.append(ConfigError(name, MISSING, "is missing beside the other variables"))
+            problems.append(ConfigError(name, MISSING, "is missing, but related variables are set"))
         return default or 0
-    limits = f"from {least}" + (f" to {most}" if most is not None else "")
+    limits = f"at least {low}" if high is None else f"between {low} and {high}"
     if not re.fullmatch("[0-9]{1,18}", text):
-        problems.append(ConfigError(name, text, f"is not a whole number {limits}"))
+        problems.append(
+            ConfigError(
+                name,
+                text,
+                f"is not an integer ({limits})",
+            )
+        )
         return 0
     number = int(text)
-    if number < least or (most is not None and number > most):
+    if number < low or (high is not None and number > high):
         problems.append(ConfigError(name, text, f"is not {limits}"))
         return 0
     return number
 
 
-def _expanded(
+def _expand(
     environment: Environment,
     name: str,
     expand: Callable[[str], list[T]],
@@ -439,7 +450,7 @@ def _expanded(
 ) -> list[T]:
     text = environment.get(name)
     if text is None:
-        problems.append(ConfigError(name, MISSING, "is missing beside the other variables"))
+        problems.append(ConfigError(name, MISSING, "is missing, but related variables are set"))
         return []
     try:
         return expand(text)
@@ -449,54 +460,54 @@ def _expanded(
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Slurm's short form of names: ``n[01-03,7],gpu-a`` is n01, n02, n03, n7, gpu-a.
+    """Expand Slurm's host list: ``n[01-03,7],gpu-a`` is n01, n02, n03, n7, gpu-a.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not a host list.
     """
     parts = re.findall(r"(?:[^\[\],\s]|\[[0-9,-]+\])+", text)
     if not parts or ",".join(parts) != text:
-        raise ValueError("is no list of hosts such as n[01-03,7],gpu-a")
+        raise ValueError("is not a host list such as n[01-03,7],gpu-a")
     hosts: list[str] = []
     for part in parts:
-        pieces = re.split(r"\[([^\]]+)\]", part)
+        fields = re.split(r"\[([^\]]+)\]", part)
         choices = [
-            _numbers(piece) if odd else [piece]
-            for piece, odd in zip(pieces, [False, True] * len(pieces), strict=False)
+            _numbers(text) if is_range else [text]
+            for text, is_range in zip(fields, [False, True] * len(fields), strict=False)
         ]
-        if len(hosts) + prod(map(len, choices)) > MOST_HOSTS:
-            raise ValueError(f"names more than {MOST_HOSTS:,} hosts")
+        if len(hosts) + prod(map(len, choices)) > MAX_HOSTS:
+            raise ValueError(f"names more than {MAX_HOSTS:,} hosts")
         hosts += ["".join(names) for names in product(*choices)]
     return hosts
 
 
 def _numbers(text: str) -> list[str]:
-    """``01-03,7``: 01, 02, 03, 7."""
+    """Expand ``01-03,7`` to 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not all(re.fullmatch("[0-9]{1,18}", number) for number in (first, last)):
-            raise ValueError(f"[{text}] is no list of numbers")
+            raise ValueError(f"has [{text}], which is not a list of numbers")
         end = int(last)
-        if not 0 <= end - int(first) < MOST_HOSTS:
-            raise ValueError(f"{part} is no range of hosts")
+        if not 0 <= end - int(first) < MAX_HOSTS:
+            raise ValueError(f"has {part}, which is not a range of hosts")
         numbers += [f"{number:0{len(first)}}" for number in range(int(first), end + 1)]
     return numbers
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's short form of numbers, a node each: ``2(x3),1`` is 2, 2, 2, 1.
+    """Expand Slurm's counts per node: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not such a list.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([1-9][0-9]{0,6})(?:\(x([1-9][0-9]{0,5})\))?", part)
         if match is None:
-            raise ValueError("is no list of numbers such as 2(x3),1")
+            raise ValueError("is not a list of counts such as 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
-    if len(counts) > MOST_HOSTS:
-        raise ValueError(f"is of more than {MOST_HOSTS:,} nodes")
+    if len(counts) > MAX_HOSTS:
+        raise ValueError(f"lists more than {MAX_HOSTS:,} nodes")
     return counts

@@ -1,4 +1,7 @@
-"""What is wrong with a job, as far as it can be known before anything starts."""
+"""Check a job before anything starts: files, names, directories, and the run that it resumes.
+
+`weft.plan` has the rules about layouts; this module has the checks that need the file system.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from pathlib import Path
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     checkpoint_step,
-    checkpoints,
+    list_checkpoints,
     read_manifest,
 )
-from weft.checkpoint.storage import open_folder
+from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.config.files import check_url
 from weft.config.reader import lookup, read_job
@@ -27,9 +30,9 @@ from weft.data.dataset import Dataset
 from weft.data.loader import check_length
 from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
-from weft.data.tokenizer import load_tokenizer, vocab_entries
-from weft.data.user_source import is_own
-from weft.models import spelled_out
+from weft.data.tokenizer import load_tokenizer, required_vocab_size
+from weft.data.user_source import is_user_function
+from weft.models import expand_preset
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS
@@ -41,7 +44,7 @@ from weft.train.objectives import OBJECTIVES
 from weft.train.setup import detect_machine, joined
 from weft.train.state import checkpoint_dir
 
-# Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
+# Keys that a run cannot change: its weights or its data order depend on them.
 FIXED = (
     "model.",
     "lora.",
@@ -53,9 +56,9 @@ FIXED = (
     "data.overlong",
     "optim.name",
 )
-# Before the first step of a run on imported weights, only what those hang on.
+# Keys that imported weights depend on, before the first step.
 FIXED_AT_0 = ("model.", "data.tokenizer")
-# What sinks need that weft does not bring.
+# Trackers whose package weft does not install.
 TRACKERS = ("wandb", "mlflow")
 
 
@@ -66,7 +69,7 @@ def prepare_job(
 
     Args:
         recipe, overrides: see `read_job`.
-        problems: what was wrong with the command line already.
+        problems: errors that the command line already has.
 
     Returns:
         The job with absolute paths and its final ``run.dir``; the recipe without the overrides;
@@ -78,8 +81,8 @@ def prepare_job(
     job, base, found = read_job(recipe, overrides)
     problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidConfig(problems)  # the rest would judge defaults that nobody chose
-    job, base = _complete(job), _complete(base)
+        raise InvalidConfig(problems)  # other checks would judge defaults
+    job, base = _absolute_paths(job), _absolute_paths(base)
     bad = {problem.key for problem in problems}
     plan = None
     later: list[ConfigError] = []
@@ -91,30 +94,30 @@ def prepare_job(
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     later += _check_restarts(job.resilience.time_limit)
-    unreachable = list(_check_home(job.checkpoint.dir))
+    unreachable = list(_check_checkpoint_dir(job.checkpoint.dir))
     later += unreachable
     if job.run.dir != "auto" and "://" not in job.run.dir:
         later += _check_run_dir(job, bool(unreachable))
-    # What only echoes a mistake that is already listed is left out.
+    # Leave out errors that only follow from a reported one.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems or plan is None:
         raise InvalidConfig(problems)
     return job, base, plan
 
 
-def _complete(job: Job) -> Job:
-    """Paths made absolute, so that job.toml means the same from any folder."""
+def _absolute_paths(job: Job) -> Job:
+    """Make paths absolute, so that job.toml means the same in any directory."""
 
     def full(value: str, word: str) -> str:
         if value == word or "://" in value:
             return value
         try:
             return str(Path(value).expanduser().absolute())
-        except RuntimeError:  # ~name of nobody: an ordinary name, then
+        except RuntimeError:  # ~name without such a user: an ordinary name
             return str(Path(value).absolute())
 
     def data(value: str) -> str:
-        return value if is_own(value) else full(value, STDLIB)
+        return value if is_user_function(value) else full(value, STDLIB)
 
     schedule = job.pipeline.schedule
     return replace(
@@ -139,8 +142,8 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
     if not job.data.mixture:
         yield from check_path(job.data.path)
     elif job.data.path != STDLIB:
-        remedy = "name all texts in data.mixture, or one in data.path"
-        yield ConfigError("data.path", job.data.path, "is not read beside data.mixture", remedy)
+        remedy = "list all sources in data.mixture, or set one data.path"
+        yield ConfigError("data.path", job.data.path, "is ignored if data.mixture is set", remedy)
     for path in job.data.mixture:
         yield from (changed(p, key="data.mixture") for p in check_path(path))
     yield from check_chat(job.data)
@@ -158,8 +161,8 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
         ("checkpoint.local_dir", job.checkpoint.local_dir),
     ):
         if "://" in value:
-            remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
-            yield ConfigError(key, value, "is no folder", remedy)
+            remedy = "use a local directory; only checkpoint.dir may be s3://bucket/prefix"
+            yield ConfigError(key, value, "is not a directory", remedy)
     if job.data.tokenizer != "train":
         try:
             tokenizer, _ = load_tokenizer(job.data.tokenizer)
@@ -167,19 +170,22 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
             yield from error.problems
         else:
             if plan is not None:
-                yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
+                yield from _check_vocabulary(job, plan, required_vocab_size(tokenizer))
     yield from check_names(job)
 
 
 def _check_restarts(limit: float) -> Iterator[ConfigError]:
-    """For torchrun every status but 0 is a failure, and 'saved' must not be 0, which means done."""
+    """Refuse a time limit that torchrun would answer by a restart.
+
+    torchrun takes every status but 0 for a failure, and 0 means that all steps are done.
+    """
     if limit and joined() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        rule = "torchrun would start the ranks again as soon as they have saved and ended"
-        remedy = "use torchrun --max-restarts 0, or let weft train start the ranks"
+        rule = "makes torchrun restart the ranks when they have saved and exited"
+        remedy = "use torchrun --max-restarts 0, or start the ranks with weft train"
         yield ConfigError("resilience.time_limit", limit, rule, remedy)
 
 
-def _check_home(value: str) -> Iterator[ConfigError]:
+def _check_checkpoint_dir(value: str) -> Iterator[ConfigError]:
     key = "checkpoint.dir"
     if "://" not in value:
         if value != "auto":
@@ -188,32 +194,32 @@ def _check_home(value: str) -> Iterator[ConfigError]:
         yield from problems
     else:
         try:
-            open_folder(value).exists()
-        except Exception as error:  # whatever the client of the store raises
+            open_directory(value).exists()
+        except Exception as error:  # the client of the object store may raise anything
             rule = f"cannot be reached: {type(error).__name__}: {error}"
-            yield ConfigError(key, value, rule, "see AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws")
+            yield ConfigError(key, value, rule, "check AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws")
 
 
 def check_names(job: Job) -> Iterator[ConfigError]:
-    """Does everything exist that the job calls by name?  Of files only modules are looked at."""
+    """Check that every optimizer, schedule, objective, tracker and fault site exists."""
     if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
-        rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
+        rule, remedy = "needs torchft", "run pip install 'weft[torchft]'"
         yield ConfigError("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
     if importlib.util.find_spec("torchao") is None:
-        rule, remedy = "needs torchao", "pip install 'weft[torchao]'"
+        rule, remedy = "needs torchao", "run pip install 'weft[torchao]'"
         if (recipe := job.precision.float8) != "none":
             yield ConfigError("precision.float8", recipe, rule, remedy)
     for name in TRACKERS:
         if name in job.monitor.trackers and importlib.util.find_spec(name) is None:
             yield ConfigError(
-                "monitor.trackers", name, f"needs {name}", f"pip install 'weft[{name}]'"
+                "monitor.trackers", name, f"needs {name}", f"run pip install 'weft[{name}]'"
             )
     for fault in job.resilience.faults:
         if fault.site not in SITES:
-            rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
+            rule, remedy = "is not a fault site", suggest(fault.site, SITES)
             yield ConfigError("resilience.faults", fault.site, rule, remedy)
         elif fault.kind in ("corrupt", "nan", "flip") and fault.site != "gradients":
-            rule = f"has no tensors for a fault of kind {fault.kind}"
+            rule = f"has no tensors for kind {fault.kind}"
             yield ConfigError("resilience.faults", fault.site, rule, "use site gradients")
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.name", job.optim.name, OPTIMIZERS),
@@ -230,13 +236,13 @@ def check_names(job: Job) -> Iterator[ConfigError]:
 
 def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[ConfigError]:
     if entries > plan.model.vocab_size:
-        rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
+        rule = f"has {entries} entries, but model.vocab_size is {plan.model.vocab_size}"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
         yield ConfigError("data.tokenizer", job.data.tokenizer, rule, remedy)
 
 
 def check_writable(key: str, value: str) -> Iterator[ConfigError]:
-    """Nothing is made: the probe, which is never visible, goes into the folder above."""
+    """Check that a path can be written, by an invisible file in its nearest existing parent."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(value)  # a name that is too long is seen here
@@ -244,69 +250,67 @@ def check_writable(key: str, value: str) -> Iterator[ConfigError]:
         tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         rule = f"cannot be written: {error.strerror}: {error.filename or value}"
-        yield ConfigError(key, value, rule, "use another folder")
+        yield ConfigError(key, value, rule, "use another directory")
 
 
 def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
-    """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
+    """Check that the run directory is writable, and that a run in it is this run."""
     folder = Path(job.run.dir)
     wrong = list(check_writable("run.dir", job.run.dir))
     yield from wrong
     before = folder / "job.toml"
     if wrong or unreachable:
         return
-    if not (found := checkpoints(checkpoint_dir(job.checkpoint.dir, folder))):
-        here = checkpoints(checkpoint_dir("auto", folder))
-        if here and before.is_file():  # imported, or moved: it would start from random weights
-            rule = f"has none of the run's checkpoints, which are in {here[0].parent}"
-            remedy = "copy them there first, or leave checkpoint.dir out"
+    if not (found := list_checkpoints(checkpoint_dir(job.checkpoint.dir, folder))):
+        here = list_checkpoints(checkpoint_dir("auto", folder))
+        if here and before.is_file():  # else the run would start from random weights
+            rule = f"has no checkpoint of the run; they are in {here[0].parent}"
+            remedy = "copy them to checkpoint.dir, or remove the key"
             yield ConfigError("checkpoint.dir", job.checkpoint.dir, rule, remedy)
         return
     if not before.is_file() and job.resilience.lighthouse != "none":
-        return  # they are another replica group's
+        return  # the checkpoints are another replica group's
     if not before.is_file():
-        rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
-        yield ConfigError(
-            "run.dir", job.run.dir, rule, "use another --run.dir, or put the file back"
-        )
+        rule = "has checkpoints but no job.toml, so they may belong to another run"
+        yield ConfigError("run.dir", job.run.dir, rule, "use another run.dir, or restore job.toml")
         return
     old, _, problems = read_job(str(before))
     if problems:
-        rule = f"holds a run whose job.toml is damaged ({problems[0]})"
-        yield ConfigError("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
+        rule = f"has a damaged job.toml ({problems[0]})"
+        yield ConfigError("run.dir", job.run.dir, rule, "use another run.dir, or repair the file")
         return
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
-    for name, (ours, theirs) in difference(spelled_out(job), spelled_out(old)).items():
+    for name, (ours, theirs) in difference(expand_preset(job), expand_preset(old)).items():
         if name.startswith(fixed):
-            rule = f"the run in {folder} was started with {theirs}"
-            remedy = "use another --run.dir, or the value that it was started with"
+            rule = f"differs from the run in {folder}, which was started with {theirs}"
+            remedy = f"use another run.dir, or {name}={theirs}"
             yield ConfigError(name, ours, rule, remedy)
 
 
 def check_text(job: Job, plan: Plan, text: Dataset) -> None:
-    """The text must fit the model, and be the one that the run has been trained on so far.
+    """Check that the data fits the model, and is the data of the newest checkpoint.
 
     Raises:
-        InvalidConfig: if the text has no whole sequence, the model too few entries, or the newest
-            checkpoint another text.
+        InvalidConfig: if the data has no full sequence, if the vocabulary of the model is too
+            small, or if the newest checkpoint was trained on other data.
     """
     problems = list(_check_vocabulary(job, plan, text.vocab_size))
     for source in text.sources:
-        what = f"the train text of {source.name}" if job.data.mixture else "the train text"
+        what = f"the training set of {source.name}" if job.data.mixture else "the training set"
         tokens = source.store.manifest.train.tokens
         if source.store.manifest.kind == "text":
             problems += check_length(tokens, job.train.seq_len, what)
         problems += check_conversations(source.store, job.train.seq_len, job.data)
-    for path in reversed(checkpoints(checkpoint_dir(job.checkpoint.dir, Path(plan.run_dir)))):
+    for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
-            continue  # loading will tell
-        if data not in (None, text.fingerprint):  # imported weights have seen no text of ours
-            rule = f"is not, or no longer, the text that {path} was trained on"
+            continue  # loading reports it
+        if data not in (None, text.fingerprint):  # imported weights have no fingerprint of data
+            rule = f"is not the data that {path} was trained on, or has changed since"
             key = "mixture" if job.data.mixture else "path"
             value = getattr(job.data, key)
-            problems.append(ConfigError(f"data.{key}", value, rule, "use another --run.dir"))
+            problems.append(ConfigError(f"data.{key}", value, rule, "use another run.dir"))
         break
     if problems:
         raise InvalidConfig(problems)

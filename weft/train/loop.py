@@ -24,11 +24,11 @@ from torch.nn import Parameter
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.replica_check import compare_replicas
 from weft.checkpoint.save_schedule import CheckpointSchedule
-from weft.checkpoint.state_dict import named_parameters
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import WeftError
 from weft.config.schema import Job
 from weft.data.dataset import Dataset
-from weft.data.loader import Batch, Loader, Prefetcher, samples_of
+from weft.data.loader import Batch, Loader, Prefetcher, build_mixture
 from weft.data.token_store import SplitName
 from weft.models import load_family
 from weft.monitor.anomaly import AnomalyDetector, StepResult, gather
@@ -40,7 +40,12 @@ from weft.monitor.log_buffer import tolerate
 from weft.monitor.profiler import Profile
 from weft.monitor.signals import RankConsensus
 from weft.monitor.spans import Spans, span, spans_path
-from weft.optim.optimizer import clip, grad_norm, masked_step, set_learning_rate
+from weft.optim.optimizer import (
+    clip_grads_with_norm,
+    compute_grad_norm,
+    masked_step,
+    set_learning_rate,
+)
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import NO_GRAPH_CAPTURED, describe_graph_break, log_compilation
 from weft.plan.resolve import Plan
@@ -83,26 +88,26 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
     with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
         built = build(job, plan, rank)
     parts, mesh, engine, optimizer, decay = built
-    params = [param for _, param in named_parameters(parts)]
+    params = [param for _, param in trainable_parameters(parts)]
     home = checkpoint_dir(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local_dir, parts, optimizer, say)
 
     # ---- on what
     splits: tuple[SplitName, ...] = ("train", "validation")
     samples_in = {
-        split: samples_of(text, split, job.train.seq_len, job.data, seed) for split in splits
+        split: build_mixture(text, split, job.train.seq_len, job.data, seed) for split in splits
     }
     if engine.objective.references:
         samples_in = with_references(job, plan, text, samples_in, engine, mesh, at.step, say)
     loader = Loader(
         samples_in["train"],
         seed=seed,
-        global_batch=job.train.global_batch_size,
+        global_batch_size=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
-    ahead = Prefetcher(loader, rank.device, threaded=rank.device.type == "cuda")
+    ahead = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
 
     def warn(text: str) -> None:
         journal.note("warning", at.step, text, warning=True)
@@ -113,13 +118,17 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
     recorder = MetricLogger(job, plan, text, rank, built, statistics, journal)
     section = job.checkpoint
     saver = CheckpointManager(
-        home, section.keep_latest, background=section.async_save, local=section.local_dir, say=warn
+        home,
+        section.keep_latest,
+        async_save=section.async_save,
+        local_dir=section.local_dir,
+        log=warn,
     )
     saves = CheckpointSchedule(section, at.step, say)
     profile = Profile(job, plan, rank.device, say)
     wishes = RankConsensus(job.resilience.time_limit)
     watch = AnomalyDetector(job.resilience, at.watch, statistics.where)
-    stages = mesh.group("pp") if plan.pp > 1 else None
+    stages = mesh.get_group("pp") if plan.pp > 1 else None
     check, first = job.resilience.replica_check, at.step
     blocks = [block for part in parts for block in load_family(job.model.kind).blocks(part)]
     batches: list[Batch] = []
@@ -139,16 +148,16 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
             share,
             *(sums for sums in (engine.loss_by_source, engine.metrics) if sums is not None),
         ]
-        losses += engine.balance.total()
+        losses += engine.balance.reduce_loads()
         groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
-            norms = grad_norm(params, stages)
+            norms = compute_grad_norm(params, stages)
         return gather(share, *norms)
 
     def update(trial: StepResult) -> None:
         """Weights, unless loss or gradients are not finite: then not, and nobody waits to see."""
         with span("clip"):
-            clip(params, trial.norm, job.optim.max_grad_norm)
+            clip_grads_with_norm(params, trial.norm, job.optim.max_grad_norm)
         with span("optimizer"):
             bad = ~trial.told.isfinite().all()
             masked_step(optimizer, bad)
@@ -189,7 +198,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
         while at.step < steps:
             at = groups.meet(at, parts, optimizer)
             if groups.takes_over:
-                saver.take(at.step)
+                saver.acquire_lease(at.step)
             step = at.step + 1
             if profile.turns(step):
                 recorder.spent("productive")
@@ -199,7 +208,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                 try:
                     with recorder.clock.waiting_for_data():
                         reach("step", step=step)
-                        rows = ahead.batch(at.samples, groups.place, groups.count)
+                        rows = ahead.get_microbatches(at.samples, groups.place, groups.count)
                         batches = [batch_to(batch, rank.device) for batch in rows]
                 except DATA_ERRORS as error:
                     # The other ranks compute: so does this one, on the batch before, and nobody
@@ -207,7 +216,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                     if not batches or job.resilience.lighthouse != "none":
                         raise
                     failure = error
-                wishes.ask(saver.should_retry(), saver.busy(), failed=failure is not None)
+                wishes.ask(saver.should_retry(), saver.is_saving(), failed=failure is not None)
 
                 reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, step, batches))
@@ -220,7 +229,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                     if check:
                         compare_replicas(parts, optimizer)
                     warn(f"a rank has no data for step {step}: saving step {at.step}, then ending")
-                    saver.save_last(parts, optimizer, at.manifest(plan, text))
+                    saver.save_final(parts, optimizer, at.manifest(plan, text))
                     if failure is not None:
                         failure.add_note(f"step {at.step} is saved")
                         raise failure
@@ -237,7 +246,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                     continue
 
                 stopping = stop or step == steps
-                saving = stopping or again or (groups.leads and saves.due(step))
+                saving = stopping or again or (groups.leads and saves.is_due(step))
                 keeping = groups.leads and not busy and saves.is_local_due(step)
                 evaluating = due(step, job.train.eval_interval, steps)
                 recording = recorder.due(step) or evaluating or saving or keeping
@@ -270,12 +279,12 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                 seconds = recorder.write(at, lr, trial, watch, groups.count, held)
                 if groups.leads and (saving or keeping):
                     if stopping:
-                        saver.save_last(parts, optimizer, at.manifest(plan, text))
+                        saver.save_final(parts, optimizer, at.manifest(plan, text))
                     else:
-                        saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
+                        saver.save(parts, optimizer, at.manifest(plan, text), persistent=saving)
                     watch.saved()
                 if groups.leads and saving:
-                    saves.saved(step, saver.blocking_seconds, saver.write_seconds, seconds)
+                    saves.record_save(step, saver.blocking_seconds, saver.write_seconds, seconds)
                     cost = f"saving it held training up for {saver.blocking_seconds:.2g} s"
                     journal.note("checkpoint", step, cost)
                 recorder.spent("saving")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.data.loader import IGNORE
+from weft.data.loader import IGNORE_INDEX
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -28,12 +28,12 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
     Args:
         logits_BTV: any floating dtype; computed in float32.
-        targets_BT: int64; IGNORE where there is no loss.
+        targets_BT: int64; IGNORE_INDEX where there is no loss.
     """
     losses_N = F.cross_entropy(
         logits_BTV.float().flatten(0, 1),
         targets_BT.flatten(),
-        ignore_index=IGNORE,
+        ignore_index=IGNORE_INDEX,
         reduction="none",
     )
     return losses_N.view_as(targets_BT)

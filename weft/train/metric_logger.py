@@ -1,7 +1,7 @@
 """What a run tells while it trains: notes, seconds, and a record of some of its steps.
 
-Every rank has a `MetricLogger` and makes the same calls, because much of a record is of all ranks; only
-the first one writes.  Of what comes with every step the host waits for the device in
+Every rank has a `MetricLogger` and makes the same calls, because much of a record is of all ranks;
+only the first one writes.  Of what comes with every step the host waits for the device in
 `Recorder.write` alone; docs/observing.md has the exceptions.
 """
 
@@ -99,8 +99,8 @@ class MetricLogger:
         self._job, self._plan, self._rank, self._journal = job, plan, rank, journal
         self._statistics, self._engine = statistics, built.engine
         engine = built.engine
-        self._place = built.mesh.at["pp"], built.mesh.at["cp"]
-        self._stages = built.mesh.group("pp") if plan.pp > 1 else None
+        self._place = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
+        self._stages = built.mesh.get_group("pp") if plan.pp > 1 else None
         self._layers: LayerNorms | None = None
         if job.monitor.layer_grad_norms:
             blocks = load_family(job.model.kind).blocks
@@ -179,7 +179,7 @@ class MetricLogger:
     def look_at_gradients(self, step: int, recording: bool) -> None:
         """Before they are clipped."""
         self._norms = [self._layers()] if self._layers and recording else []
-        self._worst = self._engine.balance.worst(self._stages) if recording else []
+        self._worst = self._engine.balance.max_load_ratio(self._stages) if recording else []
         self._statistics.gradients(step)
 
     def count(self) -> None:
@@ -202,7 +202,7 @@ class MetricLogger:
             lr, trial: of the step.
             watch: ends the run here if a step since the last record was not finite.
             groups: replica groups that took part.
-            evaluate: gives the loss of the held-out text, if that is to be told, too.
+            evaluate: gives the loss of the validation set, if that is to be told, too.
 
         Returns:
             Mean seconds of a step since the last record.
@@ -259,7 +259,7 @@ class MetricLogger:
             metrics=self._metrics.named(of_metrics),
             best_loss=self._learning.best,
             diverged_since=None if diverged is None else diverged.since,
-            **(self._held_out(at.step, evaluate) if evaluate else {}),
+            **(self._validation_metrics(at.step, evaluate) if evaluate else {}),
             time_breakdown=dict(self._journal.ledger.seconds),
         )
         self._anomalies = []
@@ -278,16 +278,16 @@ class MetricLogger:
         self._recorded = [one for one in self._recorded if one["step"] > step]
         return new
 
-    def _held_out(self, step: int, evaluate: Callable[[], float]) -> dict[str, Any]:
-        """Of a record what tells of the held-out text."""
+    def _validation_metrics(self, step: int, evaluate: Callable[[], float]) -> dict[str, Any]:
+        """Of a record what tells of the validation set."""
         reach("evaluate")
-        loss = finite(evaluate(), "held-out loss")
+        loss = finite(evaluate(), "validation loss")
         losses = self._sources.named(listed(self._sources.means(self._engine.loss_by_source)))
         if losses:  # a source may have had fewer sequences than its share
             loss = self._sources.mean(losses)
         metrics = self._metrics.named(listed(self._metrics.means(self._engine.metrics)))
         self._journal.ledger.spent("evaluating")
-        self._journal.note("evaluation", step, f"held-out loss {loss:.4f}")
+        self._journal.note("evaluation", step, f"validation loss {loss:.4f}")
         return {"eval_loss": loss, "source_eval_losses": losses, "eval_metrics": metrics}
 
 

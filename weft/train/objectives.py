@@ -13,8 +13,8 @@ probability against the initial model than the rejected one z does:
     -log sigmoid(beta ((log p(y) - log p0(y)) - (log p(z) - log p0(z))))
 
 log p of an answer is minus the sum of its tokens' losses.  log p0 does not change while training:
-`weft.train.reference_logprobs` asks the initial model once, before the first step, and keeps two numbers
-for each pair in the run's folder, so that no second model takes memory or time afterwards.
+`weft.train.reference_logprobs` asks the initial model once, before the first step, and keeps two
+numbers for each pair in the run's folder, so that no second model takes memory or time afterwards.
 
 One of your own is a function that ``train.objective = "module:function"`` names: it takes the
 section `train` and returns an `Objective`.
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from weft.config.reader import lookup
 from weft.config.schema import TrainSection
-from weft.data.loader import IGNORE, Batch
+from weft.data.loader import IGNORE_INDEX, Batch
 
 
 class Losses(NamedTuple):
@@ -75,7 +75,7 @@ def next_token(section: TrainSection) -> Objective:
 
 def targets_of_rows(batch: Batch) -> Tensor:
     """Targets with a loss: int64 (B,)."""
-    return (batch.targets_BT != IGNORE).sum(1)
+    return (batch.targets_BT != IGNORE_INDEX).sum(1)
 
 
 def dpo(section: TrainSection) -> Objective:
@@ -97,7 +97,7 @@ def dpo(section: TrainSection) -> Objective:
 
 def pairs(batch: Batch) -> Tensor:
     """1 for each row that is a pair, 0 for one that only fills a batch: int64 (B,)."""
-    return (batch.targets_BT != IGNORE).any(1).long()
+    return (batch.targets_BT != IGNORE_INDEX).any(1).long()
 
 
 def answers(losses_BT: Tensor, batch: Batch) -> Tensor:

@@ -110,10 +110,10 @@ def log_probs(engine: TrainStep, samples: Pairs, plan: Plan, mesh: Mesh) -> Tens
         engine.evaluate(
             evaluation_batches(
                 Mixture([replace(samples, references=numbers_N2)]),
-                sequences=len(samples),
+                num_sequences=len(samples),
                 dp_rank=mesh.dp_rank,
                 dp_size=plan.dp_size,
-                microbatch=plan.microbatch,
+                microbatch_size=plan.microbatch_size,
             )
         )
     finally:

@@ -41,12 +41,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.replica_check import ReplicasDiffer
+from weft.checkpoint.replica_check import ReplicaMismatch
 from weft.checkpoint.shard_files import DTYPES
 from weft.checkpoint.state_dict import (
     allocate_optimizer_state,
-    local_part,
-    mark_of,
+    local_fingerprint,
+    local_values,
     model_state,
     optimizer_state,
 )
@@ -274,7 +274,9 @@ class ReplicaGroups(SingleReplica):
                 self._pg = ProcessGroupNCCL(self._timeout)
                 self._pg.configure(place, self._id, self.place, self.count)
             else:
-                self._pg = create_gloo_group(place, self.place, self.count, self._address, self._timeout)
+                self._pg = create_gloo_group(
+                    place, self.place, self.count, self._address, self._timeout
+                )
         self._met = wanted
 
     def _drop(self) -> None:
@@ -309,7 +311,7 @@ class ReplicaGroups(SingleReplica):
         text = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
         state = model_state(parts) | moments
         for tensor in [torch.tensor([len(text)]), text, *(state[name] for name in sorted(state))]:
-            self._pg.send([local_part(tensor).to(self._device).contiguous()], other, 0).wait()
+            self._pg.send([local_values(tensor).to(self._device).contiguous()], other, 0).wait()
 
     def _receive(
         self, other: int, at: TrainState, parts: list[nn.Module], optimizer: Optimizer
@@ -331,14 +333,14 @@ class ReplicaGroups(SingleReplica):
         allocate_optimizer_state(parts, optimizer, shapes)
         state = model_state(parts) | optimizer_state(parts, optimizer)
         for name in sorted(state):
-            fill(local_part(state[name]))
+            fill(local_values(state[name]))
         return replace(at, step=about["step"], samples=about["samples"], watch=about["watch"])
 
     # ---------------------------------------------------------------- in a step
 
     @torch.no_grad()
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        here = [local_part(tensor) for tensor in tensors]
+        here = [local_values(tensor) for tensor in tensors]
         if self.count > 1 and self._error is None:
             works: list[Any] = []
             try:
@@ -372,14 +374,14 @@ class ReplicaGroups(SingleReplica):
         if self.count == 1:
             return
         state = (model_state(parts) | optimizer_state(parts, optimizer)).values()
-        mark = torch.stack([mark_of(tensor).to(self._device) for tensor in state]).sum()
+        mark = torch.stack([local_fingerprint(tensor).to(self._device) for tensor in state]).sum()
         most, options = torch.stack((mark, -mark)), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         with suppress(RuntimeError):  # one is lost, as the next step will find
             self._pg.allreduce([most], options).wait()
             if most[0] != -most[1]:
                 rule = f"rank {self._rank} of one of the {self.count} replica groups differs from"
-                raise ReplicasDiffer(
+                raise ReplicaMismatch(
                     f"{rule} its counterparts: most likely its hardware errs without telling; "
                     "nothing of this step was saved: start again from the last checkpoint"
                 )
@@ -393,7 +395,7 @@ def join(
     if section.lighthouse == "none":
         return SingleReplica()
     same = {key: value for key, value in flatten(job).items() if not key.startswith(OWN)}
-    same |= {"text": text.fingerprint, "mesh": plan.sizes}
+    same |= {"text": text.fingerprint, "mesh": plan.axis_sizes}
     mark = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
     device = torch.device("cpu") if job.parallel.cpu_offload else rank.device
     limit = section.step_timeout

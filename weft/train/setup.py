@@ -1,7 +1,7 @@
 """From a Plan to live objects: ranks, devices, model and optimizer.
 
-Who a process is among others is asked here, in `weft.train.environment`, `weft.train.job_checks` and by the
-launchers only.
+Who a process is among others is asked here, in `weft.train.environment`, `weft.train.job_checks`
+and by the launchers only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from weft.checkpoint.state_dict import frozen_parameters, named_buffers, named_parameters
+from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import lookup
 from weft.config.schema import Job
@@ -128,7 +128,7 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(plan.num_threads)
         keep_freed_memory()
         dist.init_process_group("gloo", **meeting)
     try:
@@ -212,18 +212,18 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
         allocate(part, rank.device, job.parallel.cpu_offload)
 
     def own(name: str) -> Init:
-        return family.init_of(name, plan.model)
+        return family.get_init(name, plan.model)
 
     init_params(
-        chain(named_parameters(parts), frozen_parameters(parts), named_buffers(parts)),
+        chain(trainable_parameters(parts), frozen_parameters(parts), persistent_buffers(parts)),
         job.train.seed,
         lambda name: adapter_init(name, own),
     )
     optimizer = build_optimizer(
-        named_parameters(parts),
+        trainable_parameters(parts),
         job.optim,
         lookup(job.optim.name, OPTIMIZERS),
-        family.decays,
+        family.has_weight_decay,
         {param for part in parts for block in family.blocks(part) for param in block.parameters()},
     )
     engine = TrainStep(parts, family, job, plan, mesh, rank.device)
@@ -242,11 +242,13 @@ def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
 def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> LayerStats:
     """This rank's statistics of the steps of ``debug.layer_stats_steps``."""
     blocks = load_family(job.model.kind).blocks
-    stages = plan.pipeline.stages_of(mesh.at["pp"]) if plan.pipeline is not None else [0]
+    stages = (
+        plan.pipeline.stages_on_rank(mesh.coordinates["pp"]) if plan.pipeline is not None else [0]
+    )
     layers = [
         (stage, layers_of(part, set(blocks(part))))
         for stage, part in zip(stages, parts, strict=True)
     ]
     path = Path(plan.run_dir) / "statistics.jsonl"
-    params = dict(named_parameters(parts))
+    params = dict(trainable_parameters(parts))
     return LayerStats(job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)

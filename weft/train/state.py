@@ -14,19 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
-from weft.checkpoint.load import load, load_frozen, load_local
-from weft.checkpoint.local_save import kept_steps, local_folder
-from weft.checkpoint.manager import CheckpointManager, quarantine, quarantined
+from weft.checkpoint.load import load_checkpoint, load_frozen_params, load_local_checkpoint
+from weft.checkpoint.local_save import list_local_steps, local_run_dir
+from weft.checkpoint.manager import CheckpointManager, list_quarantined, quarantine
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
     checkpoint_step,
-    checkpoints,
-    from_rank_0,
+    list_checkpoints,
     resumed_step,
+    run_on_rank_0,
 )
 from weft.checkpoint.state_dict import frozen_parameters
-from weft.checkpoint.storage import open_folder
+from weft.checkpoint.storage import open_directory
 from weft.data.dataset import Dataset
 from weft.plan.resolve import Plan
 
@@ -54,7 +54,7 @@ class TrainState:
             "watch": self.watch,
             **({"base": self.base} if self.base else {}),
             "data": text.fingerprint,
-            "mesh": plan.sizes,
+            "mesh": plan.axis_sizes,
             "weft": weft.__version__,
             "torch": torch.__version__,
         }
@@ -62,7 +62,7 @@ class TrainState:
 
 def checkpoint_dir(value: str, run: Path) -> Path:
     """Where the checkpoints of the run in folder ``run`` lie, by the value of checkpoint.dir."""
-    return run / "checkpoints" if value == "auto" else open_folder(value)
+    return run / "checkpoints" if value == "auto" else open_directory(value)
 
 
 def resume(
@@ -80,8 +80,8 @@ def resume(
     which has all weights.
 
     Args:
-        folder: the run's checkpoints.
-        local: the value of checkpoint.local_dir; the nodes' state is taken if it is as new or newer.
+        folder: the run's checkpoints. local: the value of checkpoint.local_dir; the nodes' state is
+        taken if it is as new or newer.
         warn: called with what is damaged, on every rank.
         frozen: load the weights that are not trained, too.
 
@@ -90,22 +90,27 @@ def resume(
             time, until a person decides to start over.
     """
     # One decision for all ranks, each of which might see the folder at another moment.
-    found, resumed, lost = from_rank_0(lambda: _survey(folder), f"{folder}: could not be read")
+    found, resumed, lost = run_on_rank_0(lambda: _survey(folder), f"{folder}: could not be read")
     base = base_checkpoint(found, parts)
     if frozen and base is None and any(True for _ in frozen_parameters(parts)):
         rule = "the weights that adapters are trained to are random: there is no checkpoint"
         warn(f"{rule} of step 0, as weft import makes one")
     if base is not None and frozen:
-        load_frozen(base, parts)
+        load_frozen_params(base, parts)
     at_home = [path for path in found if path != base]
     # Before the first one it is not known whether what lies there is of the same model and text.
-    on_nodes = local_folder(local, folder) if at_home or resumed else None
-    kept = kept_steps(on_nodes, folder) if on_nodes else []
+    on_nodes = local_run_dir(local, folder) if at_home or resumed else None
+    kept = list_local_steps(on_nodes, folder) if on_nodes else []
     sources: list[_Source] = [
-        *(_Source(checkpoint_step(path), "", partial(load, path), path) for path in at_home),
+        *(
+            _Source(checkpoint_step(path), "", partial(load_checkpoint, path), path)
+            for path in at_home
+        ),
         *(
             _Source(
-                step, f"step {step} kept by the nodes: ", partial(load_local, on_nodes, step, epoch)
+                step,
+                f"step {step} kept by the nodes: ",
+                partial(load_local_checkpoint, on_nodes, step, epoch),
             )
             for step, epoch in kept
             if on_nodes is not None
@@ -155,9 +160,10 @@ def _survey(folder: Path) -> tuple[list[Path], int, list[str]]:
         The checkpoints; the step of the newest lease; what was renamed as damaged.
     """
     renamed = [
-        f"{path}: renamed by an earlier start because it is damaged" for path in quarantined(folder)
+        f"{path}: renamed by an earlier start because it is damaged"
+        for path in list_quarantined(folder)
     ]
-    return checkpoints(folder)[::-1], resumed_step(folder), renamed
+    return list_checkpoints(folder)[::-1], resumed_step(folder), renamed
 
 
 def _refusal(folder: Path, lost: Sequence[str]) -> str:
@@ -209,5 +215,5 @@ def rewind(
         raise CheckpointError(
             f"{folder}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
         )
-    saver.take(at.step)
+    saver.acquire_lease(at.step)
     return at

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.config.schema import Job
-from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
+from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
-from weft.optim.balance import Balance
+from weft.optim.balance import ExpertBalancer
 from weft.parallel.context_parallel import shard_sequence
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
@@ -50,24 +50,26 @@ class TrainStep:
         self.objective = build_objective(job.train)
         self._divisor: Tensor | float = 1.0
         self.schedule: Any = None
-        tokens = plan.microbatch * job.train.seq_len // plan.cp
+        tokens = plan.microbatch_size * job.train.seq_len // plan.cp
         self._chunk = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
         headless = (
-            self._chunk < tokens and family.without_head is not None and self.objective.sums_tokens
+            self._chunk < tokens
+            and family.enable_fused_loss is not None
+            and self.objective.sums_tokens
         )
         has_last_stage, last_part = True, parts[-1]
         if plan.pipeline is not None:
             self.schedule = build_pipeline_schedule(
                 parts,
                 plan,
-                mesh.group("pp"),
+                mesh.get_group("pp"),
                 device,
                 job.train.seq_len,
                 job.parallel.sequence_parallel,
                 self._loss,
                 headless,
             )
-            mine = plan.pipeline.stages_of(mesh.at["pp"])
+            mine = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
 
             def around(place: int, kind: str, microbatch: int) -> AbstractContextManager[Any]:
                 if kind == "F":
@@ -81,11 +83,11 @@ class TrainStep:
             last_part = parts[mine.index(last)] if has_last_stage else last_part
         self._weight: Callable[[], Tensor] | None = None
         if headless and has_last_stage:
-            assert family.without_head is not None
-            self._weight = family.without_head(last_part)
-        self._gathers = Float8AllGather(parts) if plan.float8_gather else None
+            assert family.enable_fused_loss is not None
+            self._weight = family.enable_fused_loss(last_part)
+        self._gathers = Float8AllGather(parts) if plan.float8_all_gather else None
         # Ranks that share matrices compute the same loss: one of them tells it.
-        self.tells = has_last_stage and mesh.at["tp"] == 0
+        self.tells = has_last_stage and mesh.coordinates["tp"] == 0
         # Of a mixture, for each source: the summed loss in nats of this rank's rows of the last
         # batch, and what they count for (tokens, if it is next tokens).
         self.loss_by_source: Tensor | None = None
@@ -98,7 +100,7 @@ class TrainStep:
         self._batches: list[Batch] = []  # the microbatches that are computed
         self._microbatch = 0  # whose forward pass ran last
         rate = getattr(plan.model, "balance_rate", 0.0)
-        self.balance = Balance(parts, family.routed, rate, mesh, device)
+        self.balance = ExpertBalancer(parts, family.moe_layers, rate, mesh, device)
 
     def forward_backward(
         self,
@@ -118,10 +120,10 @@ class TrainStep:
             A float32 scalar that has not been waited for.
         """
         if self._gathers is not None:
-            self._gathers.scale()
+            self._gathers.update_scales()
         batches = self._begin(batches)
         self._forget()
-        self.balance.begin()
+        self.balance.reset()
         count = _sum([self.objective.counts(batch).sum() for batch in batches])
         count = self.mesh.all_reduce_dp_cp(count)
         over_groups([count])
@@ -129,7 +131,7 @@ class TrainStep:
         self._divisor = count.clamp(min=1)
         if self.schedule is not None:
             losses = self._run_schedule(batches, self.schedule.step)
-        elif self.plan.canonical:
+        elif self.plan.world_size_invariant:
             losses = self._in_order(batches)
         else:
             losses = []
@@ -170,19 +172,19 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss of held-out text, in nats per token (of dpo, per pair).
+        """Mean loss of the validation set, in nats per token (of dpo, per pair).
 
         Every rank calls it, with equally many batches.
         """
         for part in self.parts:
             part.eval()
         if self._gathers is not None:
-            self._gathers.scale()
+            self._gathers.update_scales()
         self._divisor = 1.0
         self._forget()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         # A pipeline takes as many at a time as it does in training.
-        at_a_time = self.plan.accumulation if self.schedule is not None else 1
+        at_a_time = self.plan.num_microbatches if self.schedule is not None else 1
         remaining = iter(batches)
         while some := list(islice(remaining, at_a_time)):
             here = [batch_to(batch, self.device) for batch in some]
@@ -230,8 +232,8 @@ class TrainStep:
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
-            group = self.mesh.group("tp")
-            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, IGNORE, group)
+            group = self.mesh.get_group("tp")
+            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, IGNORE_INDEX, group)
         return cross_entropy(logits_BTV, targets_BT)
 
     def _forget(self) -> None:
@@ -268,14 +270,14 @@ class TrainStep:
     def _run_schedule(self, batches: list[Batch], run: Any) -> list[Tensor]:
         """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
         assert self.plan.pipeline is not None
-        self._batches = padded = [_pad(batch, self.plan.microbatch) for batch in batches]
+        self._batches = padded = [_pad(batch, self.plan.microbatch_size) for batch in batches]
         columns = {
             name: torch.cat(column)
             for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT")
             if (column := [getattr(batch, name) for batch in padded])[0] is not None
         }
         tokens, targets = columns.pop("tokens_BT"), columns.pop("targets_BT")
-        first = 0 in self.plan.pipeline.stages_of(self.mesh.at["pp"])
+        first = 0 in self.plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
         losses: list[Tensor] = []
         run(
             *([tokens] if first else []),
@@ -296,7 +298,7 @@ class TrainStep:
             batch = batch._replace(positions_BT=places_T.expand_as(batch.tokens_BT))
         if plan.cp == 1:
             return batch
-        place, balance = self.mesh.at["cp"], self.parallel.cp_load_balance
+        place, balance = self.mesh.coordinates["cp"], self.parallel.cp_load_balance
         mine = {
             name: shard_sequence(column, place, plan.cp, balance)
             for name, column in batch._asdict().items()
@@ -329,7 +331,7 @@ def _pad(batch: Batch, rows: int) -> Batch:
     missing = rows - len(batch.tokens_BT)
     padded = Batch._make(None if column is None else _filled(column, rows) for column in batch)
     if missing:
-        padded.targets_BT[-missing:] = IGNORE
+        padded.targets_BT[-missing:] = IGNORE_INDEX
     return padded
 
 
@@ -341,17 +343,17 @@ def _filled(column: Tensor, rows: int) -> Tensor:
 
 def _empty(batch: Batch) -> Batch:
     """A batch of that shape without a target."""
-    return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE))
+    return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE_INDEX))
 
 
 def validation_batches(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
-    """This rank's part of the held-out sequences, the same ones every time."""
+    """This rank's part of the validation set, the same ones every time."""
     return evaluation_batches(
         samples,
-        sequences=job.train.eval_sequences,
+        num_sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        microbatch_size=plan.microbatch_size,
     )
 
 
