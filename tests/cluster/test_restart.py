@@ -49,7 +49,9 @@ def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
         ' {kind = "slow", rank = 1, passing = 12, seconds = 0.5},'
         ' {kind = "kill", rank = 1, passing = 12}]'
     )
-    done = run_weft([*arguments, "--resilience.faults", faults], tmp_path, timeout=100)
+    # Saved before the next step begins: in the background it may not be done when the rank dies.
+    command = [*arguments, "--checkpoint.async_save", "false", "--resilience.faults", faults]
+    done = run_weft(command, tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed: SIGKILL: the process was killed by a signal" in done.stderr
     assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in done.stderr
