@@ -462,7 +462,7 @@ def test_command_in_a_removed_folder_is_refused(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "weft: the folder that this was started in has been removed\n"
+    assert done.stderr == "weft: the working directory has been removed\n"
 
 
 def test_generate_without_a_checkpoint_is_refused(

@@ -27,7 +27,7 @@ def said_by(command: str, out: Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main([*shlex.split(command), "--out", str(out)]) == 0
     said = [line for line in stream.getvalue().splitlines(keepends=True) if line.strip()]
-    return "".join(line for line in said if not re.match(r"plan \d+ of |everything is in ", line))
+    return "".join(line for line in said if not re.match(r"plan \d+ of |all runs are in ", line))
 
 
 def test_guide_quotes_commands() -> None:

@@ -51,6 +51,22 @@ def small_command(store: Path) -> list[str]:
     return [*WEFT, "train", "demo", *(word for key, value in pairs for word in (f"--{key}", value))]
 
 
+# An optimizer whose steps are slow until there is a file "hurry": what a test does has to happen
+# before the run ends.
+SLEEPY = """
+import os, time
+from weft.optim.optimizer import build_adamw
+
+def build(groups, optim):
+    optimizer = build_adamw(groups, optim)
+    def step(*args, **kwargs):
+        if not os.path.exists("hurry"):
+            time.sleep(0.5)
+    optimizer.register_step_pre_hook(step)
+    return optimizer
+"""
+
+
 class Finished(NamedTuple):
     """A run of two ranks, of which tests make copies."""
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from tests.cluster.conftest import processes_in
+from tests.cluster.conftest import SLEEPY, processes_in
 from tests.cluster.test_launcher import wait_for
 from tests.harness import run_ranks
 from tests.small import records, train_rank
@@ -268,19 +268,6 @@ def test_node_range_invalid_numbers_are_refused() -> None:
 # --------------------------------------------------------------------------- with ranks
 
 STEPS = 160
-# Slow until it is told to hurry: what the tests do must happen before the end.
-SLEEPY = """
-import os, time
-from weft.optim.optimizer import build_adamw
-
-def build(groups, optim):
-    optimizer = build_adamw(groups, optim)
-    def step(*args, **kwargs):
-        if not os.path.exists("hurry"):
-            time.sleep(0.5)
-    optimizer.register_step_pre_hook(step)
-    return optimizer
-"""
 
 
 class Cluster:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.cluster.conftest import WEFT
+from tests.cluster.conftest import SLEEPY, WEFT
 from tests.harness import ROOT, run_ranks
 from tests.slurm import Slurm, until
 from tests.small import SMALL, records, train_rank
@@ -24,19 +24,6 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "-"),
     pytest.mark.timeout(500, method="signal"),  # so that fixtures tidy up
 ]
-
-SLEEPY = """
-import os, time
-from weft.optim.optimizer import build_adamw
-
-def build(groups, optim):
-    optimizer = build_adamw(groups, optim)
-    def step(*args, **kwargs):
-        if not os.path.exists("hurry"):
-            time.sleep(0.5)
-    optimizer.register_step_pre_hook(step)
-    return optimizer
-"""
 
 
 class Launcher:

@@ -277,7 +277,7 @@ def test_data_verify_good_and_damaged_stores(
     assert main(["data", "verify", str(store.path), str(copy), *cache]) == 0
     good, other = capsys.readouterr().out.splitlines()
     assert good.startswith(f"{store.path}: ")
-    assert good.endswith("as they were prepared")
+    assert good.endswith("unchanged since they were prepared")
     assert other.startswith(f"{copy}: ")
     flip_unseen(copy / "train-00000.bin")
     flip_unseen(copy / "validation-00000.bin")
@@ -289,7 +289,7 @@ def test_data_verify_good_and_damaged_stores(
         "train-00000.bin",
         "validation-00000.bin",
     ]
-    assert lines[2].endswith("as they were prepared")
+    assert lines[2].endswith("unchanged since they were prepared")
     assert "1 of 2 stores" in captured.err
     with pytest.raises(InvalidConfig):
         opened(Store(copy, store.manifest), tmp_path / "c")
@@ -313,7 +313,7 @@ def test_data_verify_bad_input_is_named(
 ) -> None:
     assert main(["data", "verify", str(tmp_path / "none"), str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert told.count("is not a prepared store: it has no store.json") == 2
+    assert told.count("is not a prepared store, because it has no store.json") == 2
     assert (
         main(["data", "verify", str(store.path), "--data.text_field", "x", "--data.cach", "y"]) == 2
     )

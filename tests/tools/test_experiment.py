@@ -322,7 +322,7 @@ def test_compare_folder_of_another_comparison_is_refused(
 @pytest.mark.slow
 def test_compare_interrupted_asks_to_be_requeued(twice: dict[str, Any]) -> None:
     assert twice["stopped"] == REQUEUE
-    assert "the same command goes on" in (twice["folder"] / "said").read_text()
+    assert "the same command resumes the trial" in (twice["folder"] / "said").read_text()
 
 
 @pytest.mark.slow

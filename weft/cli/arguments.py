@@ -421,7 +421,7 @@ that fits, pipeline schedule and stages, microbatches, context-parallel method, 
 embeddings, grouped-query attention.  It needs no data and no GPU.  The layout and one process train
 on the same random tokens from the same weights, in float32.  Losses, gradient norms, every gradient
 and every update must agree to rounding; docs/verify.md says how weft measures that limit.  If a
-value does not agree, the report names the first one that departs.
+value does not agree, the report names the first one that differs.
 
   weft verify llama3-405b
   weft verify mine.toml --parallel.tp 2 --pipeline.schedule ZBVZeroBubble --ranks 4

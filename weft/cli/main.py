@@ -1,6 +1,6 @@
-"""The commands: each reads its arguments (`weft.cli.arguments`), calls what does it, and tells.
+"""The function of each command; `weft.cli.arguments` has their arguments.
 
-Heavy imports stay inside them: ``weft --help`` must be quick.
+Heavy imports stay inside the functions, because ``weft --help`` must be fast.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
-    if sys.stdout is None:  # closed by whoever started this; the ranks inherit it
+    """Run one command and return its exit status."""
+    if sys.stdout is None:  # closed by the parent process; the ranks inherit it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)
         sys.stdout = os.fdopen(1, "w")
     sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
     try:
-        here = os.getcwd()
+        directory = os.getcwd()
     except FileNotFoundError:
-        print("weft: the folder that this was started in has been removed", file=sys.stderr)
+        print("weft: the working directory has been removed", file=sys.stderr)
         return USAGE_ERROR
-    if not is_one_line(here):
+    if not is_one_line(directory):
         rule = "has control characters, or bytes that are not UTF-8, in its path"
-        print(f"weft: the working directory {here!a} {rule}", file=sys.stderr)
+        print(f"weft: the working directory {directory!a} {rule}", file=sys.stderr)
         print("  start weft in another directory, or rename this one", file=sys.stderr)
         return USAGE_ERROR
-    if here not in sys.path:
-        sys.path.append(here)  # where module:attribute of the user's own is looked for
+    if directory not in sys.path:
+        sys.path.append(directory)  # for the user's module:attribute
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         return RUN[options.command](options)
@@ -60,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left: 'weft ... | head'
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as in 'weft ... | head'
         return FAILED
 
 
 def reject(error: InvalidConfig) -> int:
-    """Show every problem, one a line."""
+    """Print every error, one per line."""
     count = len(error.problems)
     print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
     for problem in error.problems:
@@ -74,8 +74,8 @@ def reject(error: InvalidConfig) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Check everything, prepare the text, then run the ranks."""
-    if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
+    """Check the configuration, prepare the data, and run the ranks."""
+    if "RANK" not in os.environ:  # the launcher reports what torch's C++ warns about
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.cluster.start import run_rank, start_training
     from weft.monitor.terminal import quiet_console
@@ -99,14 +99,16 @@ def launch(options: argparse.Namespace) -> int:
     from weft.train.setup import detect_machine
 
     problems = list(options.problems)
-    asked = build_request(options.on, options.recipe, options.overrides, problems, detect_machine)
-    text = get_cluster(options.on).render(asked)
+    job_request = build_request(
+        options.on, options.recipe, options.overrides, problems, detect_machine
+    )
+    text = get_cluster(options.on).render(job_request)
     print(text)
-    if wrong := get_cluster(options.on).check(text):
-        raise InvalidConfig(ConfigError(f"--on {options.on}", MISSING, rule) for rule in wrong)
+    if rules := get_cluster(options.on).check(text):
+        raise InvalidConfig(ConfigError(f"--on {options.on}", MISSING, rule) for rule in rules)
     if not options.dry_run:
-        id = submit(options.on, asked, text)
-        next = f"weft job status {shlex.quote(str(asked.run_dir))}"
+        id = submit(options.on, job_request, text)
+        next = f"weft job status {shlex.quote(str(job_request.run_dir))}"
         print(f"submitted {options.on} job {id}: {next}")
     return 0
 
@@ -138,7 +140,7 @@ def job_cancel(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print what a recipe does on a cluster."""
+    """Print the predicted memory and step time of a recipe."""
     from weft.plan.plan_text import describe_machine, format_placement, plan_recipe
     from weft.train.setup import detect_machine
 
@@ -151,9 +153,9 @@ def plan(options: argparse.Namespace) -> int:
     if options.write and not options.search:
         problems.append(ConfigError("--write", options.write, "is for --search", "add --search"))
     if options.rank_map and options.json:
-        problems.append(ConfigError("--rank-map", True, "is a drawing", "leave out --json"))
+        problems.append(ConfigError("--rank-map", True, "has no JSON form", "remove --json"))
     if options.report and (options.rank_map or options.search):
-        rule, remedy = "shows a plan", "leave out --rank-map and --search"
+        rule, remedy = "needs a plan", "remove --rank-map and --search"
         problems.append(ConfigError("--report", options.report, rule, remedy))
     for option in ("report", "write"):
         if path := getattr(options, option):
@@ -172,33 +174,33 @@ def plan(options: argparse.Namespace) -> int:
     from weft.estimate.forecast_text import render_plan
 
     device = device_spec(plan, machine)
-    seen = forecast(job, plan, machine, device)
+    prediction = forecast(job, plan, machine, device)
     if options.report:
-        where = describe_machine(plan, machine)
-        write_file(Path(options.report), render_page(job, plan, seen, options.recipe, where))
+        page = render_page(job, plan, prediction, options.recipe, describe_machine(plan, machine))
+        write_file(Path(options.report), page)
     if options.json:
-        print(forecast_to_json(plan, seen))
+        print(forecast_to_json(plan, prediction))
         return 0
-    advice = [] if device is None else advise(job, plan, machine, device, seen)
-    print(render_plan(job, plan, machine, options.recipe, seen, advice))
+    advice = [] if device is None else advise(job, plan, machine, device, prediction)
+    print(render_plan(job, plan, machine, options.recipe, prediction, advice))
     return 0
 
 
 def calibrate(options: argparse.Namespace) -> int:
-    """Learn from a run, and print the errors before and after."""
+    """Calibrate the device's speed from a run, and print the errors before and after."""
     from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
 
     problems = list(options.problems)
-    given = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
-    for word in filter(None, [*given, options.report, options.write]):
-        rule, remedy = "does not go with --calibrate, which takes all from the run", "leave it out"
+    words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
+    for word in filter(None, [*words, options.report, options.write]):
+        rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
         problems.append(ConfigError(word, MISSING, rule, remedy))
     if problems:
         raise InvalidConfig(problems)
-    found = calibrate(read_run(Path(options.calibrate)))
-    path = save_calibration(found)
+    result = calibrate(read_run(Path(options.calibrate)))
+    path = save_calibration(result)
     print(
-        json.dumps(found.to_dict(), indent=2) if options.json else render_calibration(found, path)
+        json.dumps(result.to_dict(), indent=2) if options.json else render_calibration(result, path)
     )
     return 0
 
@@ -208,45 +210,45 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
     from weft.estimate.forecast_text import render_search
     from weft.estimate.search import render_recipe, search
 
-    def tell(text: str) -> None:
+    def show_status(text: str) -> None:
         if not options.json and sys.stderr.isatty():
             line = f"\r\033[K{escape_controls(text)}"
             print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
-    found = search(job, plan, machine, log=tell)
-    tell("")
+    result = search(job, plan, machine, log=show_status)
+    show_status("")
     if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
-        print(render_search(found))
-    if options.write and found.winner:
-        text = render_recipe(found, job, options.recipe, options.cluster or job.run.cluster)
+        print(render_search(result))
+    if options.write and result.winner:
+        text = render_recipe(result, job, options.recipe, options.cluster or job.run.cluster)
         write_file(Path(options.write), text)
         if not options.json:
-            print(f"\nnumber {found.best.index(found.winner) + 1} is in {options.write}")
-    return 0 if found.winner else FAILED
+            print(f"\nlayout {result.best.index(result.winner) + 1} is in {options.write}")
+    return 0 if result.winner else FAILED
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Train the recipe's layout and one process, both small, and compare them."""
+    """Compare the gradients of a small model in the recipe's layout and in one process."""
     from weft.monitor.terminal import quiet_console
     from weft.plan.resolve import MAX_CPU_RANKS
     from weft.tools.verify import read_recipe, verify
 
     problems = list(options.problems)
-    ranks = between("--ranks", options.ranks, 2, MAX_CPU_RANKS, problems)
-    usual = "3" if options.fuzz is None else "2"
-    steps = between("--steps", options.steps or usual, 1, 1000, problems)
+    ranks = parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, problems)
+    default = "3" if options.fuzz is None else "2"
+    steps = parse_integer("--steps", options.steps or default, 1, 1000, problems)
     console = quiet_console(sys.stdout, quiet=options.json)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(text, soft_wrap=True)
 
     if options.fuzz is not None:
-        return fuzz(options, ranks, steps, problems, say)
+        return fuzz(options, ranks, steps, problems, log)
     for name in ("minutes", "log"):
-        if (given := getattr(options, name)) is not None:
-            problems.append(ConfigError(f"--{name}", str(given), "is for --fuzz"))
+        if (value := getattr(options, name)) is not None:
+            problems.append(ConfigError(f"--{name}", str(value), "needs --fuzz"))
     if options.recipe is None:
         remedy = f"use {recipe_names()[0]}, or --fuzz 100"
         raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", remedy)])
@@ -257,7 +259,7 @@ def verify(options: argparse.Namespace) -> int:
         steps=steps,
         keep=[name for name, _ in options.overrides],
         resume=resume,
-        log=say,
+        log=log,
     )
     if options.json:
         print(report.to_json())
@@ -269,25 +271,25 @@ def fuzz(
     ranks: int,
     steps: int,
     problems: list[ConfigError],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Verify random jobs."""
-    count = between("--fuzz", options.fuzz, 1, 10**6, problems)
-    seed = between("--seed", options.seed, 0, 10**9 - 1, problems)
-    minutes = between("--minutes", options.minutes or "1", 1, 10**5, problems)
+    count = parse_integer("--fuzz", options.fuzz, 1, 10**6, problems)
+    seed = parse_integer("--seed", options.seed, 0, 10**9 - 1, problems)
+    minutes = parse_integer("--minutes", options.minutes or "1", 1, 10**5, problems)
     if options.recipe not in (None, "demo"):
-        rule, remedy = "is not for --fuzz, whose jobs are drawn", "leave it out"
+        rule, remedy = "cannot be used with --fuzz, which draws its jobs", "remove it"
         problems.append(ConfigError("RECIPE", options.recipe, rule, remedy))
     if options.resume_layout:
-        rule, remedy = "is not for --fuzz, which draws its own", "leave it out"
+        rule, remedy = "cannot be used with --fuzz, which draws it", "remove it"
         problems.append(ConfigError("--resume-layout", options.resume_layout, rule, remedy))
     if problems:
         raise InvalidConfig(problems)
     from weft.tools.verify_fuzz import FAILURE_STATUSES, FuzzSettings, fuzz
 
     settings = FuzzSettings(seed, ranks, steps, dict(options.overrides))
-    log = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
-    result = fuzz(count, settings, log, minutes if options.minutes else 0, say)
+    path = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
+    result = fuzz(count, settings, path, minutes if options.minutes else 0, log)
     if options.json:
         print(json.dumps(result, indent=2))
     if result["interrupted"]:
@@ -296,22 +298,22 @@ def fuzz(
 
 
 def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]]:
-    """Read ``key=value,...``; a value in brackets may have commas."""
-    found = []
+    """Parse ``key=value,...``; a value in brackets may have commas."""
+    pairs = []
     for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals:
             rule, remedy = (
                 "is not KEY=VALUE,...",
-                "use such as parallel.tp=2,activation_checkpoint.mode=full",
+                "write for example parallel.tp=2,activation_checkpoint.mode=full",
             )
             problems.append(ConfigError("--resume-layout", text, rule, remedy))
-        found.append((name, value))
-    return found
+        pairs.append((name, value))
+    return pairs
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Train variants, or only plan them, and compare them."""
+    """Compare variants by repeated runs, or by their plans."""
     from weft.monitor.terminal import quiet_console
     from weft.tools.comparison_dir import default_dir
     from weft.tools.comparison_result import ComparisonSettings
@@ -325,57 +327,61 @@ def compare(options: argparse.Namespace) -> int:
     )
 
     problems = list(options.problems)
-    repeats = between("--repeat", options.repeat, 1, 1000, problems)
+    repeats = parse_integer("--repeat", options.repeat, 1, 1000, problems)
     margin, relative = parse_margin(options.margin, problems)
     price = parse_price(options.price, problems)
     if options.cluster and not options.plan_only:
-        rule = "is for --plan-only: runs are started on this machine"
+        rule = "needs --plan-only, because runs use this machine"
         problems.append(ConfigError("--cluster", options.cluster, rule, "add --plan-only"))
     if not options.recipes:
         problems.append(ConfigError("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
     vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
     console = quiet_console(sys.stdout, quiet=options.json)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    asked = (options.recipes, vary, options.overrides, problems)
+    request = (options.recipes, vary, options.overrides, problems)
     if options.plan_only:
         from weft.tools.planned_comparison import compare_plans
 
-        found, able = compare_plans(*asked, options.cluster, price, options.out, say)
+        document, num_planned = compare_plans(*request, options.cluster, price, options.out, log)
         if options.json:
-            print(json.dumps(found, indent=2))
-        return 0 if able > 1 else FAILED
-    variants = read_variants(*asked, partial(prepare_variant, options.out or "runs"))
-    folder = Path(options.out) if options.out else default_dir(variants)
-    result, stopped = compare(
-        folder, variants, ComparisonSettings(repeats, margin, relative, price), say
-    )
-    say(f"\n{result.text()}\n\neverything is in {folder}")
+            print(json.dumps(document, indent=2))
+        return 0 if num_planned > 1 else FAILED
+    variants = read_variants(*request, partial(prepare_variant, options.out or "runs"))
+    directory = Path(options.out) if options.out else default_dir(variants)
+    settings = ComparisonSettings(repeats, margin, relative, price)
+    result, num_signals = compare(directory, variants, settings, log)
+    log(f"\n{result.text()}\n\nall runs are in {directory}")
     if options.json:
         print(json.dumps(result.document, indent=2))
-    if stopped:
-        print("interrupted; the same command goes on with the trial", file=sys.stderr)
-        return REQUEUE if stopped == 1 else INTERRUPTED
+    if num_signals:
+        print("interrupted; the same command resumes the trial", file=sys.stderr)
+        return REQUEUE if num_signals == 1 else INTERRUPTED
     return 0 if result.comparisons else FAILED
 
 
 def check_file(option: str, path: Path, problems: list[ConfigError]) -> None:
-    """Whether an option names a file that can be there; a mistake is added to ``problems``."""
+    """Add an error to ``problems`` if an option's file cannot be created."""
     if not path.parent.is_dir():
         problems.append(
-            ConfigError(option, str(path), "its folder does not exist", "make it first")
+            ConfigError(
+                option,
+                str(path),
+                "is in a directory that does not exist",
+                "create the directory first",
+            )
         )
     elif path.is_dir():
-        problems.append(ConfigError(option, str(path), "is a folder", "name a file in it"))
+        problems.append(ConfigError(option, str(path), "is a directory", "name a file in it"))
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write what an option asked for, whole or not at all.
+    """Write the file of an option atomically.
 
     Raises:
-        WeftError: if that cannot be.
+        WeftError: if the file cannot be written.
     """
     from weft.config.files import replace_bytes
 
@@ -385,29 +391,29 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise WeftError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def between(name: str, text: str, least: int, most: int, problems: list[ConfigError]) -> int:
-    """An option's whole number; a mistake is added to ``problems``."""
-    if text.isdecimal() and len(text) < 10 and least <= int(text) <= most:
+def parse_integer(name: str, text: str, low: int, high: int, problems: list[ConfigError]) -> int:
+    """Parse an option's integer; add an error to ``problems`` if it is not in [low, high]."""
+    if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
         return int(text)
-    problems.append(ConfigError(name, text, f"must be a whole number from {least} to {most}"))
-    return least
+    problems.append(ConfigError(name, text, f"must be an integer between {low} and {high}"))
+    return low
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the page of one run, or of several beside each other."""
+    """Render the page of one or several runs."""
     from weft.monitor.html import plotly
     from weft.monitor.run_reader import RunReader, no_run
     from weft.monitor.run_report import FILE, report_page
 
-    folders: list[Path] = options.runs
-    out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
-    problems = [no_run(folder) for folder in folders if not (folder / "job.toml").is_file()]
+    run_dirs: list[Path] = options.runs
+    out: Path = options.out or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
+    problems = [no_run(run) for run in run_dirs if not (run / "job.toml").is_file()]
     if options.out:
         check_file("--out", out, problems)
     if problems:
         raise InvalidConfig(problems)
-    plotly()  # it is missed before the seconds that a forecast takes
-    runs = [RunReader(folder) for folder in folders]
+    plotly()  # report a missing plotly before the forecast, which takes seconds
+    runs = [RunReader(run) for run in run_dirs]
     from weft.estimate.report_sections import prediction_sections
 
     write_file(out, report_page(runs, later=prediction_sections(runs)))
@@ -416,7 +422,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print the prompts and their continuations, one alone as it grows."""
+    """Print prompts and their continuations; stream a single one."""
     from weft.cluster.respawn import run_on_all_ranks
     from weft.tools.generate import (
         Prompt,
@@ -437,51 +443,53 @@ def generate(options: argparse.Namespace) -> int:
         prompts += read_prompts(options.prompts, problems, options.chat)
     if options.chat and not prompts and not problems:
         problems.append(
-            ConfigError("--chat", MISSING, "answers prompts", "give --prompt or --prompts")
+            ConfigError("--chat", MISSING, "needs a prompt", "add --prompt or --prompts")
         )
     names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
-    chosen = {name: getattr(options, name) for name in names}
-    sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
+    values = {name: getattr(options, name) for name in names}
+    sampling = Sampling(**values, stop=tuple(filter(None, options.stop)))
     problems += sampling.problems()
     if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
-    found = find_checkpoint(options.checkpoint.resolve())
+    checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    job, plan = plan_inference(found, options.overrides, problems, allowed, for_generation=True)
-    given = dict(options.overrides).get("data.chat_template", "auto")
-    speech = load_chat_format(found, given if options.chat else None)
+    job, plan = plan_inference(
+        checkpoint, options.overrides, problems, allowed, for_generation=True
+    )
+    template = dict(options.overrides).get("data.chat_template", "auto")
+    chat_format = load_chat_format(checkpoint, template if options.chat else None)
 
     def run(rank: Rank) -> None:
-        model = load_model(found, job, plan, rank)
+        model = load_model(checkpoint, job, plan, rank)
 
-        def say(*texts: str, end: str = "\n") -> None:
+        def write(*texts: str, end: str = "\n") -> None:
             if rank.rank == 0:
-                # What a model has written reaches files and pipes as it is.
+                # A file or pipe gets the generated text unescaped.
                 out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
                 print(*texts, end=end, flush=True, file=out)
 
-        growing = len(prompts) < 2 and not options.json
-        if growing and not options.chat:
-            say(*map(str, prompts), end="")
+        is_streaming = len(prompts) < 2 and not options.json
+        if is_streaming and not options.chat:
+            write(*map(str, prompts), end="")
         for first in range(0, max(1, len(prompts)), options.batch):
-            here = prompts[first : first + options.batch] or [""]
-            rows = make_sequences(here, speech, sampling, first)
-            for _, piece in generate(model, speech, rows, sampling):
-                if growing:
-                    say(piece, end="")
-            between = "\n" if options.chat else ""
-            for row in [] if growing else rows:
-                told = f"{row.prompt}{between}{row.text}\n---"
-                say(json.dumps(row.to_dict()) if options.json else told)
-        if growing:
-            say()
+            batch = prompts[first : first + options.batch] or [""]
+            sequences = make_sequences(batch, chat_format, sampling, first)
+            for _, text in generate(model, chat_format, sequences, sampling):
+                if is_streaming:
+                    write(text, end="")
+            separator = "\n" if options.chat else ""
+            for each in [] if is_streaming else sequences:
+                shown = f"{each.prompt}{separator}{each.text}\n---"
+                write(json.dumps(each.to_dict()) if options.json else shown)
+        if is_streaming:
+            write()
 
     return run_on_all_ranks(plan, options.words, run)
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print losses, or scores of tasks."""
+    """Print validation losses, or scores of tasks."""
     from dataclasses import asdict
 
     from weft.cluster.preparing import show_progress
@@ -499,36 +507,39 @@ def evaluate(options: argparse.Namespace) -> int:
             tasks.append(read_task(path))
         except InvalidConfig as error:
             problems += error.problems
-    found = find_checkpoint(options.checkpoint.resolve())
+    checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
-    asking = bool(options.task)
-    job, plan = plan_inference(found, options.overrides, problems, allowed, for_generation=asking)
-    given = {name for name, _ in options.overrides}
-    own = not given & {"data.path", "data.mixture"}
-    sequences = job.train.eval_sequences if "train.eval_sequences" in given else ALL_SEQUENCES
-    if not tasks and plan.world_size > 1 and not joined():  # mistakes are told by one process
-        prepare_eval_data(found, job, own, quiet_console(sys.stderr))
+    job, plan = plan_inference(
+        checkpoint, options.overrides, problems, allowed, for_generation=bool(options.task)
+    )
+    keys = {name for name, _ in options.overrides}
+    is_own_data = not keys & {"data.path", "data.mixture"}
+    sequences = job.train.eval_sequences if "train.eval_sequences" in keys else ALL_SEQUENCES
+    if not tasks and plan.world_size > 1 and not joined():  # so that one process reports mistakes
+        prepare_eval_data(checkpoint, job, is_own_data, quiet_console(sys.stderr))
 
     def run(rank: Rank) -> None:
         console = quiet_console(sys.stderr, quiet=rank.rank != 0)
-        told: dict[str, dict[str, object]] = {}
+        results: dict[str, dict[str, object]] = {}
         if tasks:
-            model, speech = load_model(found, job, plan, rank), load_chat_format(found)
-            told = {
-                task.name: asdict(score_task(task, model, speech, options.batch)) for task in tasks
-            }
+            model = load_model(checkpoint, job, plan, rank)
+            chat_format = load_chat_format(checkpoint)
+            for task in tasks:
+                results[task.name] = asdict(score_task(task, model, chat_format, options.batch))
         else:
-            text = load_eval_data(found, job, own, console, rank)
-            # Another text was not trained on, neither its one split nor its other.
+            data = load_eval_data(checkpoint, job, is_own_data, console, rank)
+            # Other data was not trained on: use its training set, too.
             with show_progress(console) as show:
-                losses = evaluate_sources(found, job, plan, text, sequences, rank, not own, show)
-            told = {loss.name: loss.to_dict() for loss in losses}
-        for name, numbers in told.items() if rank.rank == 0 else ():
+                losses = evaluate_sources(
+                    checkpoint, job, plan, data, sequences, rank, not is_own_data, show
+                )
+            results = {loss.name: loss.to_dict() for loss in losses}
+        for name, numbers in results.items() if rank.rank == 0 else ():
             if options.json:
-                print(json.dumps({"checkpoint": str(found.path), "name": name, **numbers}))
+                print(json.dumps({"checkpoint": str(checkpoint.path), "name": name, **numbers}))
                 continue
             print(name)
             for key, value in numbers.items():
@@ -540,7 +551,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def rollback(options: argparse.Namespace) -> int:
-    """Make an earlier checkpoint the newest one that counts."""
+    """Make an earlier checkpoint the newest valid one."""
     from weft.cluster.start import rollback
 
     print(rollback(options.run.resolve(), options.step))
@@ -548,7 +559,7 @@ def rollback(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a checkpoint for others."""
+    """Export a checkpoint to Hugging Face's format."""
     from weft.cluster.preparing import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import export_checkpoint
@@ -556,45 +567,46 @@ def export(options: argparse.Namespace) -> int:
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
         paths = (options.checkpoint.resolve(), options.out.absolute())
-        said = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
-    console.print(said, soft_wrap=True)
+        summary = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
+    console.print(summary, soft_wrap=True)
     return 0
 
 
 def import_(options: argparse.Namespace) -> int:
-    """Make a run of what others have trained."""
+    """Create a run from a Hugging Face model."""
     from weft.cluster.preparing import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import import_model
 
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
-        folder, run_dir = options.folder.absolute(), options.run_dir.absolute()
-        said = import_model(folder, run_dir, show, options.force)
-    again = shlex.quote(str(options.run_dir / "job.toml"))
-    console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
+        source, run_dir = options.folder.absolute(), options.run_dir.absolute()
+        summary = import_model(source, run_dir, show, options.force)
+    recipe = shlex.quote(str(options.run_dir / "job.toml"))
+    command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
+    console.print(f"{summary}\nnext:  {command}", soft_wrap=True)
     return 0
 
 
 def data_prepare(options: argparse.Namespace) -> int:
-    """Tokenise what a recipe or path names, unless that was done before."""
+    """Tokenize the data of a recipe or path, unless it is prepared already."""
     from weft.data.inspect import summarize_dataset
 
-    print("\n".join(summarize_dataset(_prepared(options))))
+    print("\n".join(summarize_dataset(_prepare(options))))
     return 0
 
 
 def data_inspect(options: argparse.Namespace) -> int:
-    """Print what is in the data of a recipe or path, which are prepared for it."""
+    """Prepare the data of a recipe or path, and print what it contains."""
     from weft.data.inspect import inspect_dataset
 
-    for line in inspect_dataset(_prepared(options), options.samples):
+    for line in inspect_dataset(_prepare(options), options.samples):
         print(line)
     return 0
 
 
 def data_verify(options: argparse.Namespace) -> int:
-    """Read prepared stores in full, and print for each whether it is what was prepared."""
+    """Compare prepared stores with their manifests, byte by byte."""
     from rich.console import Console
 
     from weft.cluster.preparing import cache_dir, show_progress
@@ -604,7 +616,7 @@ def data_verify(options: argparse.Namespace) -> int:
 
     job, _, problems = read_job(recipe_names()[0], options.overrides)
     problems = [*options.problems, *problems]
-    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache_dir may be given"
+    rule, remedy = "has no effect on weft data verify", "remove it; it reads data.cache_dir only"
     others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
     for problem in problems:
         others.pop(problem.key, None)
@@ -615,7 +627,8 @@ def data_verify(options: argparse.Namespace) -> int:
             stores += list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
         except InvalidConfig as error:
             problems += error.problems
-    rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
+    rule = f"is not a prepared store, because it has no {STORE_FILE}"
+    remedy = "create one with weft data prepare"
     problems += [
         ConfigError("STORE", str(path), rule, remedy)
         for path in stores
@@ -634,22 +647,22 @@ def data_verify(options: argparse.Namespace) -> int:
                 continue
             files = [file for split in store.splits for file in split.files]
             size = sum(file.size_bytes for file in files)
-            what = f"{len(files):,} files, {size:,} bytes, as they were prepared"
+            what = f"{len(files):,} files, {size:,} bytes, unchanged since they were prepared"
             print(f"{path}: {what}", flush=True)
     if damaged:
         print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
     return FAILED if damaged else 0
 
 
-def _prepared(options: argparse.Namespace) -> Dataset:
+def _prepare(options: argparse.Namespace) -> Dataset:
     from weft.cluster.preparing import cache_dir, show_progress
     from weft.data.prepare import prepare_data
     from weft.monitor.terminal import quiet_console
 
-    named = options.what in recipe_names() or options.what.endswith(".toml")
-    recipe = options.what if named else recipe_names()[0]
-    given = [] if named else [("data.path", options.what)]
-    job, _, problems = read_job(recipe, [*given, *options.overrides])
+    is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
+    recipe = options.what if is_recipe else recipe_names()[0]
+    path = [] if is_recipe else [("data.path", options.what)]
+    job, _, problems = read_job(recipe, [*path, *options.overrides])
     problems = [*options.problems, *problems]
     if problems:
         raise InvalidConfig(problems)
@@ -661,8 +674,8 @@ def hang(options: argparse.Namespace) -> int:
     """Print which rank hangs, and where."""
     from weft.cluster.hang import inspect_run
 
-    told = inspect_run(options.run.resolve())
-    print(told.to_json() if options.json else told)
+    result = inspect_run(options.run.resolve())
+    print(result.to_json() if options.json else result)
     return 0
 
 
@@ -670,13 +683,13 @@ def diff(options: argparse.Namespace) -> int:
     """Print where two runs differ."""
     from weft.tools.diff import compare_runs
 
-    found = compare_runs(options.run_a, options.run_b, options.tolerance)
-    print(found.to_json() if options.json else found)
-    return FAILED if found.part else 0
+    result = compare_runs(options.run_a, options.run_b, options.tolerance)
+    print(result.to_json() if options.json else result)
+    return FAILED if result.part else 0
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what is good and bad about this machine."""
+    """Print the findings about this machine."""
     import time
 
     from weft.cluster.doctor import collect_job_facts, format_report, to_json
@@ -688,18 +701,20 @@ def doctor(options: argparse.Namespace) -> int:
         raise InvalidConfig(problems)
     facts = collect_job_facts(job, options.full)
     findings = run_checks(facts)
-    told = (facts, findings, time.monotonic() - began)
-    print(json.dumps(to_json(*told), indent=2) if options.json else format_report(*told))
+    result = (facts, findings, time.monotonic() - began)
+    print(json.dumps(to_json(*result), indent=2) if options.json else format_report(*result))
     return FAILED if any(finding.severity == "bad" for finding in findings) else 0
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Print the recipe's schema with the fields of weft's own models."""
+    """Print the schema of a recipe, with the fields of weft's models."""
     from weft.config.schema import schema as job_schema
     from weft.models import FAMILIES
 
     tree = job_schema()
-    for family in reversed(FAMILIES.values()):  # llama, the default, has the last word
+    for family in reversed(
+        FAMILIES.values()
+    ):  # the fields of llama, the default, come last and win
         fields = family.config.model_json_schema()["properties"]
         tree["$defs"]["ModelSection"]["properties"] |= {
             name: {k: v for k, v in field.items() if k != "default"}
@@ -711,24 +726,10 @@ def schema(options: argparse.Namespace) -> int:
 
 # By their names in `weft.cli.arguments.COMMANDS`.
 RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    run.__name__.replace("_", " ").strip(): run
-    for run in (
-        *(
-            train,
-            launch,
-            job_status,
-            job_logs,
-            job_cancel,
-            plan,
-            verify,
-            compare,
-            report,
-            generate,
-            evaluate,
-            rollback,
-            export,
-        ),
-        *(import_, data_prepare, data_inspect, data_verify, hang, diff),
-        *(doctor, schema),
+    function.__name__.replace("_", " ").strip(): function
+    for function in (
+        *(train, launch, job_status, job_logs, job_cancel, plan, verify, compare, report),
+        *(generate, evaluate, rollback, export, import_, data_prepare, data_inspect, data_verify),
+        *(hang, diff, doctor, schema),
     )
 }

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from typing import Any, Self
 
 from weft.config.files import only_finite
@@ -171,17 +170,19 @@ NAMES = {
     "ranks": "ranks",
     "metrics": "train",
     "eval_metrics": "eval",
+    "loss/": "train/loss/",
+    "eval_loss/": "eval/loss/",
+    "grad_norm/": "grad_norm/",
 }
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
     """The numbers of a record by the names of `NAMES`; those without a value are left out."""
-    values = record.to_dict()
-    names = {key: name for name in FLAT.values() for key in values if key.startswith(f"{name}/")}
-    found = dict(chain.from_iterable(_flat(name, values.get(key)) for key, name in NAMES.items()))
-    for key, name in names.items():
-        prefix = "grad_norm" if name == "grad_norm" else NAMES[name]
-        found |= dict(_flat(prefix + key.removeprefix(name), values[key]))
+    found: dict[str, float] = {}
+    for key, value in record.to_dict().items():
+        head, slash, inner = key.partition("/")
+        if name := NAMES.get(head + slash):
+            found |= _flat(name + inner, value)
     return found
 
 
