@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.config.errors import WeftError
-from weft.config.files import check_url, read_json, replace_bytes, sync_folder, write_durably
+from weft.config.files import check_url, read_json, replace_bytes, sync_directory, write_durably
 
 WRITERS = [replace_bytes, write_durably]
 Writer = Callable[[Path, bytes], None]
@@ -71,9 +71,9 @@ def test_write_that_fails_leaves_the_old_file(write: Writer, tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_sync_folder_without_fsync_is_no_error() -> None:
+def test_sync_directory_without_fsync_is_no_error() -> None:
     """There it is no error."""
-    sync_folder(Path("/proc"))
+    sync_directory(Path("/proc"))
 
 
 def test_read_json_invalid_file_is_refused(tmp_path: Path) -> None:

@@ -1,3 +1,3 @@
-"""weft: train large language models with PyTorch, from one laptop CPU to hundreds of GPUs."""
+"""Train large language models with PyTorch, on one CPU or hundreds of GPUs."""
 
 __version__ = "0.1.0"

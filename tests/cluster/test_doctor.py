@@ -103,7 +103,10 @@ def test_doctor_json_has_findings_and_facts(
         True,
         True,
     )
-    assert [one["key"] for one in shown["facts"]["folders"]] == ["run.dir", "checkpoint.local_dir"]
+    assert [one["key"] for one in shown["facts"]["directories"]] == [
+        "run.dir",
+        "checkpoint.local_dir",
+    ]
     assert "SECRET_KEY" not in out
     found = shown["facts"]["measured"]  # by one process
     assert (found["error"], found["busbw"], found["same"]) == ("", 0.0, [True])

@@ -123,7 +123,7 @@ HEALTHY = Facts(
     device_files=8,
     modules=("nvidia_peermem",),
     adapters=INFINIBAND,
-    folders=(RUN,),
+    directories=(RUN,),
     endpoint="a:29400",
     meeting="free",
     others=(Node("a", {"torch": "2.13.0"}), Node("b", {"torch": "2.13.0"}, 0.002, 0.001)),
@@ -150,7 +150,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 def folder(**changes: Any) -> dict[str, Any]:
-    return {"folders": (replace(RUN, **changes),)}
+    return {"directories": (replace(RUN, **changes),)}
 
 
 def store(**changes: Any) -> dict[str, Any]:

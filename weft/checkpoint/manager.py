@@ -61,7 +61,7 @@ from weft.checkpoint.state_dict import (
     optimizer_state,
 )
 from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
-from weft.config.files import sync_folder
+from weft.config.files import sync_directory
 from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import beat
 from weft.parallel.dtensor import shard_offsets
@@ -436,7 +436,7 @@ def _commit(
     if not is_remote(final):
         with create_file(temporary / "manifest.json") as file:
             file.write(text)
-        sync_folder(temporary)
+        sync_directory(temporary)
     fault_point("checkpoint.rename")
     if hold_lease(final.parent, manifest["epoch"], known_leases):
         raise CheckpointError(f"{final.parent}: deleted while {final.name} was being written")
@@ -449,7 +449,7 @@ def _commit(
         return
     temporary.rename(final)
     fault_point("checkpoint.renamed")
-    sync_folder(final.parent)
+    sync_directory(final.parent)
 
 
 def _delete_old(directory: Path, keep_latest: int, base: str | None = None) -> None:

@@ -59,7 +59,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def group_by_size(sizes: Mapping[str, int], max_size: int) -> list[list[str]]:
     """Split names, in order, into groups of total size at most ``max_size``.
 
-    A single larger item is a group of its own.
+    A larger item gets its own group.
     """
     groups: list[list[str]] = []
     group_size = 0

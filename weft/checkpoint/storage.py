@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from weft.config.errors import InvalidConfig, WeftError
-from weft.config.files import check_url, sync_folder
+from weft.config.files import check_url, sync_directory
 
 # os.posix_fallocate would write all blocks on a file system without support.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -134,7 +134,7 @@ def put_if_absent(path: Path, content: bytes) -> None:
             return put_if_absent(path, content)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync_directory(path.parent)
 
 
 def regular_file_size(path: Path) -> int:

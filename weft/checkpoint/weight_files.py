@@ -48,7 +48,7 @@ from weft.checkpoint.shard_files import (
 )
 from weft.checkpoint.storage import CorruptData, create_file, is_remote, read_range, remove
 from weft.config.errors import WeftError
-from weft.config.files import sync_folder
+from weft.config.files import sync_directory
 
 ROW_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor per chunk
 
@@ -105,9 +105,9 @@ def publish_directory(final: Path) -> Iterator[Path]:
             _try_lock(temporary, stack)
             yield temporary
             for child, _, _ in os.walk(temporary, topdown=False):
-                sync_folder(Path(child))
+                sync_directory(Path(child))
             temporary.rename(final)
-            sync_folder(final.parent)
+            sync_directory(final.parent)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             for directory in created:
@@ -172,7 +172,7 @@ def write_safetensors(
         directory: existing directory.
         names: name in the file -> weft's name, of every weight, in the order of the files.
         dtype: dtype to which the weights are rounded.
-        max_file_bytes: maximum size of a file; a larger tensor gets a file of its own.
+        max_file_bytes: maximum size of a file; a larger tensor gets its own file.
         report: called with the number of bytes written.
         read_rows: source of a weight's rows, if not the checkpoint.
 

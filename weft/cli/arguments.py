@@ -30,7 +30,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def place(text: str) -> Path:
+def directory(text: str) -> Path:
     """Parse a directory, or the URL of an object store."""
     from weft.checkpoint.storage import open_directory
 
@@ -299,7 +299,7 @@ COMMANDS = {
         "Export a checkpoint as a Hugging Face model directory.",
         [
             CHECKPOINT,
-            value("out", "new directory, or s3://bucket/prefix", type=place, metavar="OUT"),
+            value("out", "new directory, or s3://bucket/prefix", type=directory, metavar="OUT"),
             value("--dtype", "float32, bfloat16 or float16 (default: float32)", default="float32"),
             value("--max-shard", "maximum file size (default: 5GB)", default="5GB"),
             flag("--adapter", "export only the adapters of a LoRA run, as PEFT does"),
@@ -312,7 +312,7 @@ COMMANDS = {
             value(
                 "folder",
                 "directory, or s3://bucket/prefix, with config.json, safetensors, tokenizer.json",
-                type=place,
+                type=directory,
                 metavar="DIR",
             ),
             value("run_dir", "new run directory", type=Path, metavar="RUN_DIR"),
@@ -465,7 +465,7 @@ A run of a comparison saves its last checkpoint only and renders no report, unle
 exit status: 0 compared; 1 fewer than two variants completed; 2 a mistake in the arguments; 75
 interrupted, and the same command resumes; 130 interrupted twice""",
     "generate": """\
-The seed of a prompt is --seed plus its number from 0, whatever --batch is.
+The seed of a prompt is --seed plus its number from 0, for any --batch.
 
   weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
   weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
@@ -564,11 +564,13 @@ SWITCHES = {"preflight": ("resilience.preflight", "true")}
 def split_overrides(
     words: Sequence[str], options: Mapping[str, bool]
 ) -> tuple[list[str], list[tuple[str, str]], list[ConfigError]]:
-    """Separate ``--section.key value`` and ``--section.key=value`` from other arguments.
+    """Separate overrides of keys from other arguments.
 
-    An unknown option counts as an override, so that it is reported with the other mistakes.
+    An override is ``--section.key value`` or ``--section.key=value``.  An unknown option counts as
+    an override, so that it is reported with the other errors.
 
     Args:
+        words: words of the command line after ``weft``.
         options: options of the command, and whether a value follows.
 
     Returns:
@@ -605,6 +607,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error and end the process with the exit status of a usage error."""
         print(f"weft: {message}; see '{self.prog} --help'", file=sys.stderr)
         sys.exit(USAGE_ERROR)
 

@@ -45,6 +45,8 @@ def measure_devices(
 
     Args:
         device: cpu or cuda.
+        ranks: number of processes; on cuda, one per device.
+        threads: OpenMP threads of each process.
         full: measure every pair of devices, and several matmul shapes.
         timeout: seconds until all processes are killed.
     """
@@ -166,6 +168,7 @@ def matmul_flops(
     """Return the FLOP/s of the fastest of several matmuls.
 
     Args:
+        device: device of the operands.
         shapes: (m, k, n) of each matmul, m x k by k x n; default: several large ones.
         min_seconds: seconds to spend on each.
         prepare: given float32 tensors (m, k) and (n, k), returns a function that multiplies them.

@@ -47,6 +47,7 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
     """Collect the facts of this node that matter to a job.
 
     Args:
+        job: decides device, number of nodes, and directories.
         full: measure every pair of GPUs, and use larger files.
         with_nodes: exchange facts with the job's other nodes, which must run this concurrently.
 
@@ -64,7 +65,7 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
         facts,
         device=device,
         measured=measure_devices(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
-        folders=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
+        directories=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
         stores=(probe_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
     if not endpoint or not with_nodes:

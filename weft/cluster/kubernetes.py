@@ -178,7 +178,7 @@ def _job(request: JobRequest, recipe: bool, environment: list[dict[str, Any]]) -
         limits["nvidia.com/gpu"] = str(request.devices)
     if "efa" in launch.options:
         limits["vpc.amazonaws.com/efa"] = launch.options["efa"]
-        # libfabric's huge pages would need a limit of their own, and they fail after a fork.
+        # libfabric's huge pages would need a separate limit, and they fail after a fork.
         environment = [*environment, {"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
     container: dict[str, Any] = {
         "name": "node",

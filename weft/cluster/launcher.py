@@ -80,6 +80,8 @@ def launch(
     received the signal leaves; the others continue.
 
     Args:
+        job: keys of the run.
+        plan: the plan of ``job`` for all nodes.
         dataset_dir: the tokenized dataset.
         log: receives messages for the user.
         on_restart: receives each failure that is followed by a restart.
@@ -226,8 +228,8 @@ def record_failure(
 ) -> Failure:
     """Append a failure to ``history``; set ``no_retry_reason`` to prevent a restart.
 
-    Args:
-        max_restarts: maximum number of restarts within one hour.
+    ``history`` has the monotonic time of each failure.  ``max_restarts`` is the maximum number of
+    restarts within one hour; 0 disables restarts.
     """
     now = time.monotonic()
     last = history[-1][1] if history else None
@@ -368,9 +370,10 @@ def find_root_cause(
 
     A rank that died without a report (a signal, the out-of-memory killer) explains the broken
     connections that its peers report.  Otherwise the earliest report is the root cause, because
-    each rank writes its report at the moment of its own error.
+    each rank writes its report as soon as it fails.
 
     Args:
+        run_dir: has the error reports of the ranks below ``logs/``.
         ranks: ranks of all nodes.
         failures: failures that torch's agent saw on this node, by rank.
         killed: processes that weft killed after another rank failed.

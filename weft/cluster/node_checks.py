@@ -222,7 +222,7 @@ NETWORK_FILE_SYSTEMS = (
 
 def check_directories(facts: Facts) -> Iterator[Finding]:
     """Check speed, free space, locks, links and sharing of the job's directories."""
-    for directory in facts.folders:
+    for directory in facts.directories:
         is_distributed = facts.nodes > 1 and not is_loopback(facts.endpoint)
         rates = format_rates(directory.write, directory.read)
         findings = list(_check_directory(directory, is_distributed, rates))

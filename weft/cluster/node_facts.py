@@ -161,7 +161,7 @@ class Facts:
     libfabric: str = ""
     efa_provider: str = ""
     ofi_plugin: str = ""  # version; '?': installed, of unknown version
-    folders: tuple[Directory, ...] = ()
+    directories: tuple[Directory, ...] = ()
     stores: tuple[ObjectStore, ...] = ()
     endpoint: str = ""  # of the rendezvous
     meeting: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error

@@ -367,6 +367,8 @@ def exchange_with_nodes(
     """Exchange versions with the other nodes, and measure clock offsets.
 
     Args:
+        endpoint: HOST or HOST:PORT of the rendezvous.
+        nodes: number of nodes to wait for, with this one.
         own_versions: the versions of this node.
         timeout: seconds to wait for the other nodes.
 

@@ -107,7 +107,7 @@ def write_error(run_dir: Path, rank: int, error: BaseException, terminal: TextIO
     }
     try:
         write_error_report(run_dir, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    except OSError:  # the launcher cannot read it, so tell the user here
+    except OSError:  # the launcher cannot read it, so print it here
         print(f"weft: rank {rank} failed: {report['kind']}: {report['message']}", file=terminal)
 
 
@@ -117,6 +117,8 @@ def write_error_report(
     """Write a rank's error report for the launcher and for torchrun.
 
     Args:
+        run_dir: the report goes to its ``logs/``.
+        rank: global rank of this process.
         report: kind, foreseen, message, traceback; see `weft.cluster.launcher.Failure`.
         torchrun: torchrun's error file for this rank, if torchrun started it.
     """
@@ -128,6 +130,7 @@ def read_error_reports(run_dir: Path, since: float = 0.0) -> list[dict[str, Any]
     """Return the error reports of all ranks, earliest first.
 
     Args:
+        run_dir: has the reports below ``logs/``.
         since: seconds since the epoch; older reports belong to an earlier attempt.
     """
     reports = []

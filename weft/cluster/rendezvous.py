@@ -254,7 +254,9 @@ def connect_store(endpoint: str, run_id: str, node_counts: Sequence[int], second
     """Return the store of the rendezvous; create it if the endpoint is on this host.
 
     Args:
-        endpoint, run_id, node_counts: see `open_rendezvous`.
+        endpoint: see `open_rendezvous`.
+        run_id: see `open_rendezvous`.
+        node_counts: see `open_rendezvous`.
         seconds: how long to try.
 
     Raises:

@@ -28,8 +28,8 @@ def prepare_eval_data(
 ) -> Path:
     """Tokenize evaluation data with the run's tokenizer; return its directory.
 
-    Args:
-        is_run_data: the data and its tokenizer settings are those of the run itself.
+    If ``is_run_data``, the data and its tokenizer settings are those of the run itself, so the
+    settings must still give the run's tokenizer.
 
     Raises:
         InvalidConfig: if the data cannot be read, or its tokenizer differs from the run's.

@@ -59,6 +59,7 @@ def check_options(
     """Return the errors of the launch section, for clusters with a manifest.
 
     Args:
+        request: has the job whose launch section is checked.
         known: the options of the cluster.
         required: names of the required options.
         pattern: regular expression that all values must match.
@@ -136,6 +137,7 @@ def check_name(request: JobRequest, location: str) -> Iterator[ConfigError]:
     would overwrite each other.
 
     Args:
+        request: has the run directory, and the name that the cluster accepts.
         location: where the nodes store the run, for the message.
     """
     if request.name and request.run_dir.name != request.name:

@@ -87,6 +87,11 @@ def start_training(
     """Prepare the data, train on this node's ranks, and print the results.
 
     Args:
+        job: keys of the run.
+        base: the recipe without overrides, for the differences in ``job.toml``.
+        plan: the plan of ``job`` for all nodes.
+        recipe: name or path of the recipe.
+        console: receives messages for the user.
         force: start even if the predicted memory does not fit.
 
     Returns:
@@ -211,6 +216,10 @@ def run_rank(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoRet
     """Train as one rank that an external launcher started, and end the process.
 
     Args:
+        job: see `start_training`.
+        base: see `start_training`.
+        plan: see `start_training`.
+        recipe: see `start_training`.
         force: start even if the predicted memory does not fit.
     """
     run_dir = Path(plan.run_dir)

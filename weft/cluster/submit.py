@@ -103,7 +103,8 @@ def build_request(
 
     Args:
         on: the name of the cluster.
-        recipe, overrides: see `read_job`.
+        recipe: see `read_job`.
+        overrides: see `read_job`.
         problems: errors that the command line already has.
         detect_machine: returns this machine, given the value of ``run.device``.
 

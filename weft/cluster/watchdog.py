@@ -373,8 +373,7 @@ def write_evidence(
 ) -> None:
     """Write the states of this host's ranks atomically to ``logs/hang-HOST.json``.
 
-    Args:
-        ended: the watchdog is about to kill the ranks.
+    ``ended`` says that the watchdog is about to kill the ranks.
     """
     missing, sentence = diagnose_hang(states, world_size)
     evidence = {

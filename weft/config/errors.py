@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-SHOWN = 10  # of many things that one problem is about
+SHOWN = 10  # items of a list in a message
 
 
 class _Missing:
@@ -23,10 +23,10 @@ MISSING = _Missing()
 
 @dataclass(frozen=True)
 class ConfigError:
-    """One mistake of the user's: key, value, rule, remedy.
+    """One configuration error: key, value, rule, remedy.
 
-    ``depends`` names the other keys that the rule read.  When one of those is
-    itself wrong, this problem may be only its echo and is not shown.
+    ``depends`` names the other keys that the rule read.  If one of them is invalid, this error may
+    only follow from that one, and is not shown.
     """
 
     key: str
@@ -42,11 +42,11 @@ class ConfigError:
 
 
 class WeftError(Exception):
-    """A failure that was foreseen: its message is for people, and needs no traceback."""
+    """An expected failure; the user sees its message without a traceback."""
 
 
 class InvalidConfig(WeftError):
-    """The run cannot start; ``problems`` lists every reason that was found."""
+    """A run that cannot start; ``problems`` lists every reason."""
 
     def __init__(self, problems: Iterable[ConfigError]) -> None:
         self.problems = list(problems)
@@ -54,13 +54,16 @@ class InvalidConfig(WeftError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """'did you mean X?' for the nearest of ``known``, or the whole list if none is near."""
+    """Suggest the name of ``known`` that is nearest, or list all if none is near."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def truncate_list(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
-    """The first `SHOWN`, and how many more there are (of ``count``, if not all are listed)."""
+    """Join the first `SHOWN` lines, and add the number of the others.
+
+    ``count`` is the total number, if ``lines`` does not contain all.
+    """
     more = (len(lines) if count is None else count) - len(lines[:SHOWN])
     return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])

@@ -1,10 +1,9 @@
-"""Control characters in what is printed: shown, never obeyed.
+"""Escape control characters in printed text, so that terminals ignore them.
 
-Paths, names of tensors, lines of data and messages of other programs reach the terminal inside of
-weft's own sentences.  A terminal obeys some of what they may contain: it moves the cursor, changes
-its title, or hides what was written.  So everything that a process of weft prints passes
-`escape_controls`, in one of two places: `escaping_stream` around stdout and stderr, and the console
-of `weft.monitor.terminal`, whose own cursor movements pass it by.
+weft prints paths, names of tensors, lines of data and messages of other programs.  Control
+characters in them could move the cursor, change the title of the terminal, or hide text.  So all
+output of a weft process passes `escape_controls`, in one of two places: `escaping_stream` wraps
+stdout and stderr, and the console of `weft.monitor.terminal` escapes all but its cursor movements.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ CONTROLS = re.compile(
 
 
 def escape_controls(text: str) -> str:
-    r"""Return ``text`` with control characters as ``\x1b`` or ``\u202e``; tab and newline stay."""
+    r"""Escape control characters except tab and newline, as ``\x1b`` or ``\u202e``."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def is_one_line(text: str) -> bool:
-    """Return True if ``text`` has neither control characters nor bytes that are not UTF-8."""
+    """Return True if ``text`` is valid UTF-8 without control characters."""
     return escape_controls(text) == text and "\n" not in text and "\t" not in text
 
 
 class EscapingStream:
-    """A text stream that escapes control characters; in all else it is the stream ``raw``."""
+    """A text stream that escapes control characters, and otherwise behaves as ``raw``."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        """Write ``text`` escaped; return how many characters of it were taken."""
+        """Write ``text`` escaped; return its length."""
         self.raw.write(escape_controls(text))
         return len(text)
 
@@ -50,12 +49,12 @@ class EscapingStream:
 
 
 def escaping_stream(stream: TextIO) -> TextIO:
-    """Wrap ``stream`` so that it escapes control characters; once is enough."""
+    """Wrap ``stream`` to escape control characters, unless it already does."""
     if isinstance(stream, EscapingStream):
         return cast(TextIO, stream)
     return cast(TextIO, EscapingStream(stream))
 
 
 def raw_stream(stream: TextIO) -> TextIO:
-    """Return the stream under `escaping_stream`, for weft's own movements of the cursor."""
+    """Return the stream that `escaping_stream` wrapped, for moving the cursor."""
     return stream.raw if isinstance(stream, EscapingStream) else stream

@@ -1,8 +1,8 @@
-"""Files that are written as a whole: a reader, and the next start, sees the old or the new one.
+"""Replace files atomically.
 
-What a run shows is written with `replace_text`, `replace_bytes` and `write_json`; what must still
-be there after a power cut with `write_durably`, which waits for the disk.  Checkpoints have more
-to fear than that and their own way: `weft.checkpoint.storage`.
+A reader sees the old file or the new one, never a part.  `replace_text`, `replace_bytes` and
+`write_json` write files that a run can write again.  `write_durably` waits for the disk, so that
+the file survives a power failure.  Checkpoints need more: see `weft.checkpoint.storage`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import IO, Any
 
 from weft.config.errors import ConfigError, WeftError
 
-MAX_BYTES = 64 << 20  # of a file that is read back as a whole
+MAX_BYTES = 64 << 20  # of a file that is read at once
 
 
 def replace_text(path: Path, text: str) -> None:
-    """See `replace_bytes`."""
+    """Replace a file by UTF-8 text; see `replace_bytes`."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old or the new one, never a part.
+    """Replace a file atomically.
 
     Raises:
-        OSError: nothing of the new one is left.
+        OSError: nothing was replaced, and no temporary file is left.
     """
     with _replacing(path) as file:
         file.write(data)
 
 
 def write_durably(path: Path, data: bytes | memoryview[Any]) -> None:
-    """`replace_bytes`, and when this returns the file outlives a power cut."""
+    """Replace a file, and wait until it would survive a power failure."""
     with _replacing(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(path.parent)
+    sync_directory(path.parent)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    # Other nodes may be writing the same.
+    # Other nodes may write the same file.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -61,11 +61,11 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries to the disk: a rename is durable only then.
+def sync_directory(path: Path) -> None:
+    """Write a directory's entries to the disk, which makes a rename durable.
 
     Raises:
-        OSError: if the disk fails; not on a file system that knows no such thing.
+        OSError: if the disk fails; not on a file system that cannot sync directories.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -78,7 +78,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """See `replace_bytes`."""
+    """Replace a file by a line of JSON; see `replace_bytes`."""
     replace_text(path, json.dumps(value, indent=indent) + "\n")
 
 
@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what damaged content makes code inside raise into an error that names the file.
+    """Convert errors that damaged content causes into one that names the file.
 
     Raises:
         WeftError: the content of ``path`` is not what weft wrote.
@@ -121,7 +121,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; a pipe or device could block for ever or never end.
+    """Open a regular file for reading; a pipe or device could block forever.
 
     Raises:
         OSError: if there is none, or it is something else.
@@ -148,11 +148,10 @@ def read_text(path: Path) -> str:
 
 
 def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:
-    """Append to a file, all or nothing; another process may append to it, too.
+    """Append all of ``data`` to a file, or nothing.
 
-    Args:
-        lines: of text; a last one that a crash cut short is ended first, so that it damages no
-            other.
+    Other processes may append to the file, too.  If ``lines``, the file has lines of text: a last
+    line that a crash cut short gets a newline first, so that it does not damage the next one.
 
     Raises:
         OSError: nothing of ``data`` is left in the file.
@@ -179,10 +178,9 @@ def describe_cause(error: BaseException) -> str:
 
 
 def only_finite(value: Any, instead: Callable[[float], object] = lambda number: None) -> Any:
-    """A tree of dicts and lists as JSON can have it: what is infinite or not a number becomes null.
+    """Return a tree of dicts and lists that JSON allows: NaN and Inf become null.
 
-    Args:
-        instead: makes something else of such a number.
+    ``instead`` returns another replacement for such a number.
     """
     if isinstance(value, dict):
         return {name: only_finite(each, instead) for name, each in value.items()}
@@ -192,9 +190,9 @@ def only_finite(value: Any, instead: Callable[[float], object] = lambda number: 
 
 
 def check_url(key: str, url: str) -> list[ConfigError]:
-    """Refuse credentials in a URL, without showing them: it would stand in files and logs."""
+    """Return an error, which hides them, if a URL has credentials."""
     scheme, found, rest = url.partition("://")
-    # A secret may have slashes: then it looks like a folder.
+    # A secret may have slashes; then it looks like a directory.
     if not found or not re.match(r"[^/]*@|[^/@]*:[^@]*@", rest):
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"

@@ -3,7 +3,7 @@
 Two rules make mistakes cheap for the user:
 
 * Reading does not stop at the first mistake.  The reader replaces a bad value by its default,
-  records a `ConfigError`, and reads on, so that one attempt shows every mistake.
+  records a `ConfigError`, and continues, so that one attempt shows every mistake.
 * A value in TOML is taken strictly (``steps = "100"`` is a mistake).  A value on the command line
   is text, and is read by the type of its key.
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 RECIPES = resources.files("weft") / "recipes"
 
 
-def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
-    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one.
+def nearest_key(name: str, extra: Iterable[str] = ()) -> str:
+    """Suggest the valid key that is nearest to an unknown ``section.key`` or bare key.
 
-    ``beside``: keys that are valid there and not among ``keys()``.
+    ``extra`` has valid keys that are not among ``keys()``.
     """
-    every = [*keys(), *beside]
+    every = [*keys(), *extra]
     section, dot, rest = name.partition(".")
     if dot and section not in SECTIONS:
         for other in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.6):
@@ -53,10 +53,10 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
 
 
 def lookup(name: str, table: Mapping[str, T]) -> T:
-    """``table[name]``, or the attribute that ``module:attribute`` names.
+    """Return ``table[name]``, or the attribute that ``module:attribute`` names.
 
     Raises:
-        LookupError: saying what is not there.
+        LookupError: the name is unknown, or the module cannot be imported.
     """
     if name in table:
         return table[name]
@@ -65,7 +65,7 @@ def lookup(name: str, table: Mapping[str, T]) -> T:
         raise LookupError("unknown name, and not of the form module:attribute")
     try:
         found: T = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # of any type, from the user's module
         raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
     return found
 
@@ -77,7 +77,7 @@ MAX_RECIPE_BYTES = 16 << 20
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
+    """Return the names of the shipped recipes, sorted."""
     return sorted(
         f.name.removesuffix(".toml") for f in RECIPES.iterdir() if f.name.endswith(".toml")
     )
@@ -93,8 +93,8 @@ def read_job(
         overrides: ``("section.key", "text")`` pairs; a later one wins.
 
     Returns:
-        The job, the recipe without the overrides (to tell the differences), and every
-        problem found.  Where a value was bad, the jobs hold the default instead.
+        The job, the recipe without the overrides (to list the differences), and every error.
+        Where a value was invalid, the jobs have the default.
     """
     problems: list[ConfigError] = []
     tree = _load_recipe(recipe, problems)
@@ -105,7 +105,7 @@ def read_job(
 
 
 def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...] = ()) -> Tree:
-    """The recipe's tree with everything that it extends underneath."""
+    """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
         remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
@@ -148,7 +148,7 @@ def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
         return shipped
     try:
         return next((path.resolve() for path in candidates if path.is_file()), None)
-    except (OSError, ValueError):  # no path at all: too long, or with a NUL in it
+    except (OSError, ValueError):  # too long for a path, or has a NUL
         return None
 
 
@@ -193,7 +193,7 @@ def _override(tree: Tree, name: str, text: str, problems: list[ConfigError]) -> 
 
 
 def _literal(text: str) -> Any:
-    """Command-line text for a key whose type is not known here: a TOML value, or a string."""
+    """Parse text for a key of unknown type: a TOML value, else a string."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except (ValueError, RecursionError):
@@ -201,7 +201,10 @@ def _literal(text: str) -> Any:
 
 
 def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
-    """The Job of ``tree``; bad entries are reported once, removed from ``tree``, and defaulted."""
+    """Return the Job of ``tree``.
+
+    Report each invalid entry once, and remove it from ``tree``: the Job has its default.
+    """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
         problems.append(ConfigError(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
@@ -215,14 +218,14 @@ def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
 
 
 def _no_json(value: object) -> dict[str, str]:
-    """TOML's dates, as something that no key accepts."""
+    """Convert a date of TOML to a value that no key accepts."""
     return {"date": str(value)}
 
 
 def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[ConfigError]:
-    """What is wrong with the ``values`` of section ``name``, taken strictly.
+    """Return the errors of the ``values`` of section ``name``.
 
-    They are read as JSON, in which an array may become a tuple, but "8" is not 8.
+    Types are strict as in JSON: an array may become a tuple, but "8" is not 8.
     """
     try:
         kind.model_validate_json(json.dumps(values, default=_no_json), strict=True)
@@ -234,10 +237,10 @@ def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> 
 def _translate(
     error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
 ) -> list[ConfigError]:
-    """Pydantic's errors as Problems, one for each key however many alternatives it has."""
+    """Convert pydantic's errors to one `ConfigError` per key, with all alternatives."""
     rules: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
-        # What is nested too deeply has no place: it is in one of the lists.
+        # An error of nesting names no key; blame every list and table.
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
         for last in entry["loc"][:1] or nested:
             rules.setdefault(str(last), []).append(_rule(entry["type"], entry))

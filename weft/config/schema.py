@@ -20,7 +20,7 @@ from weft.config.errors import MISSING
 
 
 class Section(BaseModel):
-    """A frozen group of keys.  Unknown keys are refused; NaN and infinity are no values."""
+    """A frozen group of keys.  Unknown keys, NaN and infinity are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -59,10 +59,10 @@ ShellLines = Annotated[str, Field(min_length=1, pattern=NO_NUL)]
 
 
 def steps_of(text: str) -> list[range]:
-    """The steps that a key names: ``"7,20-30"`` are the seventh, and 20 to 30; "" are none.
+    """Parse steps: ``"7,20-30"`` is step 7 and steps 20 to 30; "" is none.
 
     Raises:
-        ValueError: if it is no such text.
+        ValueError: the text has another form.
     """
     found = []
     for part in text.split(",") if text else []:
@@ -86,12 +86,12 @@ Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
 def key(default: Any, description: str, **rules: Any) -> Any:
-    """A key with its default and the sentence that help text and schema show."""
+    """Define a key: its default, and the description in help and schema."""
     return Field(default, description=description, **rules)
 
 
 class RunSection(Section):
-    """Where a run is stored and which devices it uses."""
+    """Directory, nodes, processes and devices of a run."""
 
     dir: Text = key(
         "auto",
@@ -118,7 +118,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The model family and size; further keys override fields of the model's configuration."""
+    """Model family and size; more keys override fields of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
@@ -517,7 +517,7 @@ class DebugSection(Section):
 
 
 class LaunchSection(Section):
-    """What ``weft launch`` requests from a cluster; the run itself ignores it."""
+    """Resources that ``weft launch`` requests from a cluster; the run ignores them."""
 
     time_limit: Text = key(
         "1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS"
@@ -560,13 +560,13 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def keys() -> Iterator[str]:
-    """Every ``section.key``, in order."""
+    """Yield every ``section.key``, in order."""
     for name, section in SECTIONS.items():
         yield from (f"{name}.{key}" for key in section.model_fields)
 
 
 def flatten(job: Job) -> dict[str, Any]:
-    """``{"section.key": value}`` of every key, in order."""
+    """Return ``{"section.key": value}`` for every key, in order."""
     return {
         f"{name}.{key}": value
         for name, section in job.model_dump(mode="json").items()
@@ -575,7 +575,7 @@ def flatten(job: Job) -> dict[str, Any]:
 
 
 def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:
-    """``{"section.key": (value in job, value in base)}`` where the two differ."""
+    """Return ``{"section.key": (value in job, value in base)}`` where the two differ."""
     ours, theirs = flatten(job), flatten(base)
     every = dict.fromkeys([*ours, *theirs])
     return {
@@ -586,7 +586,7 @@ def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:
 
 
 def replace(job: Job, **sections: Mapping[str, Any]) -> Job:
-    """A copy with some keys changed: ``replace(job, run={"dir": "x"})``, validated again."""
+    """Return a validated copy with changes: ``replace(job, run={"dir": "x"})``."""
     tree = job.model_dump()
     for name, changes in sections.items():
         tree[name] |= changes
@@ -594,7 +594,7 @@ def replace(job: Job, **sections: Mapping[str, Any]) -> Job:
 
 
 def to_toml(job: Job, recipe: str, base: Job) -> str:
-    """The complete job as TOML, headed by its differences from the recipe."""
+    """Format the complete job as TOML, below its differences from the recipe."""
     import tomli_w
 
     lines = [
@@ -603,7 +603,7 @@ def to_toml(job: Job, recipe: str, base: Job) -> str:
     ]
     head = [f"# Complete job of a weft run, started from the recipe {recipe!r}."]
     head += (
-        ["# What differs from the recipe:", *lines]
+        ["# Differences from the recipe:", *lines]
         if lines
         else ["# Nothing differs from the recipe."]
     )
@@ -611,7 +611,7 @@ def to_toml(job: Job, recipe: str, base: Job) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of a recipe file (``extends`` included), for editors."""
+    """Return the JSON Schema of a recipe file, with ``extends``, for editors."""
     tree = Job.model_json_schema()
     tree["title"] = "weft recipe"
     tree["properties"] = {

@@ -226,6 +226,8 @@ class ChatTemplate:
         """Render the first messages, with markers around generation blocks.
 
         Args:
+            example: a conversation, with the tools that its template may show.
+            num_messages: number of messages to render.
             add_generation_prompt: append the header of an assistant turn.
 
         Raises:
@@ -249,6 +251,7 @@ class ChatTemplate:
         """Render a conversation; return the text and the character ranges to train on.
 
         Args:
+            example: a conversation; turns from ``loss_start`` on are trained.
             ending: matches text up to a final special token, and blanks after it.
 
         Raises:
@@ -518,6 +521,7 @@ def compute_loss_mask(offsets_N2: NDArray[np.int64], spans: Sequence[range]) -> 
 
     Args:
         offsets_N2: first character of each token, and the one after its last.
+        spans: ranges of characters with a loss.
     """
     mask = np.zeros(len(offsets_N2), bool)
     if not len(offsets_N2):

@@ -53,6 +53,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary, which all sources share."""
         return self.sources[0].store.manifest.vocab_size
 
     @property
@@ -126,6 +127,7 @@ def write_mixture(
     Args:
         weights: positive weights by path, of any sum.
         stores: in the order of ``weights``, all of one tokenizer.
+        parent_dir: the mixture gets a directory in it, named by its content.
     """
     total = sum(weights.values())
     entries = [

@@ -71,6 +71,7 @@ def find_document_tokens(
     """Return the document tokens that the files in ``directories`` name.
 
     Args:
+        tokenizer: ids are looked up in its vocabulary.
         directories: for each file name, the first directory that has it; empty: use the
             tokenizer alone.
         display_path: path of the tokenizer, for messages.

@@ -134,15 +134,18 @@ class RecordCorpus:
 
     @property
     def cache_key(self) -> object:
+        """Files and field that determine the store, as JSON types."""
         files = {fragment.file.path: fragment.file for fragment in self.fragments}
         return ["records", self.reader.field, *map(_file_key, files.values())]
 
     @property
     def text_bytes(self) -> int:
+        """Bytes of text in both splits."""
         return sum(scan.total(split_index)[1] for scan in self.scans for split_index in (0, 1))
 
     @property
     def skip_counts(self) -> IncompleteTail:
+        """Number of documents that were not used unchanged."""
         return IncompleteTail(
             skipped=sum(scan.skipped for scan in self.scans),
             replaced=sum(scan.replaced for scan in self.scans),
@@ -179,6 +182,7 @@ class RecordCorpus:
                         yield data[begin:end].decode()
 
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+        """Tokenize the fragments in parallel, and write their shards."""
         advance = progress_counter(report, "tokenizing", self.text_bytes)
         tasks = [
             _TokenizeTask(directory, number, fragment, scan, self.reader)
@@ -204,8 +208,7 @@ def read_record_corpus(
 ) -> RecordCorpus:
     """Scan every fragment, unless cached scans exist.
 
-    Args:
-        shard_bytes: approximate text per shard; more in very large sources.
+    ``shard_bytes`` is the approximate text per shard; very large sources get larger shards.
 
     Raises:
         InvalidConfig: lines or rows are not documents (all are listed), or there is too little
@@ -252,8 +255,7 @@ def _scan_fragments(
 ) -> RecordCorpus:
     """Scan every fragment in parallel, or load cached scans.
 
-    Args:
-        path: ``data.path``, for messages.
+    ``path`` is ``data.path``, for messages.
     """
     settings = [FORMAT, _to_stored(reader)]
     key = [

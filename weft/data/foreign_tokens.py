@@ -1,8 +1,8 @@
-"""Stores of tokens that other software encoded, used in place.
+r"""Stores of tokens that other software encoded, used in place.
 
 *Megatron-LM* stores a corpus as ``NAME.bin``, tokens without header, and ``NAME.idx``, version 1::
 
-    9 bytes "MMIDIDX\\0\\0", uint64 version, uint8 token type, uint64 S sequences, uint64 D
+    9 bytes "MMIDIDX\0\0", uint64 version, uint8 token type, uint64 S sequences, uint64 D
     int32[S] tokens of each sequence, int64[S] start of each sequence (byte of the .bin)
     int64[D] first sequence of each document; the last entry is the end
 
@@ -114,10 +114,12 @@ class TokenCorpus:
 
     @property
     def cache_key(self) -> object:
+        """Files that determine the store, as JSON types."""
         files = [source.file for source in self.files]
         return ["tokens", [[file.path, file.size_bytes, file.version] for file in files]]
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
+        """Yield nothing: the corpus has tokens, not text."""
         return iter(())
 
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
@@ -326,6 +328,7 @@ def read_chunks(span: Span, separator: int | None) -> Iterator[tuple[int, NDArra
     """Yield ``(begin, tokens)`` chunks of a span, bounded in size.
 
     Args:
+        span: tokens of one file.
         separator: inserted after documents that lack it; None: insert nothing.
     """
     source, mapped = span.source, span.source.map_tokens()

@@ -88,6 +88,7 @@ def open_hub_dataset(url: str, column: str | None) -> tuple[File, int]:
 
     Args:
         url: ``hf://org/name[:config][@split]``; the default split is train.
+        column: required column; None: not yet known.
 
     Raises:
         InvalidConfig: the dataset, configuration, split or column does not exist.

@@ -35,6 +35,7 @@ def check_files(store: Store, advance: Callable[[int], None]) -> Iterator[FileCh
     """Yield the result for each file of a store, in the manifest's order.
 
     Args:
+        store: an open store; its manifest names the files.
         advance: is called with the bytes read since the last call.
     """
     manifest = store.manifest

@@ -87,6 +87,7 @@ class TokenChunks:
         return max(1, (len(self.stream) - 1) // self.seq_len)
 
     def get_batch(self, indices: Ints) -> Batch:
+        """Return windows of the stream; see `Samples.get_batch`."""
         length = min(self.seq_len + 1, len(self.stream))
         windows = self.stream.read_windows(indices * self.seq_len, length)
         if missing := self.seq_len + 1 - length:
@@ -119,6 +120,7 @@ class PackedDocuments:
         return len(self.packed)
 
     def get_batch(self, indices: Ints) -> Batch:
+        """Return packed documents; see `Samples.get_batch`."""
         shape = (len(indices), self.seq_len)
         tokens, targets = np.full(shape, self.separator), np.full(shape, IGNORE_INDEX)
         documents, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -162,6 +164,7 @@ class Pairs:
         return len(self.packed)
 
     def get_batch(self, indices: Ints) -> Batch:
+        """Return preference pairs, with reference log-probabilities if known."""
         batch = self.packed.get_batch(indices)
         if self.references is None:
             return batch
@@ -197,6 +200,9 @@ def build_mixture(
     """Return the samples of ``train`` or ``validation``.
 
     Args:
+        dataset: its sources become the sources of the mixture.
+        split: train or validation.
+        seq_len: tokens per sample.
         section: decides the packing.
         seed: decides which documents share a sequence.
     """

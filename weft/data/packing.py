@@ -56,6 +56,7 @@ def pack_best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
 
     Args:
         lengths: int64 (n,), each from 1 to ``capacity``.
+        capacity: tokens per sequence.
         seed: shuffles documents of equal length.
     """
     shuffled = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))

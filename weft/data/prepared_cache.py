@@ -112,7 +112,9 @@ def build_once(
     """Return the store for ``content`` below ``cache``; build it if it does not exist.
 
     Args:
+        cache: directory of prepared data; the store goes below ``stores/``.
         content: all that determines the store; must be JSON-serializable.
+        report: called while another process builds the store.
         build: writes the files of a store, except ``store.json``, into a directory.
     """
     directory = cache / "stores" / hash_json(content)
@@ -136,6 +138,8 @@ def open_verified_store(
     file; a store that changes is read again.  One process reads the store, others wait.
 
     Args:
+        path: directory of the store.
+        cache: directory of prepared data; the result goes below ``verified/``.
         report: is called with the progress through a large store.
         force: ignore the recorded result.
 
@@ -210,8 +214,7 @@ def read_scans(path: Path) -> Any:
 def lock_directory(directory: Path, report: Report, waiting: str) -> Iterator[None]:
     """Hold the lock of a directory; the system releases it if this process dies.
 
-    Args:
-        waiting: reported while another process holds the lock.
+    ``waiting`` is reported while another process holds the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:

@@ -53,6 +53,7 @@ class FileFragment:
 
     @property
     def record_noun(self) -> str:
+        """Noun for one document of the file, for messages."""
         return "line" if self.kind == "jsonl" else "row"
 
 
@@ -105,6 +106,9 @@ def list_fragments(
     """Split a source into fragments of about ``size`` bytes, if its format allows.
 
     Args:
+        path: ``data.path``.
+        source: the files at the path.
+        size: bytes of a fragment; a format that cannot be split gives one per file.
         column: required column of datasets; None: not yet known.
 
     Raises:

@@ -142,6 +142,7 @@ def _classify_files(files: Sequence[File], explicit: bool) -> SourceRef:
     """Return what the files are together.
 
     Args:
+        files: the data files, with metadata of a directory.
         explicit: the user named the files, one by one or by a glob.
     """
     data_files = [

@@ -75,6 +75,7 @@ def detect_format(name: str, explicit: bool = False) -> Format | None:
     """Return the format of a file by its name; None: text.
 
     Args:
+        name: file name, any case; a suffix of compression is removed first.
         explicit: the user named the file, or its glob; ``.json`` then is JSON Lines.  In a
             directory, ``.json`` may be metadata or any document.
     """
@@ -226,6 +227,8 @@ def decompress_stream(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
     the content ends early, is damaged, or exceeds `max_content_bytes`.
 
     Args:
+        stream: the compressed file, opened for reading.
+        name: file name with its suffix, such as ``.gz`` or ``.zst``.
         size_bytes: size of the compressed file.
     """
     name = name.lower()

@@ -75,6 +75,7 @@ class TextScan:
 
     @property
     def text_bytes(self) -> int:
+        """Bytes of text, without a byte order mark."""
         return self.cuts[-1] - self.cuts[0]
 
 
@@ -88,6 +89,7 @@ class DocumentPart:
 
     @property
     def text_bytes(self) -> int:
+        """Bytes of text in the part."""
         return self.end - self.begin
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -112,10 +114,12 @@ class TextCorpus:
 
     @property
     def cache_key(self) -> object:
+        """Names and content hashes of the files, as JSON types."""
         return [(scan.file.name, scan.content_hash) for scan in self.scans]
 
     @property
     def text_bytes(self) -> int:
+        """Bytes of the train text."""
         return sum(part.text_bytes for part in self.train)
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
@@ -130,6 +134,7 @@ class TextCorpus:
                     yield read_chunk(part.scan, begin, end)
 
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+        """Tokenize both splits, and write their shards."""
         total = sum(part.text_bytes for part in (*self.train, *self.validation))
         advance = progress_counter(report, "tokenizing", total)
         train, validation = (
@@ -144,8 +149,7 @@ def read_text_corpus(
 ) -> TextCorpus:
     """Scan every file, unless cached scans exist.
 
-    Args:
-        shard_bytes: text per shard, at most (plus one chunk).
+    A shard has at most ``shard_bytes`` of text, plus one chunk.
 
     Raises:
         InvalidConfig: a file cannot be read or is not text, or there is too little text.
@@ -211,6 +215,7 @@ def scan_file(file: File, validation_fraction: float) -> TextScan:
     """Read a document once, in blocks.
 
     Args:
+        file: a file of ``data.path``.
         validation_fraction: fraction of the document in its tail.
 
     Raises:

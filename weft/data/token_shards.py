@@ -59,12 +59,12 @@ class Corpus(Protocol):
 
     @property
     def cache_key(self) -> object:
-        """Return what determines the store besides the settings, as JSON types."""
+        """Data that determines the store, except for settings, as JSON types."""
         ...
 
     @property
     def text_bytes(self) -> int:
-        """Return the approximate amount of text for training a tokenizer."""
+        """Approximate bytes of text for training a tokenizer."""
         ...
 
     @property
@@ -151,8 +151,7 @@ class BatchEncoder:
     def add(self, text: str, size_bytes: int, ends_document: bool, output: list[Tokens]) -> None:
         """Add a chunk, whose tokens are appended to ``output`` no later than in `flush`.
 
-        Args:
-            ends_document: append the separator.
+        ``size_bytes`` is the size of the text.  If ``ends_document``, the separator follows.
 
         Raises:
             InvalidConfig: the tokenizer cannot encode the text.

@@ -95,7 +95,8 @@ class TokenStream:
 class Shard:
     """Token file of the store; with an absolute path, an external file.
 
-    ``begin`` is the offset of the tokens in bytes."""
+    ``begin`` is the offset of the tokens in bytes.
+    """
 
     file: str
     tokens: int
@@ -105,6 +106,7 @@ class Shard:
 
     @property
     def is_external(self) -> bool:
+        """True if the file is not in the store's directory."""
         return Path(self.file).is_absolute()
 
 
@@ -125,6 +127,7 @@ class Split:
 
     @property
     def files(self) -> list[Shard]:
+        """All files of the split: tokens, loss mask, and index."""
         return [*self.shards, *filter(None, (self.learned, self.index))]
 
 

@@ -47,6 +47,7 @@ def parallel_map(
 
     Args:
         function: picklable; calls its second argument with the bytes done since the last call.
+        items: arguments; picklable.
         advance: is called with the bytes that all workers have done since the last call.
         num_processes: with 1, the caller's process runs ``function``.
 

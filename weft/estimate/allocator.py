@@ -130,9 +130,11 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
+        """Bytes of all segments, used or not."""
         return self.small.reserved + self.large.reserved
 
     def allocate(self, storage: int, size: int) -> None:
+        """Allocate ``size`` bytes for a storage, in a cached or new segment."""
         size = max(MIN_BLOCK_SIZE, -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
         pool = self.small if size <= SMALL_SIZE else self.large
         before = self.reserved
@@ -144,5 +146,6 @@ class CachingAllocator:
         self.peak = max(self.peak, self.reserved)
 
     def free(self, storage: int) -> None:
+        """Return the block of a storage to its pool."""
         pool, block = self.blocks.pop(storage)
         pool.free_block(block)

@@ -221,8 +221,7 @@ def _shard_work(
 ) -> tuple[Work, ...]:
     """Return the work of gathering weights or reducing gradients.
 
-    Args:
-        params: parameters of a rank's stage.
+    ``params`` is the number of parameters of a rank's stage.
     """
     width = 2 if kind == "all_gather" else layout.gradient_bytes
     group = layout.dp_shard * layout.cp
@@ -301,7 +300,12 @@ def _stage_work(
     """Return the work of a stage, from the passes of one layer.
 
     Args:
+        dims: dimensions of the model.
+        layout: degrees and options of the run.
+        stage: index of the stage.
         counts: layers of each stage.
+        forward: forward pass of one layer for one microbatch.
+        backward: backward pass of one layer for one microbatch.
     """
     first, last = stage == 0, stage == len(counts) - 1
     forward_works: WorkList = ((forward, counts[stage]),)
@@ -405,6 +409,7 @@ def _peak_activations(
     """Return activations and gradients at the peak of their sum.
 
     Args:
+        order: actions of one rank, in the order of their execution.
         saved: bytes of a microbatch by stage, from its forward to its backward.
         unreduced: gradients of a stage, from its first backward to its last.
     """
@@ -428,8 +433,7 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Return bytes by category; ``allocator``: reserved beyond the live bytes.
 
-    Args:
-        pp_rank: pipeline rank; None: the fullest.
+    ``pp_rank`` None means the fullest pipeline rank.
     """
     schedule = layout_schedule(layout)
     ranks = schedule if pp_rank is None else (pp_rank,)

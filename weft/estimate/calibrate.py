@@ -92,6 +92,7 @@ class Calibration:
         return f"{run_dir} on {ranks}, {run.records} records, torch {run.torch}, {today}"
 
     def to_dict(self) -> dict[str, object]:
+        """Return the calibration as JSON types."""
         return {
             "device": self.device,
             self.parameter: self.value,
@@ -108,6 +109,7 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
     """Return the job of a run, a new plan of it, and its machine.
 
     Args:
+        run_dir: directory of a finished run.
         key: of the command line that named the directory, for errors.
 
     Raises:

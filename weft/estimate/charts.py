@@ -138,6 +138,7 @@ def pipeline_chart(
         timeline: of all ranks.
         step_seconds: of the full step, which continues after the pipeline; None: omit.
         name: id of the chart in its page.
+        heading: heading of the section.
     """
     end = max(span.end for span in timeline)
     spans_by_rank: dict[int, list[Span]] = defaultdict(list)
@@ -200,8 +201,7 @@ def memory_chart(
 ) -> Section:
     """Return a chart of the fullest rank: peak per action, categories at the peak.
 
-    Args:
-        measured: peak GiB of a run; see `Forecast.recorded_bytes`.
+    ``measured`` is the peak GiB of a run; see `Forecast.recorded_bytes`.
     """
     memory = prediction.memory
     left, right, top, bottom = 54, 800, 26, 306
@@ -325,8 +325,10 @@ def time_bar(
     """Return a chart of a step's time by cause.
 
     Args:
+        seconds: seconds of a step by cause.
         error: relative error of a prediction; None: measured.
         name: id of the chart in its page.
+        heading: heading of the section.
     """
     total = sum(seconds.values())
     order = [cause for cause in TIME_COLORS if seconds.get(cause, 0.0) > 0]

@@ -14,7 +14,7 @@ from arithmetic (`weft.estimate.analytic`); both are priced here by the same rul
   group inside a node uses its link.  A group across nodes uses the network adapters of its ranks
   in a node; the other adapters serve the groups of the other ranks at the same time.
 * Prefetched collectives (FSDP) hide behind the layer's compute, up to the length of that compute.
-  They slow it by `CONTENTION` of their own time, because both need memory bandwidth and cores.
+  They slow it by `CONTENTION` of their time, because both need memory bandwidth and cores.
 * A pipeline is simulated: an action starts when its rank is free and its inputs have arrived.
 
 No constant is fitted to published results.
@@ -118,6 +118,7 @@ class Work:
 
     @property
     def flops(self) -> float:
+        """FLOPs of matmuls and attention."""
         matmul_flops = sum(2 * op.m * op.k * op.n * op.times * op.groups for op in self.matmuls)
         return matmul_flops + sum(op.flops for op in self.attention)
 
@@ -176,9 +177,11 @@ class Seconds(dict[str, float]):
         return 0.0
 
     def total(self) -> float:
+        """Return the sum over all causes."""
         return sum(self.values())
 
     def add(self, other: Seconds, times: float = 1.0) -> Seconds:
+        """Add ``times`` times the seconds of ``other`` in place; return self."""
         for name, seconds in other.items():
             self[name] += seconds * times
         return self
@@ -300,6 +303,7 @@ def simulate_pipeline(
     """Return the start and end of every action of a pipeline.
 
     Args:
+        schedule: actions of each pipeline rank, in order.
         seconds: duration of an action, by stage and kind.
         p2p_seconds: from the end of an action until its result reaches the next rank.
 
@@ -322,7 +326,7 @@ def simulate_pipeline(
         end_times[stage, "B" if kind == "I" else kind, m] = clock[rank]
         spans.append(Span(rank, stage, kind, m, start, clock[rank]))
     if len(spans) < sum(map(len, schedule.values())):
-        raise ValueError("the timetable never ends: its actions wait for each other")
+        raise ValueError("the schedule never ends: its actions wait for each other")
     return tuple(spans)
 
 

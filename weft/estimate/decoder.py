@@ -33,19 +33,23 @@ class DecoderDims:
 
     @property
     def q(self) -> int:
+        """Width of all query heads together."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def kv(self) -> int:
+        """Width of all key heads together, and of all value heads."""
         return self.kv_heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def layer_params(self) -> int:
+        """Parameters of one layer."""
         matrices = (3 if self.gated else 2) * self.hidden * self.ffn
         return matrices + 2 * self.hidden * (self.q + self.kv) + 2 * self.hidden
 
     @property
     def params(self) -> int:
+        """Parameters of the model."""
         tables = (1 if self.tied else 2) * self.vocab + self.learned_positions
         return self.layers * self.layer_params + tables * self.hidden + self.hidden
 
@@ -98,6 +102,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
+        """Number of data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -107,6 +112,7 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
+        """Microbatches of one rank in a step."""
         return max(1, round(self.global_batch / (self.dp * self.microbatch)))
 
     @property

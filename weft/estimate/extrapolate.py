@@ -1,11 +1,11 @@
 """Extrapolate a step of many blocks and microbatches from a recorded one.
 
 All blocks of a stage except those at its ends are alike, and so are all microbatches except the
-first and last ones.  The extrapolation repeats a *middle* one, with its references to storages of
-its own and of neighboring blocks.  Four blocks and four microbatches usually suffice: the ends,
-and two middle ones to compare.  The comparison shows two facts.  If the two differ, nothing is
-extrapolated (`HeterogeneousLayers`).  A storage that both touch is shared by all; any other storage
-belongs to one block.
+first and last ones.  The extrapolation repeats a *middle* one, with its references to its own
+storages and those of neighboring blocks.  Four blocks and four microbatches usually suffice: the
+ends, and two middle ones to compare.  The comparison shows two facts.  If the two differ, nothing
+is extrapolated (`HeterogeneousLayers`).  A storage that both touch is shared by all; any other
+storage belongs to one block.
 
     recorded blocks            0   1   2   3
     forward of n blocks        0   1   2   2   2 ... 2   3        repeats 2, which is like 1
@@ -81,6 +81,7 @@ class Extrapolation:
         """Extrapolate a trace.
 
         Args:
+            op_trace: one recorded step of a rank.
             recorded: blocks and microbatches of the trace.
             target: blocks and microbatches of the step.
 
@@ -471,7 +472,10 @@ class Extrapolation:
         Within actions it is one storage; outside, one for each microbatch that it stands for.
 
         Args:
-            block, stage, ordinal: target block, stage and microbatch of the event.
+            event: recorded event.
+            block: target block of the event.
+            stage: target stage of the event.
+            ordinal: target microbatch of the event.
         """
         name = self._storage_names[event.storage]
         (_, kind, storage_ordinal), storage_block, _, _ = name

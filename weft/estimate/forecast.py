@@ -83,20 +83,24 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
+        """True if the fullest rank fits on its device; None if the memory is unknown."""
         return None if self.capacity_bytes is None else self.needed_bytes <= self.capacity_bytes
 
     @property
     def step_seconds(self) -> float | None:
+        """Seconds of a step on the slowest rank; None for an unknown device."""
         return None if self.time_breakdown is None else self.time_breakdown.total()
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
+        """Tokens per second, divided by the number of ranks."""
         if self.step_seconds is None:
             return None
         return self.plan.tokens_per_step / self.step_seconds / self.plan.world_size
 
     @property
     def mfu(self) -> float | None:
+        """Model FLOP/s divided by the device's peak; None if either is unknown."""
         speed, peak = self.tokens_per_second_per_device, self.plan.peak_flops
         if speed is None or peak is None:
             return None
@@ -104,6 +108,7 @@ class Forecast:
 
     @property
     def bubble_fraction(self) -> float | None:
+        """Fraction of the step in which the slowest rank waits for stages."""
         if self.time_breakdown is None:
             return None
         return self.time_breakdown["bubble"] / self.time_breakdown.total()
@@ -138,6 +143,7 @@ class Forecast:
         return [*lines, *self.caveats]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the forecast as JSON types."""
         return {
             "fits": self.fits,
             "peak_memory_gib": self.needed_bytes / GIB,
@@ -180,6 +186,8 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
     """Trace a plan and price it.
 
     Args:
+        job: keys of the run.
+        plan: the plan of ``job``.
         machine: target machine.
         device: its device; None: predict only memory.
     """

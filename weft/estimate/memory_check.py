@@ -55,7 +55,9 @@ def predict_run(
     """Return the prediction of a run, None if unknown, and a warning or ''.
 
     Args:
+        job: keys of the run.
         plan: for the largest number of nodes; the run must fit on the smallest.
+        machine: machine of ``plan``.
         force: start a run that does not fit.
 
     Raises:

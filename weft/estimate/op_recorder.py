@@ -410,10 +410,11 @@ def track_locations(
     """Set the recorder's location to the running action and block.
 
     Args:
+        recorder: gets the locations.
         model_parts: one module per stage of the rank.
         get_blocks: returns the blocks of a model part in execution order.
-        group_size: number of blocks that count as one.
         engine: a `weft.train.step.TrainStep`.
+        group_size: number of blocks that count as one.
     """
     handles = []
     for stage, model_part in enumerate(model_parts):

@@ -71,6 +71,7 @@ class Candidate:
 
     @property
     def precision(self) -> str:
+        """Value of ``precision.float8``."""
         return str(self.changes["precision"]["float8"])
 
     @property
@@ -126,6 +127,7 @@ class SearchResult:
         return next(own_precision, None)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the best and the rejected layouts as JSON types."""
         best = [
             {"layout": describe_layout(each.candidate.layout), "changes": each.candidate.changes}
             | {"precision": each.candidate.precision, "winner": each is self.winner}
@@ -149,7 +151,9 @@ def search(
     """Search layouts of the job's model and global batch size on a machine.
 
     Args:
+        job: decides model and global batch size.
         plan: of the unchanged job.
+        machine: target machine; its device must have a known speed.
         log: receives progress messages.
 
     Raises:
@@ -223,8 +227,13 @@ def trace_best(
     """Trace the fastest candidates of one precision until enough fit.
 
     Args:
+        job: the job searched for.
+        machine: target machine.
+        candidates: layouts of one precision with estimated time and memory.
         available_bytes: for the allocator of a device; None: unlimited.
         num_wanted: number of fitting layouts to find.
+        trace: returns the forecast of each job, or why there is none.
+        log: receives progress messages.
 
     Returns:
         The layouts that fit, and the rejected ones.
@@ -501,6 +510,7 @@ def render_recipe(result: SearchResult, job: Job, recipe: str, cluster: str) -> 
     """Render the winner as a recipe.
 
     Args:
+        result: must have a winner.
         job: the job searched for.
         recipe: its name.
         cluster: as on the command line.

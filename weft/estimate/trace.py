@@ -75,8 +75,7 @@ STEADY_MICROBATCHES = 5
 def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[FakeTensorMode]:
     """Act as ``rank`` of ``world_size`` ranks in a fake process group.
 
-    Args:
-        keep_sent: messages hold their tensors until the schedule waits for them.
+    If ``keep_sent``, messages hold their tensors until the schedule waits for them.
 
     Yields:
         The fake tensor mode, not yet entered.
@@ -113,6 +112,9 @@ def record_step(
     """Record one step: all microbatches, gradient clipping and the optimizer.
 
     Args:
+        built: model, optimizer and mesh of the rank.
+        job: keys of the run.
+        plan: the plan of ``job``.
         mode: mode of the fake tensors; None: real tensors, and all ranks run together.
         group_size: number of blocks that count as one.
     """
@@ -451,7 +453,9 @@ def shrink_plan(plan: Plan, max_count: int, group_size: int, all_blocks: bool) -
     The last group takes the remaining blocks.
 
     Args:
+        plan: the full plan.
         max_count: the most groups per stage, and the most microbatches.
+        group_size: number of blocks in a group.
         all_blocks: reduce only the microbatches.
     """
     if not hasattr(plan.model, "num_layers"):
@@ -485,6 +489,7 @@ def use_sequential_schedule(plan: Plan, split_backward: bool, directory: Path) -
     Such a schedule allows any number of microbatches.
 
     Args:
+        plan: has a pipeline.
         split_backward: split backward passes into halves.
         directory: for the schedule's file.
     """

@@ -149,6 +149,7 @@ def simulate_memory(
     """Return the memory of a later step of one rank.
 
     Args:
+        trace: recorded step of the rank, extrapolated to the full step.
         caching: the device has PyTorch's caching allocator.
         capacity: of the device, in bytes; beyond it the allocator releases unused segments.
         params_on_host: parameters, gradients and optimizer states are in host memory.
@@ -204,8 +205,11 @@ def find_fullest_rank(
     """Return the index of the fullest rank, and its memory.
 
     Args:
+        rank_traces: one trace per pipeline rank.
         live_peaks: `peak_live_bytes` of each rank.
-        caching, capacity, params_on_host: see `simulate_memory`.
+        caching: see `simulate_memory`.
+        capacity: see `simulate_memory`.
+        params_on_host: see `simulate_memory`.
     """
     index = max(range(len(live_peaks)), key=lambda rank: live_peaks[rank])
     return index, simulate_memory(rank_traces[index].shortened(), caching, capacity, params_on_host)

@@ -68,6 +68,8 @@ class TracePricer:
         """Create a pricer.
 
         Args:
+            trace: recorded step of a rank.
+            options: facts that the trace does not show.
             shared: pricer of another rank with the same `OpTrace`.
         """
         self.trace, self.options = trace, options

@@ -47,6 +47,7 @@ class RMSNorm(nn.Module):
         return (self.weight * normed_BTD).to(x_BTD.dtype)
 
     def extra_repr(self) -> str:
+        """Return size and epsilon, for the module's representation."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 

@@ -82,10 +82,12 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def head_dim(self) -> int:
+        """Size of an attention head, K."""
         return self.dim // self.num_heads
 
     @property
     def scaling(self) -> RopeScaling | None:
+        """Scaling of the rotary frequencies; None if there is none."""
         if not self.rope_scaling:
             return None
         return RopeScaling(
@@ -423,6 +425,7 @@ def prune_to_stage(model: Llama, units: range) -> None:
     """Delete all modules that a pipeline stage does not hold; names do not change.
 
     Args:
+        model: a full model; changed in place.
         units: consecutive units: the embedding (0), blocks (1 to ``num_layers``), the head with
             its norm (``num_layers + 1``).
 

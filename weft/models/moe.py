@@ -268,6 +268,7 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient in the order of the input."""
         (inverse_R,) = ctx.saved_tensors
         return grad_RD[inverse_R], None, None
 
@@ -287,6 +288,7 @@ class Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of each token, summed over its experts."""
         (inverse_R,) = ctx.saved_tensors
         grad_RD = grad_RD[inverse_R]
         return grad_RD.view(-1, ctx.active, grad_RD.shape[1]).sum(1), None, None
@@ -320,6 +322,7 @@ class Moe(Llama):
     check = staticmethod(check)  # type: ignore[assignment]
 
     def build_block(self, index: int) -> nn.Module:
+        """Build layer ``index``."""
         return MoeBlock(self.config, index)
 
 

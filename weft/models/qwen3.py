@@ -62,6 +62,7 @@ class QKNormAttention(Attention):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values; normalize queries and keys per head."""
         q_BTHK, k_BTGK, v_BTGK = super().project(x_BTD)
         return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
 

@@ -71,6 +71,7 @@ def apply_activation_checkpoint(
 
     Args:
         blocks: in the order of their use.
+        section: the section ``[activation_checkpoint]``.
         compiled: True if the blocks are compiled later; then the compiler implements *budget*.
     """
     if compiled:
@@ -157,7 +158,7 @@ class MemoryBudget:
     """
 
     def __init__(self, share: float) -> None:
-        """``share``: part of the bytes that a block saves without checkpointing."""
+        """Limit saved bytes to ``share``, 0 to 1, of those without checkpointing."""
         self._share = share
         self._saved: set[tuple[str, int]] | None = None
 

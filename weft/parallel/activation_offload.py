@@ -33,8 +33,7 @@ def apply_activation_offload(blocks: Sequence[nn.Module], prefetch: int) -> None
 
     Call it after the blocks are compiled, and before they are sharded.
 
-    Args:
-        blocks: in the order of their use.
+    ``blocks`` are in the order of their use.  Backward fetches ``prefetch`` blocks ahead.
     """
     num_offloaded = len(blocks) - prefetch
     if num_offloaded <= 0:

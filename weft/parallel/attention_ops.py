@@ -56,7 +56,9 @@ def attend_block(
     """Compute attention of ``Q`` queries to ``S`` keys.
 
     Args:
-        q_BQHK, k_BSGK, v_BSGK: one dtype; any strides with a contiguous last dim.
+        q_BQHK: floating point; any strides with a contiguous last dim.
+        k_BSGK: as ``q_BQHK``, with its dtype; G divides H.
+        v_BSGK: as ``k_BSGK``.
         causal: query i attends to keys 0 to i; requires Q = S, and no mask.
         mask: None: every query attends to every key, unless ``causal``.
 
@@ -94,8 +96,13 @@ def attend_block_backward(
 
     Args:
         grad_BQHK: gradient of the output over all blocks.
-        q_BQHK, k_BSGK, v_BSGK, causal, mask: as in `attend_block`.
-        out_BQHK, lse_BHQ: output and log-sum-exp over all blocks; the latter finite.
+        q_BQHK: see `attend_block`.
+        k_BSGK: see `attend_block`.
+        v_BSGK: see `attend_block`.
+        out_BQHK: output over all blocks.
+        lse_BHQ: log-sum-exp over all blocks; finite.
+        causal: see `attend_block`.
+        mask: see `attend_block`.
 
     Returns:
         Gradients in the shapes and dtypes of queries, keys and values.

@@ -124,6 +124,7 @@ def restrict_to_documents(
     """Return ``blocks`` without attention between documents.
 
     Args:
+        blocks: blocks of this rank's queries, by source of the keys.
         own_BL: integer document ids of this rank's tokens.
         sources: document ids of each source's tokens, ``[B, S]``.
     """
@@ -179,7 +180,12 @@ def accumulate_block_grad(
     """Add a block's gradients to ``dq_BLHK`` and ``dkv_ESGK`` (float32).
 
     Args:
+        grad_BLHK: gradient of the output.
         saved: queries, and output and log-sum-exp over all blocks.
+        kv_ESGK: keys and values of the block's source, concatenated in dim 0.
+        block: queries and keys, as slices, and the mask.
+        dq_BLHK: float32 sum for the queries; changed in place.
+        dkv_ESGK: float32 sum for keys and values; changed in place.
     """
     q_BLHK, out_BLHK, lse_BHL = saved
     queries, keys = block.queries, block.keys

@@ -28,6 +28,7 @@ def apply_compile(blocks: Sequence[nn.Module], cache_dir: str, fullgraph: bool =
     """Compile each block's forward in place; the compiler runs at its first call.
 
     Args:
+        blocks: modules of one class, which share the compiled code.
         cache_dir: directory for compiled code.
         fullgraph: fail at a graph break.
     """

@@ -88,6 +88,10 @@ def apply_context_parallel(
     ``group``, so groups do not wait for each other.
 
     Args:
+        model: changed in place.
+        group: the C context-parallel ranks.
+        method: ring, allgather or ulysses; see the module docstring.
+        load_balance: give each rank two chunks of the sequence with equal total work.
         compiled: True if the model, or a part of it, is compiled later.  False saves the half
             second of importing the compiler.
 
@@ -134,6 +138,9 @@ def shard_sequence(x_BT: Tensor, cp_rank: int, cp_size: int, load_balance: bool)
 
     Args:
         x_BT: ``[B, T, ...]``: tokens, targets, document ids, positions or activations.
+        cp_rank: index of the rank, from 0.
+        cp_size: number of ranks, C.
+        load_balance: see `apply_context_parallel`.
 
     Returns:
         ``[B, T / cp_size, ...]``, contiguous.
@@ -195,6 +202,7 @@ class RingAttention(torch.autograd.Function):
         blocks: BlocksBySource,
         group: dist.ProcessGroup,
     ) -> Tensor:
+        """Compute the attention of this rank's queries to all keys of the sequence."""
         rank, size = group.rank(), group.size()
         out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
         kv_ELGK = torch.cat((k_BLGK, v_BLGK))
@@ -212,6 +220,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
+        """Shift keys, values and their gradients once around the ring."""
         q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
         rank, size = ctx.group.rank(), ctx.group.size()
         dq_BLHK = zeros_float32(q_BLHK)
@@ -295,6 +304,7 @@ class AllGatherAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         load_balance: bool,
     ) -> Tensor:
+        """All-gather keys and values; compute this rank's attention to them."""
         out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
         kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, group, load_balance)
         for block in blocks[0]:
@@ -307,6 +317,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
+        """All-gather keys and values again; reduce-scatter their gradients."""
         q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
         size = ctx.group.size()
         kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, ctx.group, ctx.load_balance)
@@ -358,6 +369,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Exchange the chunks of dim 0: chunk i goes to rank i."""
         ctx.group = group
         received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x_C.contiguous(), group=group)
@@ -365,6 +377,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
+        """Exchange the chunks of the gradient back."""
         return run_function(AllToAll, grad_C, ctx.group), None
 
 

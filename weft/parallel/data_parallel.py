@@ -242,8 +242,7 @@ def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
     explicit list issues the gather before the kernels of the unit in front, so that a slow host
     does not delay the gather.
 
-    Args:
-        blocks: in the order of their use, each followed by the units inside it.
+    ``blocks`` are in the order of their use, each followed by the units inside it.
     """
     for i, (unit, *inner_units) in enumerate([[root], *blocks]):
         unit.set_modules_to_forward_prefetch([*inner_units, *chain(*blocks[i : i + depth])])

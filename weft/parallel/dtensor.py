@@ -90,6 +90,8 @@ def iter_flat_indices(
 
     Args:
         local: the shard, at ``offsets`` in a full tensor of ``shape``.
+        offsets: first index of the shard in each dim of the full tensor.
+        shape: shape of the full tensor.
         max_elements: size of a chunk (at least one row).
 
     Yields:

@@ -55,6 +55,7 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
     """Convert linear layers to float8 in place, before tensor parallelism.
 
     Args:
+        model: changed in place.
         recipe: see the module docstring.
         names: module names in the full model; a pipeline stage may lack some.
         emulate: multiply in float32 after the cast.

@@ -69,6 +69,7 @@ class HierarchicalAllGather:
         self.inter_node, self.intra_node = nodes.get_all_groups()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the output of the gather."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

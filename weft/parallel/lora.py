@@ -63,7 +63,9 @@ def apply_lora(
     """Freeze ``model`` in place and add adapters, before tensor parallelism.
 
     Args:
+        model: the full model or a pipeline stage.
         blocks: modules of ``model``.
+        section: the section ``[lora]``.
         dtype: compute dtype, which frozen weights get.
     """
     layers = find_linear_layers(model, blocks)

@@ -3,7 +3,7 @@
 Parameters and tokens are split over the same ranks in two ways.  Parameters are sharded over the
 axes ``pp, dp_replicate, dp_shard, tp``.  The ranks of a context-parallel group hold the same
 parameters and different tokens, as data-parallel ranks do, so FSDP counts them in ``dp_shard``.
-Tokens are also split over ``cp``, a process group of its own.  With expert parallelism, expert
+Tokens are also split over ``cp``, which has its own process group.  With expert parallelism, expert
 weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.
 
 `weft.plan.placement` chooses the order of the axes over the ranks.

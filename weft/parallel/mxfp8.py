@@ -37,6 +37,7 @@ class MXLinear(nn.Linear):
         )
 
     def forward(self, input: Tensor) -> Tensor:
+        """Multiply in MXFP8, and add the bias."""
         rounding = ScaleCalculationMode.RCEIL  # rounds scales up, so nothing saturates
         out: Tensor = mx_mm.apply(
             input, self.weight, E4M3, E4M3, E4M3, BLOCK_SIZE, *self.kernels, rounding, False

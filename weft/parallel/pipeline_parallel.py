@@ -46,8 +46,11 @@ def build_pipeline_schedule(
 
     Args:
         model_parts: this rank's stages, in order.
+        plan: has a pipeline.
         group: the pipeline's process group.
+        device: device of this rank.
         seq_len: tokens of a full sequence.
+        sequence_parallel: stages exchange only this tensor-parallel rank's slice of the sequence.
         loss_fn: takes the last stage's output and the targets; torch does not scale its result.
         fused_loss: the last stage returns hidden states; ``loss_fn`` computes the logits.
 

@@ -55,7 +55,8 @@ def register_compile_callbacks(start: Callable[[], None], end: Callable[[bool], 
     """Register callbacks for the start and the end of every compilation.
 
     Args:
-        end: its argument is True for a backward pass.
+        start: called when a compilation starts.
+        end: called when it ends; the argument is True for a backward pass.
     """
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
@@ -135,6 +136,7 @@ def create_tcp_store(host: str, port: int, serve: bool, size: int | None = None)
     By default, a TCPStore listens on every interface, where anybody could write to it.
 
     Args:
+        host: address or name of the interface.
         port: 0 chooses a free port.
         serve: True on the process that listens.
         size: number of processes, if known.
@@ -160,6 +162,8 @@ def create_gloo_group(prefix: str, rank: int, size: int, address: str, timeout: 
 
     Args:
         prefix: HOST:PORT/NAME of a store; each name can be used once.
+        rank: rank of this process in the group.
+        size: number of processes in the group.
         address: this process's address on the interface.
         timeout: of every operation.
     """

@@ -109,6 +109,7 @@ def wrap_pipeline_actions(schedule: Any, make_context: ContextFactory) -> Callab
     """Run each action of a pipeline schedule in a context.
 
     Args:
+        schedule: a schedule of torch.distributed.pipelining.
         make_context: takes the index of the stage among this rank's stages, the kind of the action
             (F, B, I or W), and the microbatch.
 
@@ -260,9 +261,11 @@ def get_group_ranks(name: str) -> list[int]:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[None]:
-    """Be one rank of a fake world, whose collectives return at once.
+    """Act as one rank of a fake process group, whose collectives return at once.
 
     Args:
+        rank: the rank to be.
+        world_size: number of ranks.
         keep_sent: keep a sent tensor alive as long as the handle of `isend`, as gloo does.  NCCL
             was not tested.
     """

@@ -21,7 +21,7 @@ The model's table says where (`weft.models.llama.SHARDING`); this module applies
 * Collectives are forward hooks on the modules that the table names.
 
 If there are more ranks than key/value heads, tp / num_kv_heads ranks share a head.  Then its weight
-is replicated, each rank computes with the rows of its own head, and gradients are partial sums.
+is replicated, each rank computes with its own head's rows, and gradients are partial sums.
 
 Shapes in names: B sequences, T tokens of a sequence on this context-parallel rank, D model width, V
 vocabulary, N = B T tokens.
@@ -55,6 +55,8 @@ def apply_tensor_parallel(
     """Shard ``model`` (on the meta device) over the one axis of ``mesh``.
 
     Args:
+        model: changed in place.
+        mesh: one-dimensional; its ranks hold the shards.
         sharding: specs by module name pattern.
         num_kv_heads: of the full model; a divisor or a multiple of the number of ranks.
         sequence_parallel: keep only a slice of the sequence between matmuls.
@@ -269,7 +271,9 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_BTV: this rank's V / tp entries of the vocabulary, any floating dtype.
-        targets_BT: int64 ids of the full vocabulary; ``ignore_index`` for tokens without a loss.
+        targets_BT: int64 ids of the full vocabulary, or ``ignore_index``.
+        ignore_index: target of tokens without a loss.
+        group: the tensor-parallel ranks.
 
     Returns:
         float32 ``[B, T]``, equal on all ranks of ``group``; 0 for tokens without a loss.

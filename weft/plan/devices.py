@@ -357,6 +357,7 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
     Spaces, hyphens and underscores in the name are ignored: ``A100-80GB``, ``rtx4090``.
 
     Args:
+        text: the cluster, as in ``run.cluster``.
         key: configuration key or option of the text, for the error.
 
     Returns:

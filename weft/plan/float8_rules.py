@@ -38,7 +38,9 @@ def find_float8_matrices(
     """Return the float8 matrices of the unsharded model, in model order.
 
     Args:
+        section: the section ``[precision]``.
         model: the family's configuration.
+        family: the model family.
         tp: tensor-parallel degree; the sizes are those on one rank.
     """
     if section.float8 == "none":

@@ -48,8 +48,7 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     weight.  A frozen weight costs 4.  Attention scores have no weights and cost the same.  The
     count ignores that the input of the first block needs no gradient.
 
-    Args:
-        model: the family's configuration.
+    ``model`` is the family's configuration.  A LoRA rank of 0 means that all weights are trained.
     """
     # A token attends to half of its sequence on average.
     full, causal = (
@@ -82,7 +81,9 @@ def frozen_weights(
     """Return the memory of the frozen weights; None if all weights are trainable.
 
     Args:
+        job: keys of the run.
         model: the family's configuration.
+        family: the model family.
         compute_bytes: bytes of a weight that is not quantized.
     """
     if not job.lora.rank:

@@ -38,6 +38,7 @@ def list_matrices(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
 
     Args:
         model: the family's configuration.
+        family: the model family.
         tp: tensor-parallel degree; a size that it does not divide is rounded down.
     """
     with torch.device("meta"):

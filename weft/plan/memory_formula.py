@@ -30,8 +30,7 @@ MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
 def moment_bytes_per_param(job: Job, model: Any, family: Family) -> float:
     """Return the mean bytes of AdamW's moments per trainable parameter.
 
-    Args:
-        model: the family's configuration.
+    ``model`` is the family's configuration.
     """
     packed = MOMENT_BYTES[job.optim.state_dtype]
     if job.optim.state_dtype != "8bit":
@@ -59,7 +58,9 @@ def state_bytes_per_param(
     """Return the bytes on a rank per parameter of its shard group.
 
     Args:
+        job: keys of the run.
         model: the family's configuration.
+        family: the model family.
         fsdp_size: ranks of the shard group.
         has_unsharded_params: True if gathered weights stay until the end of the step
             (reshard_after_forward never).
@@ -123,9 +124,13 @@ def estimate_rank_bytes(
     """Return the bytes on one rank of a layout, as if layers were spread evenly.
 
     Args:
+        units: units of the unsharded model, in order.
+        tp: tensor-parallel degree.
+        pp: pipeline-parallel degree.
         tokens: tokens of one microbatch on one rank.
         in_flight: microbatches whose activations a rank keeps at once.
         bytes_per_param: see `state_bytes_per_param`.
+        compute_bytes: bytes of a weight, and of an activation, in forward and backward.
         ep: expert-parallel degree; a rank does not gather the experts of other ep ranks.
     """
     params = sum(unit.params for unit in units) / (tp * pp)

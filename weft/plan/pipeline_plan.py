@@ -77,6 +77,10 @@ def resolve_pipeline(
     """Resolve the pipeline and its microbatch size.
 
     Args:
+        job: keys of the run.
+        model: the family's configuration.
+        family: the model family.
+        degrees: degrees of all axes.
         local_batch_size: sequences of one rank in a step.
         bytes_per_param: bytes of state on a rank per parameter of its stages.
         compute_bytes: bytes of one activation.

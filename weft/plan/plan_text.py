@@ -36,7 +36,8 @@ def plan_recipe(
     """Read a recipe and plan it for a cluster, without reading any data.
 
     Args:
-        recipe, overrides: see `read_job`.
+        recipe: see `read_job`.
+        overrides: see `read_job`.
         errors: errors of the command line.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine for a value of ``run.device``.

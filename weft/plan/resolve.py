@@ -406,6 +406,10 @@ def _resolve_batch(
     """Resolve microbatches, pipeline and gradient synchronization.
 
     Args:
+        job: keys of the run.
+        model: the family's configuration.
+        family: the model family.
+        degrees: degrees of all axes.
         params: trainable parameters of the model.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
     """

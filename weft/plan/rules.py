@@ -101,8 +101,10 @@ def check_device(
     """Yield errors of keys that the hardware does not support.
 
     Args:
+        job: keys of the run.
         device: cpu or cuda.
         peer_access: True if the devices of a node can read each other's memory.
+        degrees: degrees of all axes.
         local_world_size: ranks per node.
     """
     mode = job.activation_checkpoint.mode

@@ -68,7 +68,10 @@ def fit_dp_shard(
     """Choose the smallest shard degree that fits the memory; replicate the model.
 
     Args:
+        job: keys of the run.
         model: the family's configuration.
+        family: the model family.
+        degrees: degrees of all axes, before ``dp_shard`` is chosen.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
         available: bytes of memory per rank; None: unknown.
 

@@ -63,6 +63,7 @@ def partition(
         activation_bytes: bytes that each unit saves for backward per microbatch.
         in_flight: peak number of microbatches whose activations each stage keeps.  Of M
             microbatches: ``min(M, S - s)`` under 1F1B, ``M`` under GPipe.
+        objective: speed or memory.
 
     Returns:
         The units of each stage.
@@ -120,6 +121,8 @@ def _solve(
         cost: non-negative cost of one stage.
         combine: combines a stage's cost with the total of the later stages: ``max`` or a sum.
         bounds: costs, each with its maximum for any stage; at least one split satisfies them.
+        num_units: number of units to split.
+        num_stages: number of stages.
 
     Returns:
         The total and its split; among equals the one with the earliest boundaries.
@@ -314,6 +317,7 @@ def format_stage_table(stages: Sequence[Stage], stage_ranks: Sequence[int]) -> l
     """Format stages as lines of text, with sums per rank if ranks have several stages.
 
     Args:
+        stages: stages of the pipeline, in order.
         stage_ranks: pipeline rank of each stage.
     """
     rows = [

@@ -126,7 +126,7 @@ def summarize_comparison(
     head, rows = _make_table(trials, losses, labels, comparisons, settings)
     failures = _format_failures(directory, variants, results)
     notes = _make_notes(variants, trials, losses, settings)
-    first = {trial.variant: Path(trial.folder) for trial in reversed(trials)}
+    first = {trial.variant: Path(trial.run_dir) for trial in reversed(trials)}
     return ComparisonSummary(
         title=f"comparison of {'; '.join(labels)}",
         verdict=verdict,
@@ -294,7 +294,7 @@ def _make_table(
             continue
         hours = [t.device_hours for t in variant_trials if t.device_hours is not None]
         final = [loss for (w, _), loss in losses.final.items() if w == v]
-        plan = read_json(Path(variant_trials[0].folder) / "plan.json")
+        plan = read_json(Path(variant_trials[0].run_dir) / "plan.json")
         cells = [
             label,
             str(len(variant_trials)),

@@ -93,6 +93,8 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
     """Compare the directories of two runs.
 
     Args:
+        run_a: directory of the first run.
+        run_b: directory of the second run.
         tolerance: largest relative difference that counts as rounding.
 
     Raises:

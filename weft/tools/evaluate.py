@@ -60,8 +60,13 @@ def evaluate_sources(
     """Evaluate the checkpoint on each source of a dataset; every rank must call this.
 
     Args:
+        checkpoint: weights to evaluate.
+        job: keys of the evaluation.
+        plan: the plan of ``job``.
+        dataset: its sources are evaluated.
         sequences: maximum per source and split, evenly spaced.  With fewer than all, the loss and
             bits per byte are estimates.
+        rank: this process and its device.
         include_train: evaluate the train split, too, of a dataset that the model has not seen.
         report: called with the progress, in sequences.
 

@@ -63,6 +63,9 @@ def compare(
     """Run the missing trials of a comparison, and summarize all trials.
 
     Args:
+        directory: directory of the comparison; created if necessary.
+        variants: variants to compare; the first one is the baseline.
+        settings: number of repeats, margin of equivalence, and price.
         log: called with lines of progress.
 
     Returns:
@@ -147,8 +150,13 @@ def run_trials(
     A variant that fails does not run again in this call; the next call retries it.
 
     Args:
+        directory: directory of the comparison.
+        variants: all variants; those without a plan do not run.
         results: of the finished trials; this function appends new ones.
+        repeats: number of runs of each variant.
+        log: called with lines of progress.
         save: called after each trial.
+        signals: counts received stop signals.
     """
     runnable = [index for index, variant in enumerate(variants) if variant.plan is not None]
     recipes = {index: recipe_path(directory, index, variants[index].label) for index in runnable}

@@ -83,6 +83,7 @@ def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> 
     """Load the text format of a run; see `weft.data.document_tokens`.
 
     Args:
+        checkpoint: a checkpoint of the run.
         template: for conversations: path of a chat template, or auto for the run's own.
 
     Raises:
@@ -239,6 +240,10 @@ def generate(
     Every rank of the model must call this with the same sequences, and gets the same texts.
 
     Args:
+        model: model on this rank.
+        chat_format: tokenizer, end tokens and context length.
+        sequences: sequences to extend; changed in place.
+        sampling: temperature, filters, stop texts and maximum number of tokens.
         cached: False recomputes all tokens in every step; tests compare both.
     """
     longest = max(sequence.length for sequence in sequences) + sampling.max_tokens

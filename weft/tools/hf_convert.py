@@ -282,7 +282,9 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     """
     if not source.is_dir():
         rule = "is not a directory" if source.exists() else "does not exist"
-        raise InvalidConfig([ConfigError("folder", str(source), rule, "give a model's directory")])
+        raise InvalidConfig(
+            [ConfigError("directory", str(source), rule, "give a model's directory")]
+        )
     problems: list[ConfigError] = []
     config, kind = None, None
     tree = _read_json(source / "config.json", problems)
@@ -335,7 +337,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
                 lambda done: report(Progress(message, done, num_bytes)),
             )
         except UnrepresentableValue as error:
-            raise InvalidConfig([ConfigError("folder", str(source), str(error))]) from error
+            raise InvalidConfig([ConfigError("directory", str(source), str(error))]) from error
         (directory / SOURCE_DIR).mkdir()
         for name, target in [(n, f"{SOURCE_DIR}/{n}") for n in companions] + [
             ("tokenizer.json",) * 2

@@ -106,6 +106,8 @@ def plan_inference(
     """Plan inference: one process, or the layout of the overrides.
 
     Args:
+        checkpoint: weights of the model.
+        overrides: keys from the command line.
         problems: earlier errors of the command line.
         allowed: prefixes of the keys that may be overridden.
         for_generation: plan generation, which supports neither pipeline nor context parallelism.

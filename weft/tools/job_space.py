@@ -282,6 +282,8 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Ra
     """Draw the job of an index, a pure function of the arguments.
 
     Args:
+        seed: seed of the sequence of jobs.
+        index: index of the job in the sequence.
         pinned: overrides that every job has.
         ranks: maximum number of ranks.
 
@@ -368,7 +370,11 @@ def _make_valid(
     """Return keys to their defaults until the rules accept the job.
 
     Args:
+        overrides: keys of the drawn job.
         levels: keys that return last; those of the first level after all others.
+        ranks: maximum number of ranks.
+        rng: random generator of the job.
+        refusals: gets an entry for each rejected job.
     """
     attempt = 0
     while True:

@@ -93,6 +93,9 @@ def run_ranks(
     """Call ``function(*args)`` on every rank of a new gloo process group.
 
     Args:
+        function: called on every rank; the forked processes inherit it, so it need not pickle.
+        *args: inherited, too.
+        world_size: number of ranks.
         timeout: seconds until all are killed.
 
     Returns:

@@ -73,7 +73,9 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     """Write the adapters of a LoRA run's checkpoint as a directory that PEFT loads.
 
     Args:
+        checkpoint: a checkpoint of a LoRA run.
         out: a directory that does not exist; it appears when complete.
+        dtype: dtype of the written matrices.
 
     Returns:
         A message for the user.

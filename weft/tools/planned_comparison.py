@@ -78,7 +78,10 @@ def compare_plans(
     """Predict every variant and compare the predictions.
 
     Args:
-        recipes, vary, overrides, problems: see `read_variants`.
+        recipes: see `read_variants`.
+        vary: see `read_variants`.
+        overrides: see `read_variants`.
+        problems: see `read_variants`.
         cluster: see `weft.plan.plan_text.plan_recipe`.
         price: of a device-hour.
         out: directory for the results, if any.

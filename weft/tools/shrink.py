@@ -103,7 +103,8 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     """Return the smallest case of a job's layout.
 
     Args:
-        job, plan: of the recipe; see `plan_for_recipe`.
+        job: keys of the recipe.
+        plan: the plan of ``job``; see `plan_for_recipe`.
         ranks: maximum number of ranks.
         steps: training steps.
         keep: keys that are not changed, among ``compile.enable`` and those of ``precision``.
@@ -195,6 +196,7 @@ def plan_resume_layout(
     """Plan another layout of a case, from one process with some keys changed.
 
     Args:
+        case: the case that saves the checkpoint.
         layout: keys of `LAYOUT_KEYS` with their values as text.
         ranks: maximum number of ranks.
 

@@ -119,6 +119,8 @@ def pairs_needed(
     pairs, so the result is an indication.
 
     Args:
+        differences: one difference per present pair; at least two.
+        margin: margin of equivalence, in the unit of ``differences``.
         level: significance level of each test; for several comparisons, `SIGNIFICANCE` divided by
             their number, the first level of Holm's procedure.
 

@@ -34,7 +34,7 @@ class Trial:
     variant: int
     repeat: int
     seed: int
-    folder: str  # the run directory
+    run_dir: str
     devices: int  # ranks
     num_params: int
     records: int  # number of records after warm-up
@@ -48,6 +48,7 @@ class Trial:
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
+        """Tokens per second, divided by the number of ranks."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
 
     @property
@@ -63,8 +64,7 @@ def measure_trial(
 ) -> Trial:
     """Measure a finished run.
 
-    Args:
-        plan: the run's ``plan.json``.
+    ``plan`` is the run's ``plan.json``.
     """
     with reading(directory / "metrics.jsonl"):
         return _measure(variant, repeat, seed, directory, plan)
@@ -86,7 +86,7 @@ def _measure(
         variant=variant,
         repeat=repeat,
         seed=seed,
-        folder=str(directory),
+        run_dir=str(directory),
         devices=plan["world_size"],
         num_params=plan["num_params"],
         records=len(warm),
@@ -146,7 +146,7 @@ class TrialLosses:
 def collect_losses(trials: Sequence[Trial]) -> TrialLosses:
     """Collect the losses at the largest number of tokens that every trial has reached."""
     records = {
-        (t.variant, t.repeat): read_records(Path(t.folder) / "metrics.jsonl") for t in trials
+        (t.variant, t.repeat): read_records(Path(t.run_dir) / "metrics.jsonl") for t in trials
     }
     tokens = min(trial.tokens for trial in trials)
 

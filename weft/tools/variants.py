@@ -112,6 +112,7 @@ def read_variants(
     """Read every recipe with every combination of values.
 
     Args:
+        recipes: names or paths of recipes.
         vary: keys, each with its values.
         overrides: of all variants.
         problems: earlier errors of the command line.
@@ -168,6 +169,8 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, P
 
     Args:
         out: directory of the comparison.
+        recipe: see `read_job`.
+        overrides: see `read_job`.
 
     Raises:
         InvalidConfig: with every reason why the variant cannot run.

@@ -70,8 +70,10 @@ def compare_variants(
     """Compare each variant that has trials with the first of them.
 
     Args:
+        trials: trials of all variants.
         losses: None without trials.
-        margin: margin of equivalence, in nats; if ``relative``, a fraction of the baseline's loss.
+        margin: margin of equivalence, in nats or as a fraction.
+        relative: ``margin`` is a fraction of the baseline's loss.
         other_losses: variants whose losses cannot be compared with the baseline's.
     """
     variants = sorted({trial.variant for trial in trials})
@@ -132,6 +134,8 @@ def _make_claims(
 
     Args:
         differences: of each variant from the baseline, one per pair.
+        tests: each returns a p-value of one variant's differences.
+        make_claim: called with the differences and the corrected p-value of each test.
     """
     testable = {v: values for v, values in differences.items() if len(values) > 1}
     p_values = zip(
@@ -191,6 +195,9 @@ def speed_sentence(
     """Phrase the claim about the speed of variant ``name``.
 
     Args:
+        claim: the claim to phrase.
+        name: name of the variant.
+        baseline: name of the baseline.
         unit: '' or ' per device'.
         num_comparisons: number of p-values that were corrected together.
         steps: a phrase for the spread of step times within a run; '' if unknown.
@@ -236,7 +243,10 @@ def loss_sentence(
     """Phrase the claim about the loss of variant ``name``.
 
     Args:
+        result: has the claim to phrase.
         kind: validation or train.
+        name: name of the variant.
+        baseline: name of the baseline.
         baseline_loss: the baseline's mean loss, in nats; differences are fractions of it.
     """
     claim = result.loss

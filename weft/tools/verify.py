@@ -198,6 +198,7 @@ def verify(
     """Train a job's layout and one process, both shrunk, and compare them.
 
     Args:
+        job: the job whose layout is verified.
         ranks: maximum number of processes.
         steps: optimizer steps.
         keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.

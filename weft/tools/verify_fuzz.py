@@ -236,6 +236,8 @@ def fuzz(
     """Verify the jobs 0 to ``count - 1`` of a seed.
 
     Args:
+        count: number of jobs.
+        settings: seed, pinned keys, and number of ranks.
         log_path: a file of JSON lines; the jobs in it do not run again.
         minutes: no job starts after them; 0: no limit.
         log: called with a line per job and the summary.

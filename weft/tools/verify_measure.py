@@ -123,6 +123,8 @@ def measure_rank(
     """Train ``job.train.steps`` steps on this rank of the process group.
 
     Args:
+        job: the shrunk job.
+        plan: the plan of ``job``.
         directory: for checkpoints and the reference tensors, which the process of world size 1
             writes; it must be called first.
         corrupt: called with the built layout and the plan.
@@ -361,6 +363,8 @@ def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> Tens
     """Compare two unsharded tensors.
 
     Args:
+        actual: tensor of the layout.
+        expected: tensor of one process, of the same shape.
         max_abs: largest entry of all tensors of this kind.  A tensor far below it, such as the
             gradient of keys where a query sees one key only, is zero up to rounding: its error is
             relative to ``max_abs``.
