@@ -62,7 +62,7 @@ def build_model(megabytes: int) -> tuple[Built, int]:
     assert not problems, problems
     plan = resolve(job, Machine("cpu", devices=len(os.sched_getaffinity(0)), world_size=1))
     torch.set_num_threads(plan.num_threads)
-    built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
+    built = build(plan, Rank(0, 0, 1, torch.device("cpu")))
     return built, 12 * plan.num_params
 
 
@@ -70,7 +70,7 @@ def step(built: Built) -> float:
     """One optimizer step; its seconds."""
     began = time.perf_counter()
     tokens_BT = torch.randint(0, 1024, (2, 256))
-    built.engine.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
+    built.train_step.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
     built.optimizer.step()
     built.optimizer.zero_grad()
     return time.perf_counter() - began
@@ -137,7 +137,7 @@ def main() -> None:
             for kind, saver in list(savers.items())[:: 1 if round_ % 2 else -1]:
                 os.sync()  # what others have left to be written
                 began = time.perf_counter()
-                saver.save(built.parts, built.optimizer, {"step": round_ + 1})
+                saver.save(built.model_parts, built.optimizer, {"step": round_ + 1})
                 stall = time.perf_counter() - began
                 steps = 0
                 while (saver._thread and saver._thread.is_alive()) or steps < options.steps:
@@ -158,7 +158,7 @@ def main() -> None:
             read = plain_read(plain)
             path = checkpoint_path(home / "waiting", round_ + 1)
             began = time.perf_counter()
-            load_checkpoint(path, built.parts, built.optimizer)
+            load_checkpoint(path, built.model_parts, built.optimizer)
             if round_:
                 note("disk: write", wrote)
                 note("disk: read", read * size / (size // BLOCK * BLOCK))
@@ -173,7 +173,7 @@ def main() -> None:
         pairs = zip(seconds[part], seconds[whole], strict=True)
         return statistics.median(p / w for p, w in pairs)
 
-    params = sum(param.numel() for _, param in trainable_parameters(built.parts))
+    params = sum(param.numel() for _, param in trainable_parameters(built.model_parts))
     print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}")
     print(
         f"{params / 1e6:.1f} M parameters, {size / 2**20:.0f} MiB a checkpoint, "

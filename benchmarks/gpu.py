@@ -295,7 +295,7 @@ def probe(tiny: bool) -> dict[str, Any]:
         pairs |= {"precision.compute_dtype": "bfloat16", "run.dir": "/nonexistent"}
         job, _, problems = read_job("demo", list(pairs.items()))
         assert not problems, problems
-        return estimate_memory_bytes(job, resolve(job, machine)) or 0.0
+        return estimate_memory_bytes(resolve(job, machine)) or 0.0
 
     room = USABLE_MEMORY * (machine.memory_bytes or 0)
     fitting = [layers for layers in range(1, 33) if needs(layers) <= room]

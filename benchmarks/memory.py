@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from weft.config.reader import read_job
-from weft.config.schema import Job
 from weft.data.loader import Batch
 from weft.estimate.forecast import forecast
 from weft.plan.resolve import Machine, Plan, resolve
@@ -60,7 +59,7 @@ WAYS = {
 }
 
 
-def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Job, Plan, Machine]:
+def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Plan, Machine]:
     overrides = {
         "model.preset": options.preset,
         "model.num_layers": str(options.layers),
@@ -74,7 +73,7 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Job, Plan
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
     machine = replace(detect_machine("auto"), world_size=1, local_world_size=1)
-    return job, resolve(job, machine), machine
+    return resolve(job, machine), machine
 
 
 def predicted(options: argparse.Namespace, way: dict[str, str]) -> float:
@@ -83,15 +82,15 @@ def predicted(options: argparse.Namespace, way: dict[str, str]) -> float:
 
 
 def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
-    job, plan, _ = planned(options, way)
+    plan, _ = planned(options, way)
     device = torch.device(plan.device)
     torch.set_num_threads(plan.num_threads)
-    return build(job, plan, Rank(0, 0, 1, device)), device
+    return build(plan, Rank(0, 0, 1, device)), device
 
 
 def step(built: Built, tokens_BT: torch.Tensor) -> float:
     began = time.perf_counter()
-    built.engine.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
+    built.train_step.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
     built.optimizer.step()
     built.optimizer.zero_grad()
     if tokens_BT.device.type == "cuda":
@@ -106,7 +105,7 @@ def peak(built: Built, tokens_BT: torch.Tensor) -> float:
         step(built, tokens_BT)
         return torch.cuda.max_memory_allocated() / 2**20
     tracker = MemTracker()
-    tracker.track_external(*built.parts, built.optimizer)
+    tracker.track_external(*built.model_parts, built.optimizer)
     with tracker:
         step(built, tokens_BT)
     return float(tracker.get_tracker_snapshot("peak")[tokens_BT.device]["Total"]) / 2**20
@@ -131,7 +130,7 @@ def main() -> None:
     for round_ in range(options.rounds):
         for name, way in WAYS.items():  # one at a time is there
             built, device = build_one(options, way)
-            params = sum(p.numel() for part in built.parts for p in part.parameters())
+            params = sum(p.numel() for part in built.model_parts for p in part.parameters())
             tokens_BT = torch.randint(0, 512, (options.rows, options.seq_len), device=device)
             step(built, tokens_BT)  # compiles, chooses, allocates
             if round_ == 0:

@@ -39,9 +39,9 @@ from typing import Any
 import torch
 
 from weft.config.schema import Job
-from weft.monitor.faults import activity
-from weft.monitor.spans import Spans, read_spans, span, spans_path
+from weft.monitor.spans import SpanWriter, read_spans, span, spans_path
 from weft.monitor.step_record import StepRecord
+from weft.monitor.step_timer import PHASES
 from weft.tools.statistics import confidence_interval
 
 WARM = 40  # steps that are left out
@@ -119,13 +119,13 @@ def train(folder: Path, steps: int, workers: int) -> None:
 
 def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
     """From where each step waits for its data to where the next one does."""
-    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == activity("step")}
+    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == PHASES["data"].activity}
     return {a: (began[b] - began[a]) / 1e6 for a, b in pairwise(sorted(began)) if b == a + 1}
 
 
 def span_seconds(folder: Path, count: int = 20000) -> float:
     """Of one span, noted and written."""
-    spans = Spans(spans_path(folder, 0), 0)
+    spans = SpanWriter(spans_path(folder, 0), 0)
     began = time.perf_counter()
     for _ in range(count):
         with span("a span"):

@@ -89,12 +89,12 @@ def _rank(
     torch.set_num_threads(plan.num_threads)
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=options.ranks)
-    built = build(job, plan, Rank(rank, rank, options.ranks, device))
+    built = build(plan, Rank(rank, rank, options.ranks, device))
     tokens = torch.randint(0, 4096, (2, 256), device=device)
     batch = Batch(tokens, tokens, None, None)
 
     def step() -> None:
-        built.engine.forward_backward([batch])
+        built.train_step.forward_backward([batch])
         built.optimizer.step()
         built.optimizer.zero_grad()
 

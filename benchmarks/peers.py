@@ -266,28 +266,30 @@ def weft(work: Work) -> None:
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
     from weft.train import loop
+    from weft.train import run as weft_run
     from weft.train.setup import Built, connect
 
-    patched: Any = loop  # what it has imported is replaced
-    build, reach = patched.build, patched.reach
+    in_run: Any = weft_run  # their imported names are replaced
+    in_loop: Any = loop
+    build, enter_phase = in_run.build, in_loop.enter_phase
 
     def build_and_watch(*args: Any) -> Built:
         built: Built = build(*args)
-        (model,) = built.parts
+        (model,) = built.model_parts
         work.turn.watch(model, model, work)
         return built
 
-    def reach_and_wait(site: str, *args: Any, **kwargs: Any) -> None:
-        if site == "step":
+    def enter_and_wait(name: str, step: int | None = None) -> None:
+        if step is not None:
             work.turn()
-        reach(site, *args, **kwargs)
+        enter_phase(name, step)
 
-    patched.build, patched.reach = build_and_watch, reach_and_wait
-    heartbeat.start(work.rank, None, LOG)
+    in_run.build, in_loop.enter_phase = build_and_watch, enter_and_wait
+    heartbeat.start_heartbeat(work.rank, None, LOG)
     text = open_dataset((work.folder.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
     with connect(work.plan) as rank, (work.folder / "terminal.txt").open("w") as terminal:
-        loop.train(work.job, work.plan, text, rank, quiet_console(terminal))
+        loop.train(work.plan, text, rank, quiet_console(terminal))
 
 
 def accelerate(work: Work) -> None:

@@ -94,11 +94,11 @@ GAINS = [
 def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
     """Tokens per second and device, traced and by arithmetic."""
     overrides = list((gain.common | changes).items())
-    job, plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
+    _job, plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
-    traced = forecast(job, plan, machine, device).tokens_per_second_per_device
-    sizes, layout = decoder_dims(plan), analytic_layout(job, plan, device)
+    traced = forecast(plan, machine, device).tokens_per_second_per_device
+    sizes, layout = decoder_dims(plan), analytic_layout(plan, device)
     assert traced is not None
     assert sizes is not None
     assert layout is not None

@@ -43,8 +43,8 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.data.loader import Loader, Mixture, TokenChunks
 from weft.data.token_store import TokenStream
-from weft.monitor.anomaly import gather
-from weft.monitor.stragglers import Stragglers, every_rank
+from weft.monitor.anomaly import reduce_result
+from weft.monitor.stragglers import StragglerDetector, gather_rows
 from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import Rank, build
@@ -97,7 +97,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     assert not problems, problems
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     plan = resolve(job, Machine("cpu", devices=1, world_size=ranks, local_world_size=1))
-    parts, mesh, engine, optimizer, _ = build(job, plan, Rank(0, 0, ranks, torch.device("cpu")))
+    _, parts, mesh, train_step, optimizer, _ = build(plan, Rank(0, 0, ranks, torch.device("cpu")))
     start = (time.process_time() - began) * 1e3
 
     stream = TokenStream([np.zeros(8 << 20, np.uint16)])
@@ -118,26 +118,26 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
 
     torch.Tensor.backward = others(torch.Tensor.backward)  # type: ignore[method-assign]
     optimizer.step = others(optimizer.step)  # type: ignore[method-assign]
-    engine._forward = others(engine._forward)  # type: ignore[method-assign]
+    train_step._forward = others(train_step._forward)  # type: ignore[method-assign]
     consumed = 0
     own: list[float] = []
 
     def step() -> None:
         nonlocal consumed
         began, spent["others"] = time.process_time(), 0.0
-        share = engine.forward_backward(loader.get_microbatches(consumed))
-        trial = gather(share, *compute_grad_norm(params))
-        clip_grads_with_norm(params, trial.norm, 1.0)
-        masked_step(optimizer, ~trial.told.isfinite().all())
+        share = train_step.forward_backward(loader.get_microbatches(consumed))
+        result = reduce_result(share, *compute_grad_norm(params))
+        clip_grads_with_norm(params, result.grad_norm, 1.0)
+        masked_step(optimizer, ~result.loss_and_norm.isfinite().all())
         optimizer.zero_grad()
         consumed += ranks
         own.append(time.process_time() - began - spent["others"])
 
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
 
     def judge() -> None:
-        table = every_rank((0.1, 0.1, mesh.coordinates["pp"], mesh.coordinates["cp"], 1.0))
-        stragglers.judge(1, 1.0, [row[:4] for row in table], print)
+        table = gather_rows((0.1, 0.1, mesh.coordinates["pp"], mesh.coordinates["cp"], 1.0))
+        stragglers.check(1, 1.0, [row[:4] for row in table], print)
 
     for _ in range(3):
         step()

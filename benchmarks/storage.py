@@ -67,12 +67,12 @@ class Checkpoints:
 
     def save(self) -> None:
         self.step += 1
-        self.saver.save(self.built.parts, self.built.optimizer, {"step": self.step})
+        self.saver.save(self.built.model_parts, self.built.optimizer, {"step": self.step})
         self.saver.wait()
 
     def load(self) -> None:
         load_checkpoint(
-            checkpoint_path(self.home, self.step), self.built.parts, self.built.optimizer
+            checkpoint_path(self.home, self.step), self.built.model_parts, self.built.optimizer
         )
 
 

@@ -136,34 +136,36 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
     from weft.train import loop
+    from weft.train import run as weft_run
     from weft.train.setup import connect
 
     job, base, plan = job_of(folder, steps)
     (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
     text = prepare_data(job.data, folder / "cache")
-    patched: Any = loop  # what it has imported is replaced
-    build, reach = patched.build, patched.reach
+    in_run: Any = weft_run  # their imported names are replaced
+    in_loop: Any = loop
+    build, enter_phase = in_run.build, in_loop.enter_phase
 
     def build_and_tell(*args: Any) -> Any:
         torch.set_num_threads(1)  # as many as the other; weft has taken all cores
         built = build(*args)
-        named = built.parts[0].named_parameters()
+        named = built.model_parts[0].named_parameters()
         torch.save({n: p.detach().clone() for n, p in named if "lora_" in n}, folder / "new")
         os.replace(folder / "new", folder / "initial.pt")
         return built
 
-    def reach_and_wait(site: str, *args: Any, **kwargs: Any) -> None:
-        if site == "step":
+    def enter_and_wait(name: str, step: int | None = None) -> None:
+        if step is not None:
             turn()
-        reach(site, *args, **kwargs)
+        enter_phase(name, step)
 
-    patched.build, patched.reach = build_and_tell, reach_and_wait
-    heartbeat.start(0, None, 10)
+    in_run.build, in_loop.enter_phase = build_and_tell, enter_and_wait
+    heartbeat.start_heartbeat(0, None, 10)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with connect(plan) as rank, (folder / "terminal.txt").open("w") as terminal:
-        loop.train(job, plan, text, rank, quiet_console(terminal))
+        loop.train(plan, text, rank, quiet_console(terminal))
 
 
 class Rows(torch.utils.data.Dataset):

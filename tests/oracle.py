@@ -778,7 +778,7 @@ def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
     plan = resolve(job, Machine("cpu", devices=1, world_size=1))
     store = case.corpus.write(folder, plan.model.vocab_size, case.held_out)
     text = Dataset(folder, (Source("oracle", 1.0, store),))
-    built = build(job, plan, rank or Rank(0, 0, 1, torch.device("cpu")))
+    built = build(plan, rank or Rank(0, 0, 1, torch.device("cpu")))
     mixtures = {
         split: build_mixture(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
         for split in ("train", "validation")
@@ -791,8 +791,8 @@ def oracle_of(weft: Weft) -> nn.Module:
     """The oracle's model with weft's initial weights, with adapters where weft has some."""
     job, config = weft.job, weft.plan.model
     model = build_theirs(job.model.kind, config)
-    ours = {name: p for part in weft.built.parts for name, p in part.named_parameters()}
-    buffers = dict(weft.built.parts[0].named_buffers())
+    ours = {name: p for part in weft.built.model_parts for name, p in part.named_parameters()}
+    buffers = dict(weft.built.model_parts[0].named_buffers())
     if job.lora.rank:
         from peft import LoraConfig, get_peft_model
 
@@ -855,7 +855,7 @@ class _Comparison:
     def __init__(self, weft: Weft) -> None:
         self.weft, self.job, self.plan = weft, weft.job, weft.plan
         self.built = weft.built
-        self.params = dict(trainable_parameters(weft.built.parts))
+        self.params = dict(trainable_parameters(weft.built.model_parts))
         self.theirs = oracle_of(weft)
         self._gates = self._watch_gates()
         job = self.job
@@ -871,7 +871,7 @@ class _Comparison:
     def run(self) -> Iterator[Departure]:
         yield from self._initial()
         mixture = self.weft.mixtures["train"]
-        engine = self.built.engine
+        engine = self.built.train_step
         references: dict[bytes, Tensor] | None = None
         if self.job.train.objective == "dpo":
             found = list(self._references(mixture))
@@ -908,7 +908,7 @@ class _Comparison:
             yield from self._metrics(step, rows, known)
             norm, _ = compute_grad_norm(params)
             clip_grads_with_norm(params, norm, self.job.optim.max_grad_norm)
-            lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.decay)
+            lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.lr_decay)
             if abs(lr - rate(step, self.job)) > 1e-9 * self.job.optim.lr:
                 yield Departure(
                     "learning rate",
@@ -928,7 +928,7 @@ class _Comparison:
     def _initial(self) -> Iterator[Departure]:
         """docs/models.md: normal with 0.02, cut at three deviations, narrower into the residual."""
         depth = math.sqrt(2 * self.plan.model.num_layers)
-        for part in self.built.parts:
+        for part in self.built.model_parts:
             for name, param in part.named_parameters():
                 value = whole(param).detach()
                 if not value.is_floating_point():
@@ -986,7 +986,7 @@ class _Comparison:
         """Log-probabilities under the initial model; last the mixture that has them, moved."""
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
-        known = log_probs(self.built.engine, pairs, self.plan, self.built.mesh)
+        known = log_probs(self.built, pairs)
         batch = pairs.get_batch(np.arange(len(pairs)))
         rows, _ = read_rows(self.reader, [batch])
         with torch.no_grad():
@@ -1035,7 +1035,7 @@ class _Comparison:
 
     def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
         """Of preferences: margin, accuracy and both rewards, on the mean of the pairs."""
-        sums = self.built.engine.metrics
+        sums = self.built.train_step.metrics
         if sums is None or references is None or self.low:
             return
         with torch.no_grad():
@@ -1086,7 +1086,7 @@ class _Comparison:
     @torch.no_grad()
     def _forward(self, rows: Rows) -> str:
         """The module where the forward pass departs; empty if nowhere."""
-        [model] = self.built.parts
+        [model] = self.built.model_parts
         outs: dict[str, tuple[str, Tensor]] = {}
         theirs: dict[str, Tensor] = {}
         hooks = []
@@ -1137,7 +1137,7 @@ class _Comparison:
 
     def _rope(self, rows: Rows) -> str:
         """Whether the rotary tables are at fault, or attention."""
-        [model] = self.built.parts
+        [model] = self.built.model_parts
         cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
         inner: Any = self.theirs
         inner = inner.base_model.model if hasattr(self.theirs, "peft_config") else inner
@@ -1181,7 +1181,7 @@ class _Comparison:
             return
         buffers = {
             name: buffer
-            for part in self.built.parts
+            for part in self.built.model_parts
             for name, buffer in part.named_buffers()
             if name.endswith("expert_bias")
         }
@@ -1236,7 +1236,7 @@ class _Comparison:
             yield Departure("evaluation data", f"{len(rows.tokens)} rows", "data/loader.py")
         if len(set(members)) != len(members):
             yield Departure("evaluation data", "a row comes twice", "data/loader.py")
-        loss = self.built.engine.evaluate(batches())
+        loss = self.built.train_step.evaluate(batches())
         with torch.no_grad():
             expected = losses_of(self.theirs, rows).sum() / (rows.targets != NONE).sum()
         off = abs(loss - expected.item())

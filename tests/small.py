@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.data.loader import Loader, build_mixture
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Machine, Plan, resolve
+from weft.train import loop
 from weft.train.loop import train
 from weft.train.setup import Rank, build
 
@@ -67,7 +69,19 @@ def this_rank() -> Rank:
 def train_rank(overrides: Overrides, store: str) -> None:
     """Train as weft's own ranks do, but in a process group that is already up."""
     job = small_job(*overrides)
-    train(job, plan_here(job), open_dataset(store), this_rank(), Console(quiet=True))
+    train(plan_here(job), open_dataset(store), this_rank(), Console(quiet=True))
+
+
+def before_each_step(call: Callable[[int], None]) -> None:
+    """Call a function with the number of each step of this process, before the step."""
+    enter_phase = loop.enter_phase
+
+    def enter(name: str, step: int | None = None) -> None:
+        enter_phase(name, step)
+        if step is not None:
+            call(step)
+
+    loop.enter_phase = enter
 
 
 # Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
@@ -85,13 +99,13 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     """
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
-    loss = built.engine.forward_backward(
+    loss = built.train_step.forward_backward(
         loader.get_microbatches(step * job.train.global_batch_size)
     )
     dist.all_reduce(loss)
-    params = dict(trainable_parameters(built.parts))
+    params = dict(trainable_parameters(built.model_parts))
     before = {name: local(param.grad).clone() for name, param in params.items()}
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     norm = clip_grad_norm(params.values(), 1e-3, stages)

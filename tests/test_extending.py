@@ -70,7 +70,7 @@ class Lines:
 def train_mine(recipe: str, folder: str, store: str) -> None:
     job, _, problems = read_job(recipe, [("run.dir", folder)])
     assert problems == []
-    train(job, plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
+    train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
 
 
 @pytest.fixture

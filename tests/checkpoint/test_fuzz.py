@@ -142,7 +142,7 @@ def next_step(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def is_sound(at: TrainState, step: int) -> bool:
-    AnomalyDetector(ResilienceSection(on_anomaly="skip"), at.watch)
+    AnomalyDetector(ResilienceSection(on_anomaly="skip"), at.anomaly_state)
     whole = type(at.step) is type(at.samples) is int
     return whole and at.step == step and step <= at.samples < 2**53
 
@@ -169,7 +169,7 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
     states, watch = {}, {"loss": [5.0, 4.5], "gradient norm": [1.0, 0.9], "in_a_row": 0}
     for step in (1, 2):
         states[step] = next_step(parts, optimizer)
-        manifest = {"step": step, "samples": 8 * step, "watch": watch, "mesh": {"pp": 1}}
+        manifest = {"step": step, "samples": 8 * step, "anomaly_state": watch, "mesh": {"pp": 1}}
         saver.save(parts, optimizer, manifest, persistent=step == 1 or not local)
         saver.close()
     newest = home / "step-00000002"

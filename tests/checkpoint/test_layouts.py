@@ -56,11 +56,11 @@ def hand_on(
     """
     job = small_job(*overrides)
     found, at = [], TrainState(0, first)
-    built = build(job, plan_here(job), this_rank())
+    built = build(plan_here(job), this_rank())
     for number, source in enumerate(sources):
         if number:
-            built = build(job, plan_here(job), this_rank())
-        at = resume(Path(source) / "checkpoints", "off", built.parts, built.optimizer, never)
+            built = build(plan_here(job), this_rank())
+        at = resume(Path(source) / "checkpoints", "off", built.model_parts, built.optimizer, never)
         found.append(check(job, built, at, store, Path(source)))
     if not target:
         return found
@@ -71,7 +71,7 @@ def hand_on(
     built.optimizer.zero_grad()
     at = TrainState(at.step + 1, at.samples + BATCH)
     manifest = at.manifest(plan_here(job), open_dataset(Path(store)))
-    save(Path(target) / "checkpoints", built.parts, built.optimizer, manifest, keep=1)
+    save(Path(target) / "checkpoints", built.model_parts, built.optimizer, manifest, keep=1)
     state = in_memory(built)
     said = {"at": at, "state": state, "loss": backward(job, built, at, store)}
     torch.save(said | {"grads": gradients(built)}, f"{target}/rank-{dist.get_rank()}.pt")
@@ -108,7 +108,7 @@ def noted(source: Path) -> dict[str, Any]:
 
 
 def in_memory(built: Built) -> Tensors:
-    state = model_state(built.parts) | optimizer_state(built.parts, built.optimizer)
+    state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
     return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
@@ -116,13 +116,13 @@ def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
     """The loss of the step that comes next, whose gradients are there then."""
     built.optimizer.zero_grad()
     loader = loader_of(job, plan_here(job), store, built.mesh)
-    loss = built.engine.forward_backward(loader.get_microbatches(at.samples))
+    loss = built.train_step.forward_backward(loader.get_microbatches(at.samples))
     dist.all_reduce(loss)
     return loss.item()
 
 
 def gradients(built: Built) -> Tensors:
-    return {name: whole(p.grad).clone() for name, p in trainable_parameters(built.parts)}
+    return {name: whole(p.grad).clone() for name, p in trainable_parameters(built.model_parts)}
 
 
 def never(text: str) -> None:

@@ -217,12 +217,12 @@ def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) ->
 def bytes_read(folder: str) -> tuple[int, int]:
     """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
-    built = build(job, plan_here(job), this_rank())
+    built = build(plan_here(job), this_rank())
     saver = CheckpointManager(Path(folder), keep_latest=1)
-    for param in (p for part in built.parts for p in part.parameters()):
+    for param in (p for part in built.model_parts for p in part.parameters()):
         param.grad = torch.ones_like(param)
     built.optimizer.step()
-    saver.save(built.parts, built.optimizer, {"step": 1, "samples": 8})
+    saver.save(built.model_parts, built.optimizer, {"step": 1, "samples": 8})
     saver.wait()
 
     def counted() -> int:
@@ -230,7 +230,7 @@ def bytes_read(folder: str) -> tuple[int, int]:
         return int(dict(line.split(": ") for line in lines)["rchar"])
 
     before = counted()
-    load_checkpoint(list_checkpoints(Path(folder))[0], built.parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[0], built.model_parts, built.optimizer)
     read = counted() - before
     size = sum(path.stat().st_size for path in Path(folder).rglob("shard-*"))
     return read, size

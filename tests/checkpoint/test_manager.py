@@ -34,7 +34,7 @@ JOB = [("run.dir", "/nonexistent")]
 def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
     """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
     job = small_job(*JOB, *overrides)
-    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     for _, param in trainable_parameters(parts):
         param.grad = torch.full_like(param.data, value)
     optimizer.step()
@@ -62,7 +62,7 @@ def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, 
 
 def load_newest(folder: str) -> dict[str, torch.Tensor]:
     job = small_job(*JOB)
-    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     load_checkpoint(list_checkpoints(Path(folder))[-1], parts, optimizer)
     return everything(parts, optimizer)
 
@@ -184,7 +184,7 @@ def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
 def load_damaged(folder: str) -> str:
     (path,) = list_checkpoints(Path(folder))
     job = small_job(*JOB, ("model.dim", "64"))
-    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, parts, optimizer)
     return str(caught.value)

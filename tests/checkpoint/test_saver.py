@@ -19,6 +19,7 @@ from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import ROOT, RankError, run_ranks
 from tests.small import (
     Overrides,
+    before_each_step,
     newest_state,
     plan_here,
     read_state,
@@ -45,7 +46,7 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.checkpoint.storage import put_if_absent
 from weft.config.schema import CheckpointSection
 from weft.data.dataset import open_dataset
-from weft.monitor.faults import install_faults, listeners
+from weft.monitor.faults import install_faults
 from weft.train.loop import train
 
 
@@ -140,7 +141,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), console)
+        train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
 
 def steps_saved(run: Path) -> list[int]:
@@ -439,11 +440,11 @@ def train_and_delete(overrides: Overrides, store: str, said: str) -> None:
     """Train; the checkpoints' folder is deleted in step 5."""
     home = Path(dict(overrides)["run.dir"]) / "checkpoints"
 
-    def delete(site: str, step: int | None) -> None:
+    def delete(step: int) -> None:
         if step == 5 and this_rank().rank == 0:
             shutil.rmtree(home)
 
-    listeners.append(delete)
+    before_each_step(delete)
     train_and_listen(overrides, store, said)
 
 

@@ -27,7 +27,7 @@ from weft.cluster import HUNG
 from weft.cluster.hang import inspect_run, parse_flight_recorder
 from weft.cluster.watchdog import OpenCollective, RankState, diagnose_hang, write_evidence
 from weft.config.errors import InvalidConfig
-from weft.monitor.heartbeat import process_began, ranks_text
+from weft.monitor.heartbeat import format_ranks, process_start_ticks
 from weft.parallel.private_hooks import configure_flight_recorder
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -74,7 +74,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(timeout=60)
     deadline = time.monotonic() + 60
-    while any(process_began(rank) for rank in ranks):
+    while any(process_start_ticks(rank) for rank in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -183,7 +183,7 @@ def test_debug_hang_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["hang", str(tmp_path)]) == 2
-    assert "is not the folder of a run; name the one with job.toml" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- the pieces
@@ -347,4 +347,4 @@ def test_ranks_text_abbreviates_sequences() -> None:
         ([0, 2, 4], "ranks 0, 2, 4"),
         ([0, 2, 4, 6, 8, 10], "ranks 0, 2, 4, ... 10"),
     ):
-        assert ranks_text(ranks) == text
+        assert format_ranks(ranks) == text

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from weft.monitor.heartbeat import process_began
+from weft.monitor.heartbeat import process_start_ticks
 
 SCRIPT = """
 import sys
@@ -23,10 +23,10 @@ def test_run_on_all_ranks_killed_command_leaves_no_ranks() -> None:
     command = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert command.stdout is not None
     child = int(command.stdout.readline())
-    assert process_began(child)
+    assert process_start_ticks(child)
     command.kill()
     command.wait()
     deadline = time.monotonic() + 20
-    while process_began(child):
+    while process_start_ticks(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -51,5 +51,5 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
 
 
 def test_rollback_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="is not the folder of a run"):
+    with pytest.raises(InvalidConfig, match="is not a run directory"):
         rollback(tmp_path / "nothing", 7)

@@ -26,7 +26,7 @@ from weft.cluster.watchdog import (
     diagnose_hang,
     parse_main_stack,
 )
-from weft.monitor.heartbeat import Contact, beat, measured, start, step_limit
+from weft.monitor.heartbeat import Contact, beat, record_step_seconds, start_heartbeat, step_limit
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -219,7 +219,7 @@ def seen(rank: int, **changes: object) -> RankState:
     """A rank that waits in all_reduce no. 42."""
     values = {
         "step": 7,
-        "site": "forward_backward",
+        "phase": "forward_backward",
         "seconds": 5.0,
         "state": "S (sleeping)",
         "channel": "futex_wait",
@@ -244,13 +244,13 @@ VERDICTS = [
         "the other waits in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0, state="D (disk sleep)", channel="nfs_wait", site="checkpoint.manifest", stack=[])],
+        [seen(0, state="D (disk sleep)", channel="nfs_wait", phase="checkpoint", stack=[])],
         [0],
         "rank 0 is missing: it waits in the kernel for a disk or device (nfs_wait) in step 7, "
         "saving a checkpoint",
     ),
     (
-        [seen(0, calls=[], stack=HERE, site="step"), seen(1)],
+        [seen(0, calls=[], stack=HERE, phase="data"), seen(1)],
         [0],
         "rank 0 is missing: it is in no collective, at me/mine/loader.py:12 in __next__, "
         "in step 7, waiting for data; the other waits in all_reduce no. 42 of all ranks",
@@ -292,47 +292,47 @@ def test_step_limit_depends_on_the_measured_step() -> None:
 
 def say_where() -> list[tuple[int, float, str]]:
     """What others read of this process, after some sites."""
-    contact = start(0, 5.0, 10)
+    contact = start_heartbeat(0, 5.0, 10)
     heard = []
 
     def look() -> None:
-        line = Path(f"/proc/self/fd/{contact.line}").read_text().split()
+        line = Path(f"/proc/self/fd/{contact.heartbeat}").read_text().split()
         assert 0 <= time.monotonic() - float(line[0]) < 60
         heard.append((int(line[1]), float(line[2]), line[3]))
 
     look()
-    beat("step", 7)
+    beat("data", 7)
     look()
-    measured(0.1)
+    record_step_seconds(0.1)
     beat("forward_backward")
     look()
-    beat("checkpoint.rename")
+    beat("checkpoint")
     look()
-    beat("step", 8)
+    beat("data", 8)
     look()
     return heard
 
 
-def test_beat_writes_step_limit_and_site() -> None:
+def test_beat_writes_step_limit_and_phase() -> None:
     (heard,) = run_ranks(say_where, 1)
     assert heard == [
         (0, 600.0, "start"),
-        (7, 600.0, "step"),  # the first one may compile
+        (7, 600.0, "data"),  # the first one may compile
         (7, 5.0, "forward_backward"),
-        (7, 600.0, "checkpoint.rename"),
-        (8, 5.0, "step"),
+        (7, 600.0, "checkpoint"),
+        (8, 5.0, "data"),
     ]
 
 
 def watch_myself() -> list[bool]:
-    contact = start(0, 5.0, 10)
-    measured(0.1)
+    contact = start_heartbeat(0, 5.0, 10)
+    record_step_seconds(0.1)
     probe = RankProbe(Contact(*contact))
     late = []
     for seconds in (0.0, 0.2, 4.9, 0.2):
-        beat("step", 1) if not late else None
+        beat("data", 1) if not late else None
         late.append(probe.is_late(seconds))
-    beat("step", 2)
+    beat("data", 2)
     late.append(probe.is_late(100.0))  # a new line is never late
     return late
 

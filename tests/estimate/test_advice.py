@@ -31,14 +31,14 @@ def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machi
 def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
     """What is predicted, what is advised, and what is predicted of a change."""
     job, plan, machine, device = planned(recipe, cluster, text)
-    prediction = forecast(job, plan, machine, device)
+    prediction = forecast(plan, machine, device)
 
     def after(advice: Advice) -> Forecast:
         changed = apply_change(job, advice.change)
         assert changed is not None
-        return forecast(changed, resolve(changed, machine), machine, device)
+        return forecast(resolve(changed, machine), machine, device)
 
-    return prediction, advise(job, plan, machine, device, prediction), after
+    return prediction, advise(plan, machine, device, prediction), after
 
 
 # --------------------------------------------------------------------------- what does not fit
@@ -196,13 +196,13 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
         *text.items(),
     ]  # two ranks, but eight with rows of one
     here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
-    job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
+    _job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
     assert (machine.world_size, plan.world_size) == (None, 2)
     device = match_device(machine.device_name)
     assert device is not None
-    prediction = forecast(job, plan, machine, device)
-    found = advise(job, plan, machine, device, prediction)
-    assert found == advise(job, plan, replace(machine, world_size=2), device, prediction)
+    prediction = forecast(plan, machine, device)
+    found = advise(plan, machine, device, prediction)
+    assert found == advise(plan, replace(machine, world_size=2), device, prediction)
     assert found
 
 
@@ -210,8 +210,8 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
 
 
 def tried(cluster: str, text: str = "") -> list[dict[str, Any]]:
-    job, plan, machine, _ = planned("llama3-8b", cluster, text)
-    return list(candidate_changes(job, plan, machine))
+    _job, plan, machine, _ = planned("llama3-8b", cluster, text)
+    return list(candidate_changes(plan, machine))
 
 
 def test_changes_are_only_those_that_the_device_supports() -> None:
@@ -239,7 +239,7 @@ def test_changes_differ_from_the_job() -> None:
     ):
         job, plan, machine, _ = planned("llama3-8b", "1x8xH200", text)
         now = job.model_dump()
-        for change in candidate_changes(job, plan, machine):
+        for change in candidate_changes(plan, machine):
             changed = apply_change(job, change)
             assert changed is not None
             assert changed.model_dump() != now

@@ -81,7 +81,7 @@ FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
 def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     """The run's own time comes out; other layouts move as far; other devices do not move."""
     job, plan, machine = h100(*FEW)
-    before = forecast(job, plan, machine, device_spec(plan, machine))
+    before = forecast(plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
     assert before.time_breakdown is not None
     wanted = 1.3 * before.step_seconds
@@ -97,7 +97,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     )
     path = save_calibration(found)
     assert path == user_cluster_files()[1]
-    after = forecast(job, plan, machine, device_spec(plan, machine))
+    after = forecast(plan, machine, device_spec(plan, machine))
     assert after.step_seconds == pytest.approx(wanted, rel=1e-3)
     assert after.error < before.error
     h200 = replace(machine, device_name="NVIDIA H200", memory_bytes=None)
@@ -119,7 +119,7 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     tiny += [("model.num_kv_heads", "8"), ("model.vocab_size", "4096"), ("data.vocab_size", "4096")]
     rows: Overrides = [("train.seq_len", "128"), ("train.global_batch_size", "8")]
     job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "2"), ("compile.enable", "false"))
-    before = forecast(job, plan, machine, device_spec(plan, machine))
+    before = forecast(plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
     run = finished(tmp_path / "run", job, plan, [2 * before.step_seconds] * 9)
     found = calibrate(read_run(run))
@@ -147,7 +147,7 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
         return str(caught.value.problems[0])
 
     job, plan, _ = h100(*FEW)
-    assert "is not the folder of a run" in problem(tmp_path)
+    assert "is not a run directory" in problem(tmp_path)
     short = finished(tmp_path / "short", job, plan, [1.0, 1.0, 1.0])
     assert "has 1 records after the first 2" in problem(short)
     unknown = finished(tmp_path / "unknown", job, plan, [1.0] * 9, devices=["Abacus"])

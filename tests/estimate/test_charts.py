@@ -62,12 +62,12 @@ def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
     schedule = [] if layout == "none" else [("pipeline.schedule", layout)]
     job = small_job(*BASE, *LAYOUTS[layout], *schedule, ("run.device", "cuda"))
     plan = resolve(job, cluster_machine(cluster))
-    return job, plan, forecast(job, plan, cluster_machine(cluster), cluster.device)
+    return job, plan, forecast(plan, cluster_machine(cluster), cluster.device)
 
 
 @lru_cache
 def drawn(layout: str) -> ET.Element:
-    return parsed(render_page(*predicted(layout), layout, "2 nodes of 8 H100"))
+    return parsed(render_page(*predicted(layout)[1:], layout, "2 nodes of 8 H100"))
 
 
 def parsed(html: str) -> ET.Element:
@@ -185,12 +185,12 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
 
 
 def test_page_of_many_actions_stays_small() -> None:
-    job, plan, prediction = predicted("Interleaved1F1B")
+    _job, plan, prediction = predicted("Interleaved1F1B")
     table = build_schedule("1F1B", 32, 1, 256)
     each = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
     many = simulate_pipeline(table, each, 0.001)
     assert len(many) == 32 * 512
-    html = render_page(job, plan, replace(prediction, timeline=many), "many", "actions")
+    html = render_page(plan, replace(prediction, timeline=many), "many", "actions")
     assert len(html.encode()) < 2e6
     assert len(actions(picture(parsed(html), "pipeline"))) == len(many)
 
@@ -297,7 +297,7 @@ def test_rank_chart_of_many_nodes_shows_the_first() -> None:
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_page_is_self_contained_and_readable(layout: str) -> None:
-    html = render_page(*predicted(layout), "<recipe> & more", "a cluster")
+    html = render_page(*predicted(layout)[1:], "<recipe> & more", "a cluster")
     root = parsed(html)
     assert root.findtext("body/h1") == "<recipe> & more on a cluster"
     for outside in ("<script", "href=", "src=", "@import", "url("):
@@ -348,9 +348,9 @@ def everything_fits(svg: ET.Element) -> None:
 
 
 def test_page_of_a_plan_without_times_has_memory_and_ranks() -> None:
-    job, plan, prediction = predicted("Interleaved1F1B")
+    _job, plan, prediction = predicted("Interleaved1F1B")
     plain = replace(prediction, time_breakdown=None, timeline=None, capacity_bytes=None)
-    root = parsed(render_page(job, plan, plain, "recipe", "machine"))
+    root = parsed(render_page(plan, plain, "recipe", "machine"))
     assert [svg.get("id") for svg in root.iter(f"{SVG}svg")] == ["memory", "ranks"]
 
 

@@ -28,16 +28,16 @@ def eight() -> tuple[Job, Plan, Machine, Forecast, list[RankTrace]]:
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
     device = match_device(machine.device_name, machine.memory_bytes)
-    rank_traces = trace_ranks(job, plan)
-    return job, plan, machine, price_traces(job, plan, machine, device, rank_traces), rank_traces
+    rank_traces = trace_ranks(plan)
+    return job, plan, machine, price_traces(plan, machine, device, rank_traces), rank_traces
 
 
 Eight = tuple[Job, Plan, Machine, Forecast, list[RankTrace]]
 
 
 def lines_of(eight: Eight, prediction: Forecast, *advice: Advice) -> list[str]:
-    job, plan, machine, *_ = eight
-    return render_plan(job, plan, machine, "demo", prediction, advice).splitlines()
+    _job, plan, machine, *_ = eight
+    return render_plan(plan, machine, "demo", prediction, advice).splitlines()
 
 
 def column(lines: list[str], head: str) -> dict[str, float]:
@@ -119,8 +119,8 @@ def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> No
 
 
 def test_screen_of_an_unknown_device_predicts_memory_only(eight: Eight) -> None:
-    job, plan, machine, _, rank_traces = eight
-    prediction = price_traces(job, plan, machine, None, rank_traces)
+    _job, plan, machine, _, rank_traces = eight
+    prediction = price_traces(plan, machine, None, rank_traces)
     lines = lines_of(eight, prediction)
     assert lines[3] == "  speed      not predicted: the speed of this device is unknown"
     assert not any("step time" in line for line in lines)
@@ -128,8 +128,8 @@ def test_screen_of_an_unknown_device_predicts_memory_only(eight: Eight) -> None:
 
 
 def test_screen_of_unknown_memory_shows_the_needed_memory(eight: Eight) -> None:
-    job, plan, machine, _, rank_traces = eight
-    prediction = price_traces(job, plan, replace(machine, memory_bytes=None), None, rank_traces)
+    _job, plan, machine, _, rank_traces = eight
+    prediction = price_traces(plan, replace(machine, memory_bytes=None), None, rank_traces)
     assert prediction.fits is None
     (line,) = [line for line in lines_of(eight, prediction) if "memory is unknown" in line]
     assert line.startswith("  memory     needs ")

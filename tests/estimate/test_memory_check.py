@@ -18,7 +18,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.memory_check import predict_run
-from weft.monitor.device_memory import OTHERS, PREDICTION, gib, knobs
+from weft.monitor.device_memory import OTHERS, PREDICTION, memory_remedies, storage_gib
 from weft.plan.devices import Cluster, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
@@ -36,14 +36,14 @@ def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        predict_run(job, plan, machine, force=False)
+        predict_run(plan, machine, force=False)
     (problem,) = caught.value.problems
     return str(problem)
 
 
 def test_expect_far_from_full_is_by_arithmetic() -> None:
-    job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
-    expected, warning = predict_run(job, plan, machine, force=False)
+    _job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
+    expected, warning = predict_run(plan, machine, force=False)
     assert expected is not None
     assert warning == ""
     assert expected.by == "arithmetic"
@@ -61,7 +61,7 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     """The remedy is one: with it the run is not refused any more."""
     rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
-    expected, _ = predict_run(job, plan, machine, force=False)
+    expected, _ = predict_run(plan, machine, force=False)
     assert expected is not None
     assert expected.by == "a trace"
     rows[1] = ("train.microbatch_size", "96")
@@ -71,8 +71,8 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     assert "for activations" in said or "for temporaries" in said or "for allocator" in said
     key, value = said.split("use --")[1].split(" (")[0].split()
     changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
-    predict_run(*changed, force=False)
-    forced, warning = predict_run(job, plan, machine, force=True)
+    predict_run(*changed[1:], force=False)
+    forced, warning = predict_run(plan, machine, force=True)
     assert forced is not None
     assert "may run out of memory" in warning
 
@@ -88,7 +88,7 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     said = refused(job, plan, machine)
     key, value = said.split("use --")[1].split(" (")[0].split()
     job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
-    expected, _ = predict_run(job, resolve(job, machine), machine, force=False)
+    expected, _ = predict_run(resolve(job, machine), machine, force=False)
     assert expected is not None
     assert expected.memory_gib < 1
 
@@ -104,7 +104,7 @@ def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
     overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
     job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
     less = replace(machine, memory_bytes=18 * 2**30)
-    predict_run(job, plan, less, force=False)
+    predict_run(plan, less, force=False)
     assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
 
 
@@ -123,7 +123,7 @@ def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
     job, _, problems = read_job("demo", mine)
     assert not problems
     machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
-    expected, warning = predict_run(job, resolve(job, machine), machine, force=False)
+    expected, warning = predict_run(resolve(job, machine), machine, force=False)
     assert expected is None
     assert warning.startswith("cannot predict the memory of this run: ")
 
@@ -204,13 +204,15 @@ def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_
 
 def test_gib_shared_storage_is_counted_once() -> None:
     whole = torch.zeros(2**18)
-    assert gib([whole, whole[:100], whole.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
+    assert (
+        storage_gib([whole, whole[:100], whole.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
+    )
 
 
 def test_knobs_offer_only_possible_changes() -> None:
-    job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
-    assert not any("microbatch" in knob for knob in knobs(OTHERS, job, plan))
-    assert "--optim.state_dtype 8bit" in knobs("optimizer", job, plan)
+    _job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
+    assert not any("microbatch" in knob for knob in memory_remedies(OTHERS, plan))
+    assert "--optim.state_dtype 8bit" in memory_remedies("optimizer", plan)
     small: Overrides = [*SMALL, ("optim.state_dtype", "8bit")]
-    job = read_job("demo", small)[0]
-    assert "--optim.state_dtype 8bit" not in knobs("optimizer", job, plan)
+    plan = replace(plan, job=read_job("demo", small)[0])
+    assert "--optim.state_dtype 8bit" not in memory_remedies("optimizer", plan)

@@ -44,8 +44,8 @@ def planned(recipe: str) -> tuple[Job, Plan, Machine]:
 def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
     """Its keys agree, its layout and schedule are possible, and arithmetic, which is rougher than a
     trace, sees nothing far off."""
-    job, plan, machine = planned(recipe)
-    expected = estimate_run(job, plan, machine)
+    _job, plan, machine = planned(recipe)
+    expected = estimate_run(plan, machine)
     assert (expected is None) == (recipe in NO_ARITHMETIC)
     if expected is not None:
         capacity = machine.memory_per_rank(plan.local_world_size)
@@ -70,7 +70,7 @@ def test_recipe_in_full_on_its_cluster_fits(recipe: str) -> None:
 
 
 def fits(job: Job, plan: Plan, machine: Machine) -> None:
-    prediction = forecast(job, plan, machine, device_spec(plan, machine))
+    prediction = forecast(plan, machine, device_spec(plan, machine))
     assert prediction.fits
     if plan.device == "cuda":
         assert prediction.mfu is not None

@@ -21,11 +21,11 @@ from weft.config.schema import replace, to_toml
 from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
 from weft.estimate.report_sections import measured_timeline, prediction_sections
-from weft.monitor.html import document
+from weft.monitor.html import render_document
 from weft.monitor.run_reader import RunReader
-from weft.monitor.run_report import FILE
 from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve
+from weft.tools.run_report import REPORT_FILE
 from weft.train.run_dir import write_plan
 
 PIPELINE = [
@@ -58,8 +58,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple
 
 def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
     folder, said = trained
-    assert f"report: {folder / FILE}" in said
-    page = (folder / FILE).read_text()
+    assert f"report: {folder / REPORT_FILE}" in said
+    page = (folder / REPORT_FILE).read_text()
     assert '<span class="state finished">finished</span>' in page
     assert f'id="fact-loss">{records(folder)[-1]["loss"]:.4f}<' in page
     assert "<code>weft report</code>" in page  # six steps are not worth a forecast
@@ -70,13 +70,13 @@ def test_report_predicted_memory_is_of_the_runs_plan(
 ) -> None:
     folder, _ = trained
     assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / FILE}\n"
-    page = (folder / FILE).read_text()
-    job, plan, machine = replan_run(folder, "run")
+    assert capsys.readouterr().out == f"{folder / REPORT_FILE}\n"
+    page = (folder / REPORT_FILE).read_text()
+    _job, plan, machine = replan_run(folder, "run")
     assert (plan.pp, plan.world_size) == (2, 2)
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert machine.memory_bytes == pytest.approx(pages * page_bytes)
-    prediction = forecast(job, plan, machine, None)
+    prediction = forecast(plan, machine, None)
     measured = records(folder)[-1]["memory_peak_gib"]
     predicted = prediction.recorded_bytes / GIB
     row = "".join(
@@ -132,7 +132,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
     assert {s[:4]: s[4:] for s in drawn} == expected
     by_heading = dict(prediction_sections([RunReader(folder)]))
     svg = by_heading["Pipeline schedule, measured in step 5"]
-    page = document("", svg).decode().replace("pipeline-measured", "pipeline")
+    page = render_document("", svg).decode().replace("pipeline-measured", "pipeline")
     boxes = actions(picture(parsed(page), "pipeline"))
     assert len(boxes) == sum(map(len, table.values()))
     (folder / "spans" / "rank-1.json").unlink()
@@ -149,7 +149,7 @@ def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> N
         ]
         (folder / "traces" / f"step-{steps}").mkdir(parents=True)
         summary = folder / "traces" / f"step-{steps}" / "summary.json"
-        summary.write_text(json.dumps({"ranks": rank_traces, "expected": None}))
+        summary.write_text(json.dumps({"ranks": rank_traces, "predicted": None}))
     by_heading = dict(prediction_sections([RunReader(folder)]))
     drawn = by_heading["Time breakdown of a step, measured: step-12-13"]
     assert "Of 250 ms, 80.0% is compute" in drawn

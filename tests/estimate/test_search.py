@@ -62,10 +62,10 @@ def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machi
 def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
     device = machine.spec
     assert device is not None
-    dims, base = decoder_dims(plan), analytic_layout(job, plan, device)
+    dims, base = decoder_dims(plan), analytic_layout(plan, device)
     assert dims is not None
     assert base is not None
-    return list(enumerate_candidates(job, dims, base, plan, machine))
+    return list(enumerate_candidates(dims, base, plan, machine))
 
 
 def with_room(machine: Machine, gib: float) -> Machine:
@@ -101,7 +101,7 @@ def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: 1)
-        return job, plan, machine, search(job, plan, machine, messages.append), messages
+        return job, plan, machine, search(plan, machine, messages.append), messages
 
 
 Tight = tuple[Job, Plan, Machine, SearchResult, list[str]]
@@ -181,7 +181,7 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
     """If no estimate fits, the smallest candidate is traced."""
     job, plan, machine = tight[:3]
     machine = with_room(machine, 1.0)
-    result = search(job, plan, machine)
+    result = search(plan, machine)
     check_sums(result, job, plan, machine)
     assert result.best == ()
     assert result.winner is None
@@ -231,13 +231,13 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     ],
 )
 def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str]) -> None:
-    job, plan, machine = planned(
+    _job, plan, machine = planned(
         cluster, ("precision.float8", own), ("precision.float8_small", "true")
     )
     if cluster == "1x2xMI300X":
-        expected = precisions(job, plan, machine)  # whatever the table says of it
+        expected = precisions(plan, machine)  # whatever the table says of it
         assert expected[0] == "none"
-    assert precisions(job, plan, machine) == expected
+    assert precisions(plan, machine) == expected
 
 
 def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
@@ -301,7 +301,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
     subset = [(name, value.format(folder=tmp_path)) for name, value in overrides]
     batch = [("train.microbatch_size", "2")] if subset else []
     with pytest.raises(InvalidConfig) as caught:
-        search(*planned(cluster, *subset, *batch))
+        search(*planned(cluster, *subset, *batch)[1:])
     (problem,) = caught.value.problems
     assert problem.key == key
     assert rule in problem.rule
@@ -318,7 +318,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
     them, or as good as it, and what was told to need too much memory does."""
     job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
     machine = with_room(machine, gib)
-    result = search(job, plan, machine)
+    result = search(plan, machine)
     check_sums(result, job, plan, machine)
     assert result.winner is not None
     seconds, fitting = [], {}
@@ -350,7 +350,7 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
     gives when it is planned again."""
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
-    result = search(job, plan, machine)
+    result = search(plan, machine)
     assert result.num_considered > 2000
     assert result.winner is not None
     assert len(result.best) >= TRACED_OWN

@@ -74,16 +74,16 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
     job = small_job(*small(layout))
     plan = plan_here(job)
     if mode is None:
-        built = build(job, plan, this_rank())
+        built = build(plan, this_rank())
     else:
-        built, plan = build_fake(job, plan, mode)
+        built, plan = build_fake(plan, mode)
     if job.optim.name == "muon":  # in its first step it asks the others what they hold
         with mode or nullcontext():
             step(built, job, plan)
     if dist.get_rank() not in (0, dist.get_world_size() - 1):  # the ends of every axis do
         step(built, job, plan)
         return {}
-    op_trace = record_step(built, job, plan, mode)
+    op_trace = record_step(built, plan, mode)
     flops: dict[str, float] = {}
     for event in op_trace.events:
         if event.call is not None and event.call.flops:
@@ -122,9 +122,9 @@ def peak_bytes(op_trace: OpTrace) -> int:
 
 def step(built: Built, job: Job, plan: Plan) -> None:
     """Without a look at it."""
-    built.engine.forward_backward(empty_batches(job, plan))
+    built.train_step.forward_backward(empty_batches(plan))
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-    params = [param for _, param in trainable_parameters(built.parts)]
+    params = [param for _, param in trainable_parameters(built.model_parts)]
     clip_grad_norm(params, job.optim.max_grad_norm, stages)
     built.optimizer.step()
     built.optimizer.zero_grad()
@@ -259,11 +259,11 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
     return job, resolve(job, machine)
 
 
-def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[RankTrace]:
+def traced_whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[RankTrace]:
     with monkeypatch.context() as patch:
         patch.setattr(tracing, "shrink_plan", lambda plan, max_count, group_size, all_blocks: plan)
-        patch.setattr(tracing, "fold_stages", lambda job, plan: None)
-        return trace_ranks(job, plan)
+        patch.setattr(tracing, "fold_stages", lambda plan: None)
+        return trace_ranks(plan)
 
 
 def flops_of(trace: RankTrace) -> float:
@@ -284,9 +284,9 @@ def test_traces_extrapolated_step_equals_the_whole_step(
 ) -> None:
     """FLOPs, exchanges and live bytes are exact; but a pipeline's actions have another order in
     the recording: messages and gathered weights may be let go, or made, one action on."""
-    job, plan = planned(layout, blocks, microbatches)
-    short = trace_ranks(job, plan)
-    for extrapolated, full in zip(short, traced_whole(job, plan, monkeypatch), strict=True):
+    _job, plan = planned(layout, blocks, microbatches)
+    short = trace_ranks(plan)
+    for extrapolated, full in zip(short, traced_whole(plan, monkeypatch), strict=True):
         assert len(extrapolated.op_trace.events) < len(full.op_trace.events)
         assert flops_of(extrapolated) == flops_of(full)
         assert communication_by_axis(extrapolated, None) == communication_by_axis(full, None)
@@ -301,8 +301,8 @@ def test_traces_extrapolated_step_equals_the_whole_step(
 
 def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all are run: the result is the same."""
-    job, plan = planned("dp_shard2", 7, 1)
-    expected = peak_live_bytes(trace_ranks(job, plan)[0])
+    _job, plan = planned("dp_shard2", 7, 1)
+    expected = peak_live_bytes(trace_ranks(plan)[0])
     real: Any = Extrapolation
     prediction = []
 
@@ -313,7 +313,7 @@ def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.Monk
         return real(op_trace, recorded, full)
 
     monkeypatch.setattr(tracing, "Extrapolation", refuse)
-    assert peak_live_bytes(trace_ranks(job, plan)[0]) == expected
+    assert peak_live_bytes(trace_ranks(plan)[0]) == expected
     assert prediction == [(4,), (6,), (7,)]
 
 
@@ -337,4 +337,4 @@ def test_traces_collective_without_a_price_is_an_error() -> None:
     job = small_job(*small("dp_shard2"), ("model.kind", f"{__name__}:FAMILY"))
     rule = "cannot price the collective reduce_: supported collectives are all_gather"
     with pytest.raises(WeftError, match=rule):
-        trace_ranks(job, resolve(job, Machine("cpu", devices=2, world_size=2)))
+        trace_ranks(resolve(job, Machine("cpu", devices=2, world_size=2)))

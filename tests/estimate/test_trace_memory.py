@@ -21,7 +21,7 @@ def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: st
     )
     job = small_job(*overrides, ("model.tied_embeddings", "false"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=ranks))
-    for trace in trace_ranks(job, plan):
+    for trace in trace_ranks(plan):
         live = simulate_memory(trace, caching=False).live_bytes
         # Those of the latest microbatch are there, too, in bfloat16.
         assert 0.95 <= live["gradients"] / live["optimizer"] <= 1.5

@@ -33,6 +33,6 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(
     assert not problems
     assert isinstance(where, Cluster)
     plan = resolve(job, cluster_machine(where))
-    pricer = TracePricer(trace_ranks(job, plan)[0], pricing_options(job, plan, get_device("H100")))
+    pricer = TracePricer(trace_ranks(plan)[0], pricing_options(plan, get_device("H100")))
     swept = pricer.price_optimizer().traffic_bytes / (plan.num_params / 2)
     assert least <= swept <= most

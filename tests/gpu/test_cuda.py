@@ -20,16 +20,16 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.small import SMALL, small_job
+from tests.small import SMALL, before_each_step, small_job
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
-from weft.monitor import faults
 from weft.optim.optimizer import build_adamw
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.plan.resolve import Machine, resolve
+from weft.train import loop
 from weft.train.loop import train
 from weft.train.setup import Rank, fastest_attention
 
@@ -197,21 +197,21 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
 
-        def listen(site: str, step: int | None) -> None:
-            if site == "step":
-                begun.append(sum("synchronizing" in str(each.message) for each in waits))
+        def count_waits(step: int) -> None:
+            begun.append(sum("synchronizing" in str(each.message) for each in waits))
 
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA
         )
-        faults.listeners.append(listen)
+        enter_phase = loop.enter_phase
+        before_each_step(count_waits)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             rank = Rank(0, 0, 1, CUDA)
-            train(job, plan, open_dataset(store_path), rank, Console(quiet=True))
+            train(plan, open_dataset(store_path), rank, Console(quiet=True))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            faults.listeners.remove(listen)
+            loop.enter_phase = enter_phase
             dist.destroy_process_group()
     counts = [after - before for before, after in pairwise(begun)]
     assert counts[5:16] == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]  # of steps 6 to 16

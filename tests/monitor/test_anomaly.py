@@ -145,7 +145,7 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
     ten = faults(*bad("nan", *range(2, 22)))
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)
     assert [told["step"] for told in anomalies(tmp_path / "a")] == list(range(2, 12))
-    with pytest.raises(RankError, match="9 steps in a row before it were skipped") as caught:
+    with pytest.raises(RankError, match="the 9 steps before it were skipped") as caught:
         run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.max_anomalies", "9"))
     assert "in step 11" in str(caught.value)
     assert not list_checkpoints(tmp_path / "b/checkpoints")
@@ -168,13 +168,13 @@ def test_skip_in_a_resumed_run_is_decided_the_same(
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path / "b", store_path, ranks, *every, *faults(*killed))
     saved = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
-    assert (saved["step"], saved["samples"], saved["watch"]["in_a_row"]) == (6, 48, 1)
+    assert (saved["step"], saved["samples"], saved["anomaly_state"]["in_a_row"]) == (6, 48, 1)
     more = faults(*killed, *bad("corrupt", 3, 4, rank=0))
     resumed = run(tmp_path / "b", store_path, ranks, *every, *more)
     assert same(resumed, straight)
     assert anomalies(tmp_path / "b") == anomalies(tmp_path / "a")
     watches = [
-        read_manifest(list_checkpoints(tmp_path / name / "checkpoints")[-1])["watch"]
+        read_manifest(list_checkpoints(tmp_path / name / "checkpoints")[-1])["anomaly_state"]
         for name in "ab"
     ]
     assert watches[0] == watches[1]
@@ -216,7 +216,7 @@ def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Pat
 def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Path) -> None:
     # Steps 8, 6 and 6, each of them twice.
     change = faults(*bad("nan", *range(8, 20)))
-    with pytest.raises(RankError, match="went back 2 times to the same checkpoint"):
+    with pytest.raises(RankError, match="rewound 2 times to the same checkpoint"):
         run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
     # The one that ended the run is the failure.
     assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
@@ -284,17 +284,17 @@ def accept(watch: AnomalyDetector, values: list[float]) -> None:
 
 def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of each step does not pile up for ever."""
-    monkeypatch.setattr(anomaly, "UNSEEN", 5)
+    monkeypatch.setattr(anomaly, "MAX_UNCHECKED", 5)
     stop, fine, bad = watch(on_anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
 
-    def examine(step: int, values: list[float]) -> None:
-        told = torch.tensor(values, dtype=torch.float64)
-        stop.examine(step, lambda: StepResult(told, told, told))
+    def check(step: int, values: list[float]) -> None:
+        reduced = torch.tensor(values, dtype=torch.float64)
+        assert stop.check(step, StepResult(reduced, reduced, reduced)) is None
 
     for step in range(1, 10):
-        examine(step, bad if step == 8 else fine)
+        check(step, bad if step == 8 else fine)
     with pytest.raises(AnomalyError, match="the gradient norm is inf in step 8:"):
-        examine(10, fine)
+        check(10, fine)
 
 
 def test_watch_few_values_judge_only_whether_finite() -> None:
@@ -327,7 +327,7 @@ def test_watch_state_round_trip_is_exact() -> None:
     other = watch()
     other.restore(json.loads(json.dumps(one.state())))
     assert other.state() == one.state()
-    assert other._usual("loss") == one._usual("loss") != (None, None)
+    assert other._median_and_limit("loss") == one._median_and_limit("loss") != (None, None)
 
 
 def level_changes() -> tuple[int, str]:
@@ -336,14 +336,13 @@ def level_changes() -> tuple[int, str]:
     accept(here, [2.0 + 0.01 * (i % 5) for i in range(16)])
     skipped = 0
 
-    def compute() -> StepResult:
-        told = torch.tensor([3.0, 2.0], dtype=torch.float64)
-        return StepResult(told, told, told[1])
-
+    reduced = torch.tensor([3.0, 2.0], dtype=torch.float64)
+    result = StepResult(reduced, reduced, reduced[1])
     try:
         while skipped < 100:
-            _, anomaly = here.examine(skipped, compute)
-            assert anomaly is not None
+            suspicion = here.check(skipped, result)
+            assert suspicion is not None
+            assert here.classify(suspicion, result, result).action == "skip"
             skipped += 1
     except AnomalyError as error:
         return skipped, str(error)
@@ -353,5 +352,5 @@ def level_changes() -> tuple[int, str]:
 def test_watch_lasting_change_of_level_stops_the_run() -> None:
     ((skipped, said),) = run_ranks(level_changes, 1)
     assert skipped == 5
-    assert "the loss is 3, and 5 steps in a row before it were skipped" in said
+    assert "the loss is 3, and the 5 steps before it were skipped" in said
     assert "raise --resilience.spike_threshold" in said

@@ -11,7 +11,7 @@ from torch import nn
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, train_rank
-from weft.monitor.autograd_anomaly import BackwardNaN, naming_backward
+from weft.monitor.autograd_anomaly import BackwardNaN, trace_backward_nan
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),
@@ -58,7 +58,7 @@ def test_nan_in_backward_names_operator_and_layer(
     said = str(caught.value)
     place = f"{tmp_path}/own_nan.py:7"
     assert (
-        "BackwardNaN: MulBackward0 of layers.2 makes NaN in the backward pass; "
+        "BackwardNaN: MulBackward0 of layers.2 produces NaN in the backward pass; "
         f"its forward call is at {place}" in said
     ), said
 
@@ -80,17 +80,17 @@ def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
 
     for layer in (layers["first"], layers["third"]):
         nn.init.ones_(layer.weight)
-    with pytest.raises(BackwardNaN) as caught, naming_backward(layers, [2]):
+    with pytest.raises(BackwardNaN) as caught, trace_backward_nan(layers, [2]):
         step()
     said = str(caught.value)
-    assert said.startswith("AddmmBackward0 of third makes NaN")
-    assert said.endswith("in forward the output of second is not finite already")
+    assert said.startswith("AddmmBackward0 of third produces NaN")
+    assert said.endswith("in the forward pass the output of second has NaN or Inf")
 
 
 def test_naming_backward_other_errors_are_unchanged() -> None:
-    with pytest.raises(RuntimeError, match="another"), naming_backward({}, []):
+    with pytest.raises(RuntimeError, match="another"), trace_backward_nan({}, []):
         raise RuntimeError("another")
     x = torch.tensor(2.0, requires_grad=True)
-    with naming_backward({}, []):
+    with trace_backward_nan({}, []):
         (x * 3).backward()
     assert not torch.is_anomaly_enabled()

@@ -22,7 +22,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, records, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.data.loader import Batch, Loader
-from weft.train import loop
+from weft.train import run
 
 STEPS = 40
 JOB: Overrides = [
@@ -61,7 +61,7 @@ def note_batches(path: str) -> None:
                     file.write(f"{place} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
             return batches
 
-    loop.Loader = Noting  # type: ignore[misc]
+    run.Loader = Noting  # type: ignore[misc]
 
 
 def noted(path: Path) -> dict[int, set[str]]:

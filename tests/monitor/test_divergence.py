@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.small import Overrides, plan_here, records, small_job, this_rank
 from weft.data.dataset import open_dataset
 from weft.monitor.anomaly import DivergenceDetector, divergence_of
-from weft.monitor.event_log import read_events
+from weft.monitor.event_log import read_event_log
 from weft.monitor.run_reader import RunReader
 from weft.train.loop import train
 
@@ -105,12 +105,12 @@ def test_divergence_short_run_needs_fewer_records() -> None:
 def test_divergence_resumed_run_knows_it_from_its_record() -> None:
     """From its last record, which a rewind may have taken back."""
     detector = DivergenceDetector(GUESS)
-    detector.back_to({"step": 500, "best_loss": 3.0, "diverged_since": 450})
+    detector.restore({"step": 500, "best_loss": 3.0, "diverged_since": 450})
     found = detector.check(510, 9.0, 1.0, False)
     assert found is not None
     assert (found.since, found.begins, found.best) == (450, False, 3.0)
     assert "the lowest was 3.00, and guessing gives 10.82" in str(found)
-    detector.back_to({"step": 400, "best_loss": 3.0})
+    detector.restore({"step": 400, "best_loss": 3.0})
     assert detector.check(410, 9.0, 1.0, False) is None
 
 
@@ -127,7 +127,7 @@ def _train(overrides: Overrides, store: str) -> str:
     out = io.StringIO()
     job = small_job(*overrides)
     console = Console(file=out, width=10_000)
-    assert train(job, plan_here(job), open_dataset(store), this_rank(), console)
+    assert train(plan_here(job), open_dataset(store), this_rank(), console)
     return out.getvalue()
 
 
@@ -144,7 +144,7 @@ def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_pat
     assert "Try a lower --optim.lr" in out
     last = records(tmp_path)[-1]
     assert last["diverged_since"] < 60
-    (event,) = [one for one in read_events(tmp_path)[0] if one["kind"] == "divergence"]
+    (event,) = [one for one in read_event_log(tmp_path)[0] if one["kind"] == "divergence"]
     assert event["text"].startswith("diverged: ")
     (tmp_path / "job.toml").write_text("[train]\nsteps = 60\n")
     state, why = RunReader(tmp_path).state(0.0, running=False)

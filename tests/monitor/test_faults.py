@@ -108,7 +108,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), console)
+        train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
 
 @pytest.mark.parametrize(

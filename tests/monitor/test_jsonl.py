@@ -153,8 +153,8 @@ def _drop_tail(path: str, step: int) -> tuple[int, float]:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     tail = read_tail(Path(path), step)
     assert tail.last is not None
-    assert tail.kept is not None
-    assert (tail.last["step"], tail.kept["step"]) == (99_999, step)
+    assert tail.current is not None
+    assert (tail.last["step"], tail.current["step"]) == (99_999, step)
     drop_later(Path(path), step)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return after - before, time.process_time() - began

@@ -17,13 +17,13 @@ from tests.layouts import parse
 from tests.monitor.test_faults import fault
 from tests.small import Overrides, train_rank
 from weft.monitor.layer_stats import (
-    added,
-    first_nonfinite,
-    layers_of,
+    compute_sums,
+    find_first_nonfinite,
+    hook_forward,
+    make_row,
     read_statistics,
-    row_of,
-    sums_of,
-    watching,
+    reduce_sums,
+    select_layers,
 )
 
 MODEL: Overrides = [
@@ -53,7 +53,7 @@ MORE = [
     "dp_shard2 optim.name=muon",
     "dp_shard2 model.tied_embeddings=true",
 ]
-KEYS = {"step", "kind", "name", "order", "count", "mean", "rms", "most", "nonfinite"}
+KEYS = {"step", "kind", "name", "order", "count", "mean", "rms", "max_abs", "nonfinite"}
 COMPILED = "dp_shard2 compile.enable=true activation_checkpoint.mode=full train.microbatch_size=2"
 
 
@@ -87,7 +87,7 @@ def check(layout: str, store: Path, folder: Path, tmp_path: Path) -> None:
         # AdamW makes steps of full size of gradients that are nearly zero.
         exact = 1e-3 if other["kind"] == "parameter" else 2e-5
         assert other["rms"] == pytest.approx(one["rms"], rel=exact), other
-        assert other["most"] == pytest.approx(one["most"], rel=exact), other
+        assert other["max_abs"] == pytest.approx(one["max_abs"], rel=exact), other
         assert other["mean"] == pytest.approx(one["mean"], abs=exact * one["rms"]), other
 
 
@@ -153,7 +153,7 @@ def test_the_error_names_what_is_not_finite_first(
         )
         assert {row["step"] for row in read_statistics(tmp_path)} == {3}
     else:
-        assert "--debug.layer_stats_steps 3 says in which layer it begins" in said
+        assert "to find the layer, run again with --debug.layer_stats_steps 3;" in said
         assert not (tmp_path / "statistics.jsonl").exists()
 
 
@@ -163,38 +163,38 @@ def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
 
     rows = [row("activation", "a", 0), row("activation", "b", 2), row("activation", "c", 8)]
     grads = [row("gradient", "a.w", 8), row("gradient", "c.w", 1), row("parameter", "a.w", 8)]
-    assert first_nonfinite([*rows, *grads]) == "output of b in forward (2 of 8 elements)"
-    assert first_nonfinite(grads) == "gradient of c.w in backward (1 of 8 elements)"
-    assert first_nonfinite(grads[2:]) == "parameter a.w (8 of 8 elements)"
-    assert first_nonfinite(rows[:1]) == ""
+    assert find_first_nonfinite([*rows, *grads]) == "output of b in forward (2 of 8 elements)"
+    assert find_first_nonfinite(grads) == "gradient of c.w in backward (1 of 8 elements)"
+    assert find_first_nonfinite(grads[2:]) == "parameter a.w (8 of 8 elements)"
+    assert find_first_nonfinite(rows[:1]) == ""
 
 
 def test_row_of_finite_values_is_added_over_ranks() -> None:
     """Of what is finite; several ranks' parts; several ranks that have seen the same."""
     tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
-    assert row_of([added([(2, sums_of(tensor))])], 2) == {
+    assert make_row([reduce_sums([(2, compute_sums(tensor))])], 2) == {
         "count": 4,
         "mean": -1.0,
         "rms": math.sqrt(5.0),
-        "most": 3.0,
+        "max_abs": 3.0,
         "nonfinite": 2,
     }
-    half = added([(1, sums_of(tensor[:1]))])
-    other = added([(1, sums_of(tensor[1:]))])
-    whole = added([(2, sums_of(tensor))])
-    assert row_of([half, other], 2) == row_of([whole], 2) == row_of([whole, whole], 2)
-    empty = row_of([added([(0, sums_of(tensor[:0]))])], 2)
-    assert (empty["count"], empty["mean"], empty["most"]) == (0, 0.0, 0.0)
+    half = reduce_sums([(1, compute_sums(tensor[:1]))])
+    other = reduce_sums([(1, compute_sums(tensor[1:]))])
+    whole = reduce_sums([(2, compute_sums(tensor))])
+    assert make_row([half, other], 2) == make_row([whole], 2) == make_row([whole, whole], 2)
+    empty = make_row([reduce_sums([(0, compute_sums(tensor[:0]))])], 2)
+    assert (empty["count"], empty["mean"], empty["max_abs"]) == (0, 0.0, 0.0)
     json.dumps(empty, allow_nan=False)
 
 
 def test_watching_hooks_are_removed_afterwards() -> None:
     part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
-    layers = layers_of(part, {part[0]})
+    layers = select_layers(part, {part[0]})
     assert list(layers) == ["0", "1"]
     heard: list[tuple[str, int]] = []
     x = torch.ones(4, 2)
-    with watching(layers, [4, 3], lambda name, rows, before, after: heard.append((name, rows))):
+    with hook_forward(layers, [4, 3], lambda name, rows, before, after: heard.append((name, rows))):
         part(x)
         part(x)
         part(x)  # once more, for backward

@@ -13,9 +13,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.monitor import spans
-from weft.monitor.faults import ACTIVITIES, fault_point
-from weft.monitor.profile_breakdown import COLLECTIVE, breakdown, claim, union
-from weft.monitor.spans import Spans
+from weft.monitor.profile_breakdown import (
+    COLLECTIVE_PREFIX,
+    compute_breakdown,
+    merge_intervals,
+    split_intervals,
+)
+from weft.monitor.spans import SpanWriter
+from weft.monitor.step_timer import PHASES, StepTimer, enter_phase
 
 
 def test_breakdown_instants_are_claimed_once() -> None:
@@ -31,7 +36,7 @@ def test_breakdown_instants_are_claimed_once() -> None:
 
     for _ in range(500):
         left, wanted = some(), some()
-        taken, rest = claim(union(left), union(wanted))
+        taken, rest = split_intervals(merge_intervals(left), merge_intervals(wanted))
         assert taken == len(instants(left) & instants(wanted))
         assert instants(rest) == instants(left) - instants(wanted)
         assert rest == sorted(rest)
@@ -39,22 +44,22 @@ def test_breakdown_instants_are_claimed_once() -> None:
 
 def traced(path: Path) -> dict[str, Any]:
     """Two steps on a CPU: a trace of torch.profiler."""
-    kept = Spans(None, 0)
+    timer = StepTimer(None, SpanWriter(None, 0))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        spans.set_ranges(on=True)
+        spans.set_ranges(True)
         for step in (1, 2):
-            fault_point("step", step=step)
+            enter_phase("data", step=step)
             time.sleep(0.02)
-            fault_point("forward_backward")
+            enter_phase("forward_backward")
             for _ in range(20):
                 torch.ones(200, 200) @ torch.ones(200, 200)
             time.sleep(0.04)
-            with record_function(COLLECTIVE + "pp"):
+            with record_function(COLLECTIVE_PREFIX + "pp"):
                 torch.ones(3).sum()
                 time.sleep(0.06)
-            fault_point("tell")
+            enter_phase("log")
             time.sleep(0.08)  # no part of a step
-        kept.close()
+        timer.close()
     profiler.export_chrome_trace(str(path))
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -62,14 +67,14 @@ def traced(path: Path) -> dict[str, Any]:
 
 def test_breakdown_of_a_cpu_trace_attributes_every_second(tmp_path: Path) -> None:
     trace = traced(tmp_path / "trace.json")
-    steps, seconds = breakdown(trace, lambda ranks: "world")
+    steps, seconds = compute_breakdown(trace, lambda ranks: "world")
     assert steps == 2
     assert seconds["data"] >= 0.04
     assert seconds["host"] >= 0.08
     assert seconds["pp"] >= 0.12
     assert seconds["compute"] > 0
     assert seconds.keys() == {"data", "host", "pp", "compute"}
-    phases = (ACTIVITIES["step"], ACTIVITIES["forward_backward"])
+    phases = (PHASES["data"].activity, PHASES["forward_backward"].activity)
     whole = sum(e["dur"] for e in trace["traceEvents"] if e["name"] in phases)
     assert sum(seconds.values()) == pytest.approx(whole / 1e6, abs=1e-6)
 
@@ -93,11 +98,11 @@ def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
         },
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
-            event("user_annotation", ACTIVITIES["step"], 0, 100),
-            event("user_annotation", ACTIVITIES["forward_backward"], 100, 300),
-            event("user_annotation", ACTIVITIES["record"], 300, 1000),
-            event("user_annotation", ACTIVITIES["tell"], 1000, 1500),
-            event("gpu_user_annotation", ACTIVITIES["forward_backward"], 150, 900, tid=20),
+            event("user_annotation", PHASES["data"].activity, 0, 100),
+            event("user_annotation", PHASES["forward_backward"].activity, 100, 300),
+            event("user_annotation", PHASES["device"].activity, 300, 1000),
+            event("user_annotation", PHASES["log"].activity, 1000, 1500),
+            event("gpu_user_annotation", PHASES["forward_backward"].activity, 150, 900, tid=20),
             event("cpu_op", "aten::mm", 110, 250),
             event("kernel", "sm90_xmma_gemm_bf16", 150, 350, tid=20),
             # Hidden by a product up to 350, exposed from there.
@@ -110,7 +115,7 @@ def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
         ],
     }
     axes = {(0, 2): "dp_shard", (0, 1): "pp"}
-    steps, seconds = breakdown(trace, lambda ranks: axes[tuple(ranks)])
+    steps, seconds = compute_breakdown(trace, lambda ranks: axes[tuple(ranks)])
     assert steps == 1
     expected = {
         "compute": 200 + 50 + 210,

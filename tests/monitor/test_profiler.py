@@ -16,12 +16,11 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
 from weft.config.errors import InvalidConfig
 from weft.data.dataset import open_dataset
-from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import profiler as profiling
-from weft.monitor.faults import ACTIVITIES
-from weft.monitor.profile_breakdown import axis_between
-from weft.monitor.profiler import table
+from weft.monitor.profile_breakdown import STEP, find_axis
+from weft.monitor.profiler import format_table
 from weft.monitor.spans import spans_path
+from weft.monitor.step_timer import PHASES
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import prepare_job
 from weft.train.loop import train
@@ -73,7 +72,7 @@ def test_profile_late_rank_is_waited_for_on_the_shared_axis(
     run(tmp_path, store_path, 2, ("profile.steps", "3"), change, *overrides)
     summary = summary_of(tmp_path, "3-3")
     assert (summary["first_step"], summary["steps"]) == (3, 1)
-    phases = {ACTIVITIES[site] for site in breakdown.STEP}
+    phases = {PHASES[name].activity for name in STEP}
     for rank, told in enumerate(summary["ranks"]):
         assert told["rank"] == rank
         seconds = told["seconds"]
@@ -111,10 +110,15 @@ def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
             event
             for event in noted
             if event.get("args", {}).get("step") in (2, 3)
-            and event["name"] != ACTIVITIES["profile"]
+            and event["name"] != PHASES["profile"].activity
         ]
         names = {event["name"] for event in spans}
-        assert {ACTIVITIES["evaluate"], ACTIVITIES["checkpoint"], "optimizer", f"{rank}B3"} <= names
+        assert {
+            PHASES["evaluate"].activity,
+            PHASES["checkpoint"].activity,
+            "optimizer",
+            f"{rank}B3",
+        } <= names
         ranges = [e for e in trace_of(tmp_path, "2-3", rank) if e.get("cat") == "user_annotation"]
         seen = sorted((e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"]))
         noted = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
@@ -131,7 +135,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(said, "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), console)
+        train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
 
 def test_profile_stopped_run_is_resumed_without_a_second_profile(
@@ -157,8 +161,8 @@ def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Pat
     with pytest.raises(RankError, match="injected fault"):
         run(tmp_path, store_path, 1, ("profile.steps", "2-4"), change)
     names = [event["name"] for event in trace_of(tmp_path, "2-4", 0)]
-    assert names.count(ACTIVITIES["step"]) == 2
-    assert names.count(ACTIVITIES["gradients"]) == 2
+    assert names.count(PHASES["data"].activity) == 2
+    assert names.count(PHASES["update"].activity) == 2
     assert not (tmp_path / "traces/step-2-4/summary.json").exists()
 
 
@@ -218,21 +222,21 @@ def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
     layout = [("parallel.pp", "2"), ("parallel.cp", "2"), ("parallel.tp", "2"), UNTIED]
     job = small_job(*layout, ("parallel.dp_shard", "2"), ("train.microbatch_size", "2"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=16))
-    found = {axis_between([0, other], plan) for other in range(1, 16)}
+    found = {find_axis([0, other], plan) for other in range(1, 16)}
     assert found == {"pp", "dp_shard", "cp", "tp", "world"}
-    assert axis_between([0, 2, 4, 6], plan) == "dp_shard"  # and cp: the shards of a parameter
-    assert axis_between(range(16), plan) == "world"
+    assert find_axis([0, 2, 4, 6], plan) == "dp_shard"  # and cp: the shards of a parameter
+    assert find_axis(range(16), plan) == "world"
 
 
 def test_profile_table_has_expected_times_beside_measured_ones() -> None:
     spent = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
-    lines = table(spent, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
+    lines = format_table(spent, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
     rows = [line.rsplit(maxsplit=4) for line in lines[1:]]
     assert rows == [
-        ["computing", "1.5000", "2.0000", "0", "1.2500"],
-        ["waiting for other stages (pp)", "1.5000", "2.0000", "1", "0.7500"],
+        ["compute", "1.5000", "2.0000", "0", "1.2500"],
+        ["exposed pp, with the bubble", "1.5000", "2.0000", "1", "0.7500"],
         ["waiting for data", "0.2500", "0.5000", "1", "-"],
-        ["host: nothing computes", "0.0000", "0.0000", "1", "0.0000"],
-        ["a step", "3.2500", "3.5000", "1", "2.0000"],
+        ["host overhead", "0.0000", "0.0000", "1", "0.0000"],
+        ["total", "3.2500", "3.5000", "1", "2.0000"],
     ]
     assert math.isclose(sum(float(row[1]) for row in rows[:-1]), float(rows[-1][1]))

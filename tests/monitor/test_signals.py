@@ -48,7 +48,7 @@ def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=send, daemon=True).start()
-    return train(job, plan_here(job), open_dataset(Path(store)), rank, Console(quiet=True))
+    return train(plan_here(job), open_dataset(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
-from weft.monitor.faults import ACTIVITIES, fault_point
-from weft.monitor.spans import Spans, action, read_spans, span, spans_path
+from weft.monitor.spans import SpanWriter, action, flush_spans, read_spans, span, spans_path
+from weft.monitor.step_timer import PHASES, StepTimer, enter_phase
 from weft.plan.pipeline_schedule import build_schedule
 
 STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
@@ -93,8 +93,8 @@ def test_spans_without_a_pipeline_continue_over_two_starts(
     events = read_spans(tmp_path, 1)
     assert events[: len(first)] == first
     check_nesting(events)
-    sites = ("start", "load", "step", "forward_backward", "gradients", "record", "tell")
-    phases = {ACTIVITIES[site] for site in (*sites, "evaluate", "checkpoint")}
+    names = ("start", "load", "data", "forward_backward", "update", "device", "log")
+    phases = {PHASES[name].activity for name in (*names, "evaluate", "checkpoint")}
     inside = {"loss", "gradient norm", "clip", "optimizer"}
     passes = {f"0{kind}{microbatch}" for kind in "FB" for microbatch in range(2)}
     assert {event["name"] for event in events} == phases | inside | passes
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
         found = json.loads(spans_path(folder, 0).read_text())[-1]
         # What a killed rank did since it was last at 'record' is lost.
         assert found["args"]["step"] == (2 if kind == "raise" else 1)
-        assert found["name"] == ACTIVITIES["gradients"]
+        assert found["name"] == PHASES["update"].activity
         assert last in {event["name"] for event in read_spans(folder, 0)}
 
 
@@ -123,13 +123,13 @@ def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> 
 
 
 def note_many(path: Path, count: int) -> None:
-    kept = Spans(path, 3)
+    timer = StepTimer(None, SpanWriter(path, 3))
     for number in range(count):
-        fault_point("step", step=number + 1)
+        enter_phase("data", step=number + 1)
         with action(1, "F", number):
             pass
-        fault_point("record")  # writes
-    kept.close()
+        flush_spans()
+    timer.close()
 
 
 def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,26 +159,26 @@ def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
 
 
 def test_the_background_is_no_phase(tmp_path: Path) -> None:
-    kept = Spans(spans_path(tmp_path, 0), 0)
-    fault_point("step", step=1)
-    thread = threading.Thread(target=fault_point, args=("checkpoint.written",))
+    timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
+    enter_phase("data", step=1)
+    thread = threading.Thread(target=enter_phase, args=("checkpoint",))
     thread.start()
     thread.join()
-    kept.close()
+    timer.close()
     assert [event["name"] for event in read_spans(tmp_path, 0)] == [
-        ACTIVITIES["start"],
-        ACTIVITIES["step"],
+        PHASES["start"].activity,
+        PHASES["data"].activity,
     ]
 
 
 def test_a_disk_that_takes_no_more_costs_the_spans_only(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept = Spans(spans_path(tmp_path, 0), 0)
+    timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
     (tmp_path / "spans").write_bytes(b"")  # no directory can be there
-    fault_point("step", step=1)
-    fault_point("record")
-    kept.close()
+    enter_phase("data", step=1)
+    flush_spans()
+    timer.close()
     out = capfd.readouterr().out
     assert f"{spans_path(tmp_path, 0)} cannot be written: file exists" in out
     assert "2 records are lost" in out
@@ -187,10 +187,10 @@ def test_a_disk_that_takes_no_more_costs_the_spans_only(
 def test_a_span_costs_little(tmp_path: Path) -> None:
     """Some microseconds, its writing included; a busy machine has 50 times that."""
     count = 20_000
-    kept = Spans(spans_path(tmp_path, 0), 0)
+    timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
     began = time.process_time()
     for number in range(count):
         with span("loss", microbatch=number):
             pass
-    kept.close()
+    timer.close()
     assert (time.process_time() - began) / count < 2e-4

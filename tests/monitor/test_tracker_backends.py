@@ -15,7 +15,7 @@ import pytest
 from tests.monitor.test_step_record import record
 from tests.small import small_job
 from weft.monitor import tracker_backends as trackers
-from weft.monitor.step_record import scalars
+from weft.monitor.step_record import to_scalars
 from weft.monitor.tracker_backends import MLflow, WeightsAndBiases
 
 
@@ -71,7 +71,7 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
         rows = [row for file in files for row in wandb_rows(file)]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
     for row in rows:
-        sent = scalars(record(row["step"], layer_grad_norms={"layers.0": 0.25}))
+        sent = to_scalars(record(row["step"], layer_grad_norms={"layers.0": 0.25}))
         assert {name: row[name] for name in sent} == pytest.approx(sent)
     # Both starts are one run.
     assert len({file.stem for file in files}) == 1
@@ -98,7 +98,9 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
     run = client.get_run((folder / "mlflow-run-id").read_text())
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["train.steps"] == "20"
-    assert run.data.metrics.keys() == scalars(record(4, layer_grad_norms={"layers.0": 0.25})).keys()
+    assert (
+        run.data.metrics.keys() == to_scalars(record(4, layer_grad_norms={"layers.0": 0.25})).keys()
+    )
     history = client.get_metric_history(run.info.run_id, "train/loss")
     losses = {metric.step: metric.value for metric in history}
     assert losses == {step: pytest.approx(10 / step) for step in (1, 2, 3, 4)}
@@ -143,7 +145,7 @@ def test_mlflow_unreachable_server_is_an_error(
 def test_sources_of_any_name_are_metrics_of_mlflow() -> None:
     validation = pytest.importorskip("mlflow.utils.validation", reason="mlflow is not installed")
     names = ["/home/a/train.jsonl", "code/*", "hf://org/name:sample@train", "web", "a//b/../c"]
-    made = [trackers.allowed(f"train/loss_of/{name}") for name in names]
+    made = [trackers.sanitize_name(f"train/loss_of/{name}") for name in names]
     for name in made:
         validation._validate_metric_name(name)
     assert len(set(made)) == len(names)

@@ -1,21 +1,33 @@
-"""The checks that a planted fault has to get past, cheapest first; the same ones for every fault.
+"""The checks that a planted fault has to get past; the same ones for every fault.
 
-    a  one process against the oracle, and formulas (`tests.mutation.formulas`)
-    b  what `weft verify` compares, over layouts that try every technique beside others
-    c  checkpoints saved in one layout and continued in another; damage
+The name of a check begins with its stage, and the stages are tried in the order of `STAGES`:
+
+    unit     one module against a formula or another library (`tests.mutation.formulas`)
+    oracle   one process against the oracle
+    run      whole runs of one process
+    layout   what `weft verify` compares: each technique alone, then beside others
+    saved    checkpoints saved in one layout and loaded in another; damage; records of ranks
+    resumed  runs that go on from a checkpoint
 
 A check is run in forked ranks of a process that has imported weft with the fault in it.  What it
-finds is a `Finding`, which names the module of weft where it takes the fault to be:
+finds is a `Finding`, which names the module of weft where it takes the fault to be.  These rules
+choose the module; each takes for granted that the checks before this one found nothing:
 
-* by the place of the departure: what is told of data, forward pass, loss, gradients, norm, update,
-  evaluation or checkpoint; of an exception the innermost frame of weft's;
-* of a layout, by ablation: techniques are taken away one at a time, and the one without which the
-  departure is gone names its module (`TECHNIQUES`).
+* A difference is of the first quantity that differs: data, forward pass, loss, gradients, norm,
+  update, evaluation, checkpoint.
+* An exception is of the innermost function of weft in its first cause.  Functions that compare or
+  report are skipped (`REPORTING`).
+* A case or layout that uses a technique beside a plain model differs because of that technique.
+  Of several techniques, the one without which the difference is gone is to blame; a layout is
+  run without each of them to find it (`TECHNIQUES`).  If it is gone without any one of several
+  parallel axes, the mesh is to blame, where the axes meet.
+* With an equal forward pass, only a module that computes a loss can change the loss.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +35,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import weft
 from tests import oracle as oracle_module
 from tests.oracle import Case, departures, make_case
 from weft.config.errors import InvalidConfig, WeftError
@@ -30,6 +43,9 @@ from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
+# In the order in which checks are tried.
+STAGES = ("unit", "oracle", "run", "layout", "saved", "resumed")
+WEFT = Path(weft.__file__).parent
 
 
 class Finding(NamedTuple):
@@ -44,6 +60,7 @@ class Check:
     """One check.
 
     Attributes:
+        name: begins with the stage.
         find: called in the process that forks ranks; what is wrong, None if nothing.
         source: to know by whether it is still the same check.
         low: whether it is worth running in bfloat16 and float8.
@@ -53,6 +70,59 @@ class Check:
     find: Callable[[str, float], Finding | None]
     source: str  # all that it is made of but weft
     low: bool = False
+
+    def run(self, precision: str, timeout: float) -> Finding | None:
+        """Run the check, with every call in the text of a rank's exception."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("weft.tools.local_ranks._format_error", format_error)
+            patch.setattr("weft.tools.local_ranks.MAX_LOG_LINES", 200)
+            return self.find(precision, timeout)
+
+
+# --------------------------------------------------------------------------- exceptions
+
+# What compares, reports, or passes on another rank's error is not where a fault lies: modules, or
+# "module:function".
+REPORTING = (
+    "checkpoint/manifest.py:gather_to_rank_0",
+    "checkpoint/manifest.py:raise_first",
+    "checkpoint/manifest.py:run_on_rank_0",
+    "config/",
+    "parallel/private_hooks.py",
+    "tools/local_ranks.py",
+    "tools/shrink.py",
+    "tools/verify",
+)
+
+
+def format_error(error: BaseException) -> str:
+    """Format an exception, then the calls that led to it and to its causes, first cause last."""
+    chain = [error]
+    while (cause := _cause_of(chain[-1])) and cause not in chain:
+        chain.append(cause)
+    head = f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"
+    return "\n".join([head, *("".join(traceback.format_tb(e.__traceback__)) for e in chain)])
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def read_failure(error: Exception) -> Finding:
+    """What ranks that failed have found: what is unexpected, or an exception of weft's."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    if match := re.search(r"(.*) <([\w/]+\.py)>", str(error)):
+        return Finding(match[1].rpartition("Unexpected: ")[2], match[2])
+    return Finding(f"raised: {lines[0]} ... {lines[-1]}"[:300], frame_of(str(error)))
+
+
+def frame_of(text: str) -> str:
+    """The module of weft that an exception's text blames; empty if there is none."""
+    calls = re.findall(rf'File "{re.escape(str(WEFT))}/([\w/]+\.py)", line \d+,? in (\w+)', text)
+    files = [file for file, name in calls if not f"{file}:{name}".startswith(REPORTING)]
+    if not files:
+        return ""
+    return files[0] if "innermost call first" in text else files[-1]
 
 
 # --------------------------------------------------------------------------- the oracle
@@ -123,18 +193,6 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         {"model__kind": "mistral", "model__head_dim": 6, "model__tied_embeddings": False},
         "chat",
     ),
-    "qwen3-moe, preferences": (
-        {
-            **MOE,
-            "model__shared_experts": 0,
-            "model__dense_layers": 0,
-            "model__balance_rate": 0,
-            "train__objective": "dpo",
-            "train__dpo_beta": 0.3,
-            "model__renormalise": False,
-        },
-        "preferences",
-    ),
     "deepseek-moe, documents": (
         {
             **MOE,
@@ -147,6 +205,18 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
             "model__balance_rate": 0.05,
         },
         "text",
+    ),
+    "qwen3-moe, preferences": (
+        {
+            **MOE,
+            "model__shared_experts": 0,
+            "model__dense_layers": 0,
+            "model__balance_rate": 0,
+            "train__objective": "dpo",
+            "train__dpo_beta": 0.3,
+            "model__renormalise": False,
+        },
+        "preferences",
     ),
     "lora": ({**DENSE, **LORA}, "text"),
     "qlora nf4, rslora": (
@@ -168,10 +238,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
     ),
     "chunks of logits": ({**DENSE, "train__seq_len": 32}, "text"),
     "chunks of logits, tied": ({"train__seq_len": 32, "model__tied_embeddings": True}, "text"),
-    "full activation_checkpoint, offload": (
-        {**DENSE, "activation_checkpoint__mode": "full", "activation_checkpoint__offload": True},
-        "text",
-    ),
+    "full activation_checkpoint": ({**DENSE, "activation_checkpoint__mode": "full"}, "text"),
     "offload": ({**DENSE, "activation_checkpoint__offload": True, "model__num_layers": 4}, "text"),
     "selective activation_checkpoint": (
         {
@@ -189,13 +256,17 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         },
         "text",
     ),
+    "full activation_checkpoint, offload": (
+        {**DENSE, "activation_checkpoint__mode": "full", "activation_checkpoint__offload": True},
+        "text",
+    ),
     "canonical order": (
         {**DENSE, "train__world_size_invariant": True, "train__microbatch_size": 1},
         "text",
     ),
 }
-# Which module a case tries beside the model: what departs in the gradients, with the loss of the
-# oracle, in a case like that is of it.
+# Which module a case tries beside the model, which the plain cases before it have tried: what
+# differs in the forward pass or the gradients is of that module.
 BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/activation_offload.py",
@@ -224,7 +295,11 @@ def _first_departure(name: str, precision: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for path, value in patches(name):
             patch.setattr(path, value)
-        found = next(departures(oracle_case(name, precision)), None)
+        every = departures(oracle_case(name, precision))
+        found = next(every, None)
+        if found is not None and found.where == "references":
+            # They are results of the forward pass: if it differs, too, it is the cause.
+            found = next((each for each in every if each.where == "forward"), found)
     return None if found is None else tuple(found)
 
 
@@ -233,25 +308,13 @@ def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
     try:
         [found] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
     except WeftError as error:
-        return Finding(f"raised: {_tail(error)}", frame_of(str(error)))
+        return read_failure(error)
     if found is None:
         return None
     where, text, module = found
-    if where == "gradients":
+    if where in ("forward", "gradients"):
         module = next((m for word, m in BESIDE.items() if word in name), module)
     return Finding(f"{where}: {text}", module)
-
-
-def frame_of(text: str) -> str:
-    """The innermost file of weft's in a traceback; empty if there is none."""
-    files = re.findall(r'File "[^"]*?/weft/([\w/]+\.py)"', text)
-    files = [file for file in files if not file.startswith(("tools/", "config/"))]
-    return files[-1] if files else ""
-
-
-def _tail(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] + " ... " + lines[-1])[:300] if lines else repr(error)
 
 
 # --------------------------------------------------------------------------- layouts
@@ -357,6 +420,11 @@ TECHNIQUES: dict[str, Technique] = {
 }
 
 LAYOUTS: list[str] = [
+    "dp_shard",
+    "dp_replicate",
+    "tp",
+    "ring",
+    "1f1b",
     "dp_shard, documents",
     "tp, dp_shard",
     "dp_replicate, each microbatch, dp_shard",
@@ -438,15 +506,19 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
     return "" if report.holds else report.reason
 
 
-# What a report says, and the module that it blames.
+# What a report says, and the module that it blames, the most particular first.
 BLAMED = (
     (r"the gradient norm differs", "optim/optimizer.py"),
+    (r"updates first differ in \S*expert_bias", "optim/balance.py"),
     (r"updates first differ", "optim/optimizer.py"),
     (r"initial weights differ", "parallel/initialization.py"),
     (r"the loss's normalization", "train/step.py"),
-    (r"and no gradient does", "train/step.py"),
+    # A loss that is a whole number of times as large is added up over too many ranks.
+    (r"the loss differs \(\d\.0e\+\d\d, .*and no gradient does", "train/step.py"),
     (r"validation loss differs", "train/step.py"),
 )
+# With an equal forward pass, these can change the loss; else it is its sum over ranks.
+COMPUTES_LOSS = ("parallel/tensor_parallel.py", "train/loss.py", "train/objectives.py")
 
 
 def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:
@@ -454,28 +526,36 @@ def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) ->
     try:
         text = run_layout(techniques, precision, timeout)
     except InvalidConfig as error:
-        return Finding(f"refused: {_tail(error)}", "plan/resolve.py")
+        return Finding(f"refused: {str(error)[:300]}", "plan/resolve.py")
     if not text:
         return None
     return Finding(text[:400], blame(techniques, text, precision, timeout))
 
 
 def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) -> str:
-    """The module at fault: by what departs, or by taking techniques away."""
-    if text.startswith("raised") and (frame := frame_of(text)):
-        return frame
+    """The module at fault: by what differs, or by taking techniques away."""
+    raised = frame_of(text)
+    if raised in [TECHNIQUES[name].module for name in techniques]:
+        return raised
     for pattern, module in BLAMED:
         if re.search(pattern, text):
-            if "updates first differ" in text:
+            if module == "optim/optimizer.py" and "updates first differ" in text:
                 special = [t for t in techniques if TECHNIQUES[t].module.startswith("optim/")]
                 return TECHNIQUES[special[0]].module if special else module
             return module
     vanishes = [t for t in techniques if not _still_wrong(t, techniques, precision, timeout)]
     if not vanishes:
+        if raised:
+            return raised
         vanishes = list(techniques)
     # Of several the one that is most particular: what only changes how another one works.
     vanishes.sort(key=lambda t: TECHNIQUES[t].ranks)
-    return TECHNIQUES[vanishes[0]].module
+    module = TECHNIQUES[vanishes[0]].module
+    if len(vanishes) > 1 and TECHNIQUES[vanishes[0]].ranks > 1:
+        module = "parallel/mesh.py"  # where the axes meet that are only wrong together
+    if "the loss differs" in text and module not in COMPUTES_LOSS:
+        return "train/step.py"
+    return module
 
 
 def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeout: float) -> bool:
@@ -507,10 +587,7 @@ def battery() -> list[Check]:
         )
         for name in ORACLE
     ]
-    checks += [
-        Check(f"formula: {name}", run, formulas.SOURCES[name])
-        for name, run in formulas.CHECKS.items()
-    ]
+    checks += [Check(name, run, formulas.SOURCES[name]) for name, run in formulas.CHECKS.items()]
     for layout in LAYOUTS:
         techniques = tuple(layout.split(", "))
         low = not {
@@ -522,7 +599,13 @@ def battery() -> list[Check]:
         }.intersection(techniques)
         source = str([TECHNIQUES[name] for name in techniques])
         checks.append(Check(f"layout: {layout}", _bound(find_by_layout, techniques), source, low))
-    return checks
+    return sorted(checks, key=_order)
+
+
+def _order(check: Check) -> tuple[int, int]:
+    stage = check.name.partition(":")[0]
+    # Layouts with few techniques first: of a plain one the cause is known without a search.
+    return STAGES.index(stage), check.name.count(",") if stage == "layout" else 0
 
 
 def _rounds(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Checks by formulas: what comes of data, arithmetic, checkpoints, export and inference, by hand.
 
 Each is a function that runs in ranks, and calls `expect` with the module of weft that it takes to
-be at fault if the expectation does not hold.
+be at fault if the expectation does not hold.  Its name begins with its stage in the battery.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,9 +49,10 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.errors import WeftError
 from weft.config.schema import DataSection, Job, LoraSection, to_toml
-from weft.data.dataset import open_dataset
+from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import (
     IGNORE_INDEX,
+    LOOKUP_POSITIONS,
     Loader,
     Mixture,
     Prefetcher,
@@ -74,7 +76,7 @@ class Unexpected(Exception):
     """A number is not what it has to be."""
 
     def __init__(self, text: str, module: str) -> None:
-        super().__init__(text, module)
+        super().__init__(f"{text} <{module}>")
 
 
 def expect(holds: Any, text: str, module: str) -> None:
@@ -97,13 +99,13 @@ def check(name: str, ranks: int = 1) -> Callable[[Any], Any]:
 
     def register(function: Any) -> Any:
         def find(precision: str, timeout: float) -> Any:
-            from tests.mutation.battery import Finding, _tail, frame_of
+            from tests.mutation.battery import read_failure
 
             try:
-                found = run_ranks(_caught, ranks, function.__name__, timeout=timeout)
+                run_ranks(_call, ranks, function.__name__, timeout=timeout)
             except WeftError as error:
-                return Finding(f"raised: {_tail(error)}", frame_of(str(error)))
-            return next((Finding(*each) for each in found if each), None)
+                return read_failure(error)
+            return None
 
         CHECKS[name] = find
         SOURCES[name] = inspect.getsource(function)
@@ -112,12 +114,8 @@ def check(name: str, ranks: int = 1) -> Callable[[Any], Any]:
     return register
 
 
-def _caught(name: str) -> Any:
-    try:
-        globals()[name]()
-    except Unexpected as error:
-        return error.args
-    return None
+def _call(name: str) -> None:
+    globals()[name]()
 
 
 def fixtures(folder: Path) -> None:
@@ -140,7 +138,7 @@ def store_path() -> Path:
 # --------------------------------------------------------------------------- data
 
 
-@check("order of data")
+@check("unit: order of data")
 def check_order() -> None:
     module = "data/order.py"
     for count in (1, 2, 37, 1000):
@@ -172,7 +170,7 @@ def _windows(tokens: int, seq_len: int, low: int, high: int, seed: int) -> Token
     return TokenChunks(TokenStream([stream]), seq_len, "documents", low)
 
 
-@check("global batches")
+@check("unit: global batches")
 def check_loader() -> None:
     module = "data/loader.py"
     sources = [_windows(700, 10, 0, 100, 1), _windows(500, 10, 100, 200, 2)]
@@ -214,6 +212,20 @@ def check_loader() -> None:
         pairs = zip(walking.get_microbatches(consumed), fresh, strict=True)
         same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in pairs)
         expect(same, "batches after others are others", module)
+    lookups = 0
+    find_samples = Loader._find_samples
+
+    def count_lookups(*args: Any) -> Any:
+        nonlocal lookups
+        lookups += 1
+        return find_samples(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "_find_samples", count_lookups)
+        walking, steps = Loader(mixture, 7, 12, 1, 3, 2), LOOKUP_POSITIONS // 4
+        for consumed in range(0, 12 * steps, 12):
+            walking.get_microbatches(consumed)
+    expect(lookups == 1, f"{lookups} lookups for {steps} steps, not one", module)
     ahead = Prefetcher(loader, torch.device("cpu"), use_thread=True)
     for consumed in (0, 12, 24, 0, 12):
         mine, theirs = ahead.get_microbatches(consumed, 0, 1), loader.get_microbatches(consumed)
@@ -222,7 +234,7 @@ def check_loader() -> None:
     ahead.close()
 
 
-@check("rows of an evaluation")
+@check("unit: rows of an evaluation")
 def check_evaluation_rows() -> None:
     module = "data/loader.py"
     mixture = Mixture([_windows(430, 10, 0, 100, 1), _windows(230, 10, 100, 200, 2)], (0.75, 0.25))
@@ -252,21 +264,21 @@ def check_evaluation_rows() -> None:
         expect(rows == expected, f"{wanted} rows over {dp} ranks", module)
 
 
-@check("token streams")
+@check("unit: token streams")
 def check_streams() -> None:
     module = "data/token_store.py"
     pieces = [np.arange(0, 7), np.arange(7, 8), np.arange(8, 40), np.arange(40, 45)]
     stream = TokenStream(pieces)
     expect(len(stream) == 45, "its length", module)
-    for length in (1, 3, 9):
+    for length in (1, 3, 9, 35):
         starts = np.arange(0, 45 - length + 1)
         found = stream.read_windows(starts, length)
         expect((found == starts[:, None] + np.arange(length)).all(), "a window", module)
-    expect(stream.find(8).tolist() == [8], "where a token stands", module)
+    expect(stream.find_token(8).tolist() == [8], "where a token stands", module)
     expect(stream.count_nonzero() == 44, "how many are not 0", module)
 
 
-@check("token files of others")
+@check("unit: token files of others")
 def check_token_files() -> None:
     from weft.data.foreign_tokens import Span, read_chunks, read_headers, split_tokens
     from weft.data.source_files import stat_local_file
@@ -315,7 +327,7 @@ def check_token_files() -> None:
             expect(cut in ends, "a document is cut by the split", module)
 
 
-@check("packing")
+@check("unit: packing")
 def check_packing() -> None:
     module = "data/packing.py"
     random = np.random.default_rng(0)
@@ -367,9 +379,16 @@ def check_packing() -> None:
             "order",
             module,
         )
+        text = Dataset(Path(folder), (Source("one", 1.0, store),))
+        [samples] = build_mixture(text, "train", 16, section, 0).sources
+        references = torch.randn(len(samples), 2)
+        samples = replace(samples, references=references)  # type: ignore[type-var]
+        chosen = random.permutation(len(samples))
+        found = samples.get_batch(chosen).references_B2
+        expect(torch.equal(found, references[chosen]), "references of pairs", "data/loader.py")
 
 
-@check("conversations")
+@check("unit: conversations")
 def check_conversations() -> None:
     from weft.data.prepare import prepare_data
 
@@ -429,48 +448,66 @@ def check_conversations() -> None:
 # --------------------------------------------------------------------------- arithmetic
 
 
-@check("arithmetic of models")
+MODELS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"tied_embeddings": True}, "models/llama.py"),
+    ("llama", {"tied_embeddings": False}, "models/llama.py"),
+    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/qwen3.py"),
+    (
+        "moe",
+        {
+            "head_dim": 10,
+            "num_experts": 5,
+            "active_experts": 2,
+            "expert_dim": 12,
+            "shared_experts": 1,
+            "dense_layers": 1,
+            "score": "sigmoid",
+            "tied_embeddings": False,
+        },
+        "models/moe.py",
+    ),
+]
+
+
+def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """A family, and a configuration of it."""
+    family = load_family(kind)
+    sizes = {
+        "num_layers": 3,
+        "dim": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 20,
+        "vocab_size": 50,
+        "max_seq_len": 64,
+    }
+    config, problems = resolve_model(kind, next(iter(family.presets)), sizes | fields)
+    assert not problems, problems
+    return family, config
+
+
+@check("unit: arithmetic of models")
 def check_arithmetic() -> None:
     from weft.monitor.step_record import StepRecord, device_hours
+    from weft.monitor.step_timer import StepTimes
     from weft.plan.lora_plan import training_cost
 
-    for kind, fields, module in (
-        ("llama", {"tied_embeddings": True}, "models/llama.py"),
-        ("llama", {"tied_embeddings": False}, "models/llama.py"),
-        ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/qwen3.py"),
-        (
-            "moe",
-            {
-                "head_dim": 10,
-                "num_experts": 5,
-                "active_experts": 2,
-                "expert_dim": 12,
-                "shared_experts": 1,
-                "dense_layers": 1,
-                "tied_embeddings": False,
-            },
-            "models/moe.py",
-        ),
-    ):
-        family = load_family(kind)
-        sizes = {
-            "num_layers": 3,
-            "dim": 24,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "ffn_dim": 20,
-            "vocab_size": 50,
-            "max_seq_len": 64,
-        }
-        preset = next(iter(family.presets))
-        config: Any
-        config, problems = resolve_model(kind, preset, sizes | fields)
-        assert not problems, problems
+    for kind, fields, module in MODELS:
+        family, config = _small_model(kind, fields)
         with torch.device("meta"):
             model = family.build(config)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         count = sum(shape.numel() for shape in shapes.values())
         expect(family.num_params(config) == count, f"parameters of {kind}", module)
+        theirs = build_theirs(kind, config)
+        for name, shape in shapes.items():
+            try:
+                same = theirs_of(theirs, name).shape == shape
+            except AttributeError:
+                same = False
+            expect(same, f"the shape of {name}", module)
+        theirs_count = sum(p.numel() for p in theirs.parameters())
+        expect(theirs_count == count, f"parameters of transformers' {kind}", module)
         matrices = {n: s for n, s in shapes.items() if len(s) > 1 and n != "embed_tokens.weight"}
         active = 0.0
         for name, shape in matrices.items():
@@ -504,14 +541,16 @@ def check_arithmetic() -> None:
                 for name, shape in matrices.items()
                 if "q_proj" in name or "up_proj" in name
             )
-            expect(found.params == adapters, "parameters of adapters", "plan/lora_plan.py")
+            expect(
+                found.trainable_params == adapters, "parameters of adapters", "plan/lora_plan.py"
+            )
             frozen = 4 * active + attention + 6 * adapters
             expect(near(found.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py")
             half = 4 * active + attention * 32 / 64 + 6 * adapters
             expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora_plan.py")
-    record = StepRecord.of(
+    record = StepRecord.create(
         tokens_per_step=1000,
-        times=(0.5, 0.1),
+        times=StepTimes(0.5, 0.1, 0.0, 0.0),
         devices=4,
         flops_per_token=6e9,
         causal_flops_per_token=5e9,
@@ -522,7 +561,7 @@ def check_arithmetic() -> None:
         lr=0.1,
         tokens=1000,
         memory_peak_gib=1.0,
-        seconds={"productive": 3.0, "saving": 1.0},
+        time_breakdown={"productive": 3.0, "saving": 1.0},
     )
     module = "monitor/step_record.py"
     expect(near(record.tokens_per_second, 2000), "tokens per second", module)
@@ -530,11 +569,75 @@ def check_arithmetic() -> None:
     expect(near(record.tflops_per_device, 3.0), "TFLOP/s", module)
     expect(near(record.mfu or 0, 0.3), "MFU", module)
     expect(near(record.mfu_causal or 0, 0.25), "causal MFU", module)
-    expect(near(record.goodput, 0.75), "goodput", "monitor/goodput.py")
+    expect(near(record.goodput, 0.75), "goodput", "monitor/step_timer.py")
     expect(near(device_hours(8, 1e6), 8 * 1000 / 3600), "device hours", module)
 
 
-@check("cut of stages")
+@check("unit: rows of experts")
+def check_expert_rows() -> None:
+    """An expert has the rows of the tokens that chose it, in order, and multiplies each of them."""
+    torch.manual_seed(0)
+    family, config = _small_model(*MODELS[-1][:2])
+    model = family.build(config)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    block = model.get_submodule("layers.1.mlp")
+    x_BTD = torch.randn(2, 9, config.dim)
+    rows, chosen = x_BTD.flatten(0, 1), torch.empty(0)
+    outs: list[Tensor] = []
+
+    def note_choice(m: Any, args: Any, out: Any) -> None:
+        nonlocal chosen
+        chosen = out[0]
+
+    def compare_rows(m: Any, args: Any) -> None:
+        expected = [rows[(chosen == e).any(1)] for e in range(config.num_experts)]
+        sizes = [len(each) for each in expected]
+        expect(args[1].tolist() == sizes, f"rows of experts: {sizes}", "models/moe.py")
+        expect(torch.equal(args[0], torch.cat(expected)), "order of rows", "models/moe.py")
+        weights = [
+            {n: theirs_weight(n, e) for n in ("gate_proj", "up_proj", "down_proj")}
+            for e in range(config.num_experts)
+        ]
+        outs.extend(
+            (nn.functional.silu(x @ w["gate_proj"].T) * (x @ w["up_proj"].T)) @ w["down_proj"].T
+            for x, w in zip(expected, weights, strict=True)
+        )
+
+    def theirs_weight(name: str, expert: int) -> Tensor:
+        return block.get_parameter(f"experts.{name}.weight")[expert]
+
+    def compare_outs(m: Any, args: Any, out: Tensor) -> None:
+        off = float((out - torch.cat(outs)).abs().max())
+        expect(off < 1e-4, f"what experts compute is off by {off}", "models/layers.py")
+
+    block.get_submodule("router").register_forward_hook(note_choice)
+    block.get_submodule("experts").register_forward_pre_hook(compare_rows)
+    block.get_submodule("experts").register_forward_hook(compare_outs)
+    with torch.no_grad():
+        block(x_BTD)
+
+
+@check("oracle: positions")
+def check_positions() -> None:
+    """A model counts positions as it is asked to, with gaps and from any start."""
+    generator = torch.Generator().manual_seed(0)
+    for kind, fields, module in MODELS[1:3]:
+        family, config = _small_model(kind, fields | {"rope_theta": 100.0})
+        ours, theirs = family.build(config), build_theirs(kind, config)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+                theirs_of(theirs, name).copy_(param)
+            tokens = torch.randint(50, (3, 20), generator=generator)
+            positions = torch.randint(1, 4, (3, 20), generator=generator).cumsum(1)
+            rows = Rows(tokens, tokens, torch.zeros_like(tokens), positions)
+            expected = logits_of(theirs, rows)
+            off = float((ours(tokens, None, positions) - expected).abs().max())
+        expect(off < 1e-4 * float(expected.abs().max()), f"logits are off by {off}", module)
+
+
+@check("unit: cut of stages")
 def check_stages() -> None:
     from weft.plan.stages import partition, split_into_stages
 
@@ -563,9 +666,27 @@ def check_stages() -> None:
     family = load_family("llama")
     config: Any = resolve_model("llama", "toy", {"num_layers": 6})[0]
     assert family.unit_costs is not None
-    cut = split_into_stages(family.unit_costs(config, 64), [3, 2, 1], 64, 16.0, layers=[1, 3, 2])
+    cut = split_into_stages(
+        family.unit_costs(config, 64), [3, 2, 1], 64, 16.0, layers_per_stage=[1, 3, 2]
+    )
     ends = [(stage.first_unit, stage.end_unit, stage.num_blocks) for stage in cut]
     expect(ends == [(0, 2, 1), (2, 5, 3), (5, 8, 2)], f"stages of given blocks: {ends}", module)
+    for kind, fields, _ in MODELS[1:]:
+        family, config = _small_model(kind, fields)
+        for units in (range(0, 2), range(2, 3), range(1, 4), range(3, 5)):
+            with torch.device("meta"):
+                model = family.build(config)
+            blocks = {f"layers.{i}": i + 1 for i in range(3)}
+            held = {"embed_tokens": 0, **blocks, "norm": 4, "lm_head": 4}
+            expected = {
+                name
+                for name, _ in model.named_parameters()
+                for part, unit in held.items()
+                if name.startswith(f"{part}.") and unit in units
+            }
+            family.prune_to_stage(model, units)
+            left = {n for n, _ in model.named_parameters()}
+            expect(left == expected, f"units {units} of {kind}", "models/llama.py")
 
 
 # --------------------------------------------------------------------------- training
@@ -616,16 +737,16 @@ def read_by_hand(path: Path) -> dict[str, Any]:
     return found
 
 
-@check("the training loop")
+@check("run: the training loop")
 def check_loop() -> None:
     """Four steps of `weft train` against the oracle, with what it records and saves."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         job = _train(folder)
         plan = resolve(job, Machine("cpu", devices=1, world_size=1))
-        built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
+        built = build(plan, Rank(0, 0, 1, torch.device("cpu")))
         model = build_theirs("llama", plan.model)
-        params = {n: p.detach().clone() for n, p in trainable_parameters(built.parts)}
+        params = {n: p.detach().clone() for n, p in trainable_parameters(built.model_parts)}
         with torch.no_grad():
             for n, p in params.items():
                 theirs_of(model, n).copy_(p)
@@ -699,6 +820,10 @@ def check_loop() -> None:
             "checkpoint/save_schedule.py",
         )
         state = read_by_hand(saved[-1])
+        every = {f"model.{n}" for n in params}
+        every |= {f"optim.{n}.{k}" for n in params for k in ("step", "exp_avg", "exp_avg_sq")}
+        lost = sorted(every ^ state.keys())[:3]
+        expect(not lost, f"what is saved: {lost}", "checkpoint/state_dict.py")
         for n, p in updates.params.items():
             way = float((p.detach() - params[n]).norm())
             off = float((state[f"model.{n}"] - p.detach()).norm())
@@ -708,7 +833,7 @@ def check_loop() -> None:
         expect((told["step"], told["samples"]) == (4, 4 * size), "position", "train/state.py")
 
 
-@check("resumed runs")
+@check("resumed: runs")
 def check_resume() -> None:
     """Two steps, and two more after a restart, are the four of a run without it."""
     with tempfile.TemporaryDirectory() as name:
@@ -725,7 +850,7 @@ def check_resume() -> None:
             expect(torch.equal(a[n], b[n]), f"{n} is another", "checkpoint/load.py")
 
 
-@check("resumed mixtures", ranks=2)
+@check("resumed: mixtures", ranks=2)
 def check_mixture_loop() -> None:
     """Losses of sources: their mean by what was read is the loss."""
     from tests.small import train_rank
@@ -793,10 +918,9 @@ def check_mixture_loop() -> None:
             shutil.rmtree(home)
 
 
-@check("references", ranks=2)
+@check("saved: references", ranks=2)
 def check_references() -> None:
     """Log-probabilities under the initial model, on two ranks."""
-    from weft.data.dataset import Dataset, Source
     from weft.data.loader import Pairs
     from weft.train.reference_logprobs import log_probs
 
@@ -809,17 +933,17 @@ def check_references() -> None:
     )
     rank = dist.get_rank()
     plan = resolve(job, Machine("cpu", devices=2, world_size=2))
-    built = build(job, plan, Rank(rank, rank, 2, torch.device("cpu")))
+    built = build(plan, Rank(rank, rank, 2, torch.device("cpu")))
     corpus = draw_corpus("preferences", 30, 500, 14, 3)
     with tempfile.TemporaryDirectory() as folder:
         text = Dataset(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
         [pairs] = build_mixture(text, "train", job.train.seq_len, job.data, 0).sources
         assert isinstance(pairs, Pairs)
-        found = log_probs(built.engine, pairs, plan, built.mesh)
+        found = log_probs(built, pairs)
         batch = pairs.get_batch(np.arange(len(pairs)))
     model = build_theirs("llama", plan.model)
     with torch.no_grad():
-        for n, p in trainable_parameters(built.parts):
+        for n, p in trainable_parameters(built.model_parts):
             theirs_of(model, n).copy_(_all(p))
         assert batch.documents_BT is not None
         assert batch.positions_BT is not None
@@ -829,7 +953,7 @@ def check_references() -> None:
     expect(off < 1e-3, f"references are off by {off}", "train/reference_logprobs.py")
 
 
-@check("rounded moments")
+@check("unit: rounded moments")
 def check_moments() -> None:
     """In bfloat16 a second moment comes down again, on average, as in float32."""
     from weft.optim.lean import LowPrecisionAdamW
@@ -848,7 +972,37 @@ def check_moments() -> None:
         expect(near(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py")
 
 
-@check("norms of long tensors")
+@check("unit: places of shards", ranks=4)
+def check_shard_offsets() -> None:
+    """A shard of a tensor that counts its elements tells by its first one where it begins."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from weft.parallel.dtensor import shard_offsets
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sharded = [
+        distribute_tensor(torch.arange(float(math.prod(shape))).view(shape), mesh, placements)
+        for shape in ((7, 5), (8, 6), (3, 4))
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)
+    ]
+    linear = nn.Linear(6, 8, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.arange(48.0).view(8, 6))
+    parallelize_module(linear, mesh["tp"], ColwiseParallel())
+    fully_shard(linear, mesh=mesh["dp"])
+    for tensor in [*sharded, linear.weight]:
+        local: Any = tensor.to_local()  # type: ignore[operator]
+        if not local.numel():
+            continue
+        first = [int(i) for i in np.unravel_index(int(local.flatten()[0]), tensor.shape)]
+        found = shard_offsets(tensor)
+        expect(found == first, f"a shard begins at {first}, not {found}", "parallel/dtensor.py")
+
+
+@check("unit: norms of long tensors")
 def check_norms() -> None:
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.zeros(2000, 1000))
@@ -859,7 +1013,7 @@ def check_norms() -> None:
         expect(near(float(found), exact, 1e-6), f"{found}, not {exact}", "parallel/dtensor.py")
 
 
-@check("moments of eight bits")
+@check("unit: moments of eight bits")
 def check_packed_moments() -> None:
     """They are right on average, beside smaller and larger ones, and alike on any layout."""
     from weft.optim import lean
@@ -945,11 +1099,130 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
     return torch.cat([first.int(), second.int()], dim=1)
 
 
-@check("statistics of layers", ranks=2)
+@check("unit: growing gradients")
+def check_growing_gradients() -> None:
+    """Moments of eight bits follow gradients that grow a thousandfold, as AdamW's do.
+
+    Gradients are equal, so a block spans at most two octaves, with 64 steps each or more.  The
+    bound adds up what rounding may do to both moments in each step.
+    """
+    from weft.optim import lean
+
+    beta1, beta2, lr, limit = 0.9, 0.95, 1e-3, lean._max_ratio(0.9, 0.95)
+    param, other = (nn.Parameter(torch.zeros(4, 64)) for _ in range(2))
+    packed = lean.LowPrecisionAdamW(
+        [{"params": [param]}], lr=lr, betas=(beta1, beta2), eps=1e-12, state_dtype="8bit"
+    )
+    plain = torch.optim.AdamW([other], lr=lr, betas=(beta1, beta2), eps=1e-12, weight_decay=0.0)
+    first = second = first_off = second_off = bound = 0.0
+    for step, size in enumerate((1e-6, 1e-3, 1.0, 1.0, 1e3, 1e3), 1):
+        for each, optimizer in ((param, packed), (other, plain)):
+            each.grad = torch.full((4, 64), size)
+            optimizer.step()
+        first, first_off = beta1 * first + (1 - beta1) * size, beta1 * first_off
+        second, second_off = beta2 * second + (1 - beta2) * size**2, beta2 * second_off
+        factor = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        least = math.sqrt(second - second_off)
+        bound += factor * ((first + first_off) / least - first / math.sqrt(second))
+        off = float((param - other).abs().max())
+        expect(off <= bound + 1e-6 * lr, f"step {step}: off by {off}, not {bound}", "optim/lean.py")
+        second_off += (2 ** (1 / 64) - 1) * (second + second_off)
+        root = math.sqrt(second + second_off)
+        code = 127 * math.sqrt(min(1.0, first / root / limit)) + 1
+        first_off += (2 * code + 1) / 127**2 * limit * root
+
+
+@check("unit: skipped steps")
+def check_skipped_steps() -> None:
+    """A step that is skipped, as its gradients are not finite, changes no bit."""
+    from weft.optim.optimizer import OPTIMIZERS, build_optimizer, masked_step
+
+    for name, dtype, module in (
+        ("adamw", "float32", "optim/optimizer.py"),
+        ("adamw", "bfloat16", "optim/lean.py"),
+        ("adamw", "8bit", "optim/lean.py"),
+        ("muon", "float32", "optim/muon.py"),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        params = {
+            n: nn.Parameter(torch.randn(shape, generator=generator))
+            for n, shape in (("matrix", (8, 64)), ("table", (5, 64)), ("gain", (64,)))
+        }
+        optim = small_job(("optim.name", name), ("optim.state_dtype", dtype)).optim
+        optimizer = build_optimizer(
+            params.items(), optim, OPTIMIZERS[name], lambda n: True, {params["matrix"]}
+        )
+
+        def read_all(every: Any = params, optimizer: Any = optimizer) -> list[Tensor]:
+            states = [v for p in every.values() for v in optimizer.state[p].values()]
+            values = [*every.values(), *(v for v in states if isinstance(v, Tensor))]
+            return [v.dequantize() if hasattr(v, "codes") else v.detach().clone() for v in values]
+
+        for step in range(8):
+            skipped = step % 2 == 1
+            for param in params.values():
+                param.grad = torch.randn(param.shape, generator=generator) * 10.0**step
+                if skipped:
+                    param.grad[..., 3] = math.inf
+            before = read_all()
+            masked_step(optimizer, torch.tensor(skipped))
+            pairs = zip(before, read_all(), strict=False)  # there are no moments before step 1
+            same = [torch.equal(a, b) for a, b in pairs]
+            expect(all(same) if skipped else not same[0], f"{name} {dtype}, step {step}", module)
+
+
+@check("unit: gather in two stages", ranks=4)
+def check_hierarchical_gather() -> None:
+    """Over nodes, then inside of them: the same as a plain all-gather, in the same order.
+
+    An input inside of an output has to lie at its rank's place, or else NCCL would overwrite it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from weft.parallel import hierarchical_gather
+
+    module = "parallel/hierarchical_gather.py"
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    gather = hierarchical_gather.HierarchicalAllGather(mesh, 2)
+    single, several = hierarchical_gather.all_gather, dist.all_gather
+
+    def is_inside(part: Tensor, whole: Tensor, at: int) -> bool:
+        begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+        return begin <= part.data_ptr() < end and part.data_ptr() != at
+
+    def watch_single(out: Tensor, part: Tensor, group: Any, *args: Any, **keys: Any) -> Any:
+        at = out.data_ptr() + dist.get_rank(group) * part.nbytes
+        expect(not is_inside(part, out, at), "an input lies at another rank's place", module)
+        return single(out, part, group, *args, **keys)
+
+    def watch_several(outs: list[Tensor], part: Tensor, group: Any, *args: Any) -> Any:
+        at = outs[dist.get_rank(group)].data_ptr()
+        inside = any(is_inside(part, out, at) for out in outs)
+        expect(not inside, "an input lies at another rank's place", module)
+        return several(outs, part, group, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchical_gather, "all_gather", watch_single)
+        patch.setattr(dist, "all_gather", watch_several)
+        for count, in_place, later in itertools.product((1, 7), (False, True), (False, True)):
+            own = torch.arange(count) + 100.0 * dist.get_rank()
+            out = torch.zeros(4 * count)
+            part = own.clone()
+            if in_place:
+                part = out[dist.get_rank() * count :][:count]
+                part.copy_(own)
+            work = gather(out, part, mesh.get_group(), async_op=later)
+            if work is not None:
+                work.wait()
+            expected = torch.cat([torch.arange(count) + 100.0 * n for n in range(4)])
+            expect(torch.equal(out, expected), f"{out.tolist()} is gathered", module)
+
+
+@check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Of two ranks what one has: counts, means, and roots of mean squares."""
     from weft.monitor.layer_stats import read_statistics
-    from weft.train.setup import open_statistics
+    from weft.train.setup import open_layer_stats
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
@@ -962,20 +1235,20 @@ def check_statistics() -> None:
         ]
         job = small_job(*keys)
         plan = resolve(job, Machine("cpu", devices=2, world_size=2))
-        built = build(job, plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
-        statistics = open_statistics(job, plan, built.mesh, built.parts)
-        statistics.back_to(0, print)
+        built = build(plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
+        statistics = open_layer_stats(built)
+        statistics.open(0, print)
         text = open_dataset(store_path())
         mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
         batches = Loader(mixture, 0, 8, 0, 1, plan.microbatch_size).get_microbatches(0)
-        with statistics.forward(1, [len(b.tokens_BT) for b in batches]):
-            built.engine.forward_backward(batches)
-        statistics.gradients(1)
-        statistics.parameters(1)
+        with statistics.record_forward(1, [len(b.tokens_BT) for b in batches]):
+            built.train_step.forward_backward(batches)
+        statistics.record_gradients(1)
+        statistics.record_parameters(1)
         statistics.close()
         params = {
             n: (p.full_tensor(), p.grad.full_tensor())  # type: ignore[union-attr,operator]
-            for n, p in trainable_parameters(built.parts)
+            for n, p in trainable_parameters(built.model_parts)
         }
         model = build_theirs("llama", plan.model)
         with torch.no_grad():
@@ -1000,7 +1273,7 @@ def check_statistics() -> None:
             row, rms = rows[key], float(value.square().mean().sqrt())
             same = row["count"] == value.numel() and near(row["rms"], rms, 1e-4)
             same &= abs(row["mean"] - float(value.mean())) < 1e-3 * rms
-            same &= near(row["most"], float(value.abs().max()), 1e-4)
+            same &= near(row["max_abs"], float(value.abs().max()), 1e-4)
             expect(same, f"statistics of {key}", "monitor/layer_stats.py")
     finally:
         dist.barrier()
@@ -1049,12 +1322,42 @@ def _built(overrides: Overrides) -> tuple[Job, Plan, Built]:
     job = small_job(*SAVED, *overrides)
     world, rank = dist.get_world_size(), dist.get_rank()
     plan = resolve(job, Machine("cpu", devices=2, world_size=world))
-    return job, plan, build(job, plan, Rank(rank, rank, world, torch.device("cpu")))
+    return job, plan, build(plan, Rank(rank, rank, world, torch.device("cpu")))
 
 
 def _state(built: Built) -> dict[str, Tensor]:
-    state = model_state(built.parts) | optimizer_state(built.parts, built.optimizer)
+    state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
     return {n: _all(t).detach().clone() for n, t in state.items()}
+
+
+@check("saved: replicas", ranks=4)
+def check_replicas() -> None:
+    """Along the axes of its replicas a tensor is equal, and all ranks hold it so many times."""
+    from weft.checkpoint.state_dict import find_replica_axes
+
+    for overrides in (
+        [("parallel.dp_shard", "2"), ("parallel.dp_replicate", "2")],
+        [("parallel.dp_shard", "2"), ("parallel.tp", "2")],
+    ):
+        job, plan, built = _built(overrides)
+        _step(job, plan, built, 0)
+        state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
+        for name, axes in find_replica_axes(built.model_parts, state).items():
+            value: Any = state[name]
+            local = (value.to_local() if hasattr(value, "to_local") else value).contiguous()
+            for axis in axes:
+                copies = [torch.empty_like(local) for _ in range(axis.size)]
+                dist.all_gather(copies, local, group=axis.group)
+                same = all(torch.equal(each, local) for each in copies)
+                expect(same, f"replicas of {name} differ", "checkpoint/state_dict.py")
+            total = torch.tensor(local.numel())
+            dist.all_reduce(total)
+            count = math.prod(axis.size for axis in axes)
+            expect(
+                count * value.numel() == int(total),
+                f"{count} replicas of {name}",
+                "checkpoint/state_dict.py",
+            )
 
 
 def _all(tensor: Any) -> Tensor:
@@ -1066,16 +1369,16 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     """One optimizer step; the loss."""
     mixture = build_mixture(open_dataset(store_path()), "train", job.train.seq_len, job.data, 0)
     loader = Loader(mixture, 0, 12, built.mesh.dp_rank, plan.dp_size, plan.microbatch_size)
-    loss = built.engine.forward_backward(loader.get_microbatches(12 * number))
+    loss = built.train_step.forward_backward(loader.get_microbatches(12 * number))
     dist.all_reduce(loss)
-    params = [p for _, p in trainable_parameters(built.parts)]
+    params = [p for _, p in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     norm, _ = compute_grad_norm(params, stages)
     clip_grads_with_norm(params, norm, 1.0)
     set_learning_rate(built.optimizer, 0.01)
     built.optimizer.step()
-    built.engine.balance.reduce_loads()
-    built.engine.balance.step()
+    built.train_step.balance.reduce_loads()
+    built.train_step.balance.step()
     built.optimizer.zero_grad()
     return loss.item()
 
@@ -1087,8 +1390,8 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
         _step(job, plan, built, number)
     saver = CheckpointManager(Path(folder), 2, async_save=True)
     state = _state(built)
-    saver.save(built.parts, built.optimizer, {"step": 2, "samples": 24})
-    params = [param for part in built.parts for param in part.parameters()]
+    saver.save(built.model_parts, built.optimizer, {"step": 2, "samples": 24})
+    params = [param for part in built.model_parts for param in part.parameters()]
     for param in params:  # what is saved is what was there then
         param.data.mul_(2.0)
     saver.wait()
@@ -1101,7 +1404,7 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
 def load_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     """The same from the checkpoint."""
     job, plan, built = _built(overrides)
-    load_checkpoint(list_checkpoints(Path(folder))[-1], built.parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[-1], built.model_parts, built.optimizer)
     state = _state(built)
     loss = _step(job, plan, built, 2)
     return {"state": state, "loss": loss, "after": _state(built)}
@@ -1114,18 +1417,15 @@ def _world(overrides: Overrides) -> int:
 
 def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float], Any]:
     def find(precision: str, timeout: float) -> Any:
-        from tests.mutation.battery import Finding, _tail, frame_of
+        from tests.mutation.battery import read_failure
 
         with tempfile.TemporaryDirectory() as folder:
             try:
                 saved = run_ranks(save_layout, _world(source), folder, source, timeout=timeout)
                 loaded = run_ranks(load_layout, _world(target), folder, target, timeout=timeout)
-            except WeftError as error:
-                return Finding(f"raised: {_tail(error)}", frame_of(str(error)))
-            try:
                 _compare_states(Path(folder), saved, loaded)
-            except Unexpected as error:
-                return Finding(*error.args)
+            except (WeftError, Unexpected) as error:
+                return read_failure(error)
         return None
 
     return find
@@ -1155,13 +1455,13 @@ def _compare_states(folder: Path, saved: list[Any], loaded: list[Any]) -> None:
 
 for _source, _target in FROM_TO:
     _keys = [k.partition(".")[2] + v for k, v in _source if k != "model.preset"]
-    _name = f"checkpoint: {' '.join(_keys) or 'one'}"
+    _name = f"saved: {' '.join(_keys) or 'one'}"
     CHECKS[_name] = _find_between(_source, _target)
     _functions = (save_layout, load_layout, _compare_states, _step)
     SOURCES[_name] = f"{_source}{_target}{[inspect.getsource(each) for each in _functions]}"
 
 
-@check("unfinished checkpoints")
+@check("saved: unfinished checkpoints")
 def check_unfinished() -> None:
     """Until it is whole, a checkpoint is not there under its name."""
     from weft.checkpoint import manager as store
@@ -1176,12 +1476,12 @@ def check_unfinished() -> None:
     _, _, built = _built([])
     with tempfile.TemporaryDirectory() as name:
         saver = CheckpointManager(Path(name), 2)
-        saver.save(built.parts, built.optimizer, {"step": 1, "samples": 12})
+        saver.save(built.model_parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
     expect(seen == [False], "half a checkpoint has its name", "checkpoint/manager.py")
 
 
-@check("damaged checkpoints")
+@check("saved: damaged checkpoints")
 def check_damage() -> None:
     """Whatever bit is another, it is not loaded."""
     job, plan, built = _built([])
@@ -1189,7 +1489,7 @@ def check_damage() -> None:
     with tempfile.TemporaryDirectory() as name:
         saver = CheckpointManager(Path(name), 3)
         for step in (1, 2, 3, 4):
-            saver.save(built.parts, built.optimizer, {"step": step, "samples": 12})
+            saver.save(built.model_parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()
         kept = [path.name for path in list_checkpoints(Path(name))]
         expect(
@@ -1204,7 +1504,7 @@ def check_damage() -> None:
 
         def refused(what: str, module: str, says: str = "") -> None:
             try:
-                load_checkpoint(path, built.parts, built.optimizer)
+                load_checkpoint(path, built.model_parts, built.optimizer)
             except WeftError as error:
                 expect(says in str(error), f"{what}: {error}", module)
                 return
@@ -1232,7 +1532,7 @@ def check_damage() -> None:
         shard.write_bytes(whole + b"abcd")
         refused("a file that is too long", "checkpoint/shard_files.py")
         shard.write_bytes(whole)
-        load_checkpoint(path, built.parts, built.optimizer)
+        load_checkpoint(path, built.model_parts, built.optimizer)
         text = (path / "manifest.json").read_text()
         (path / "manifest.json").write_text(re.sub(r'("samples": *)12', r"\g<1>13", text))
         refused("a manifest that was changed", "checkpoint/manifest.py")
@@ -1249,7 +1549,7 @@ def check_damage() -> None:
 # --------------------------------------------------------------------------- models for others
 
 
-@check("export, import and adapters")
+@check("run: export, import and adapters")
 def check_export() -> None:
     """What transformers and PEFT load computes what the checkpoint's numbers do."""
     from transformers import AutoModelForCausalLM
@@ -1329,21 +1629,83 @@ def check_export() -> None:
         expect(off < 1e-5, f"PEFT's logits are off by {off}", "tools/peft_export.py")
 
 
-@check("generated text")
+@check("unit: sampling")
+def check_sampling() -> None:
+    """Each token's probability, against transformers' processors of logits; then the draw."""
+    from transformers.generation import logits_process as theirs
+
+    from weft.tools.generate import GeneratedSequence, Sampling, sample_token
+
+    module, size = "tools/generate.py", 40
+    generator = torch.Generator().manual_seed(0)
+    sequence = GeneratedSequence("", [3, 7, 7, 20, 31], 0, generator, "")
+
+    def process(logits: Tensor, sampling: Sampling) -> Tensor:
+        steps: list[Any] = [theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+        if sampling.temperature:
+            steps.append(theirs.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            steps.append(theirs.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            steps.append(theirs.TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            steps.append(theirs.MinPLogitsWarper(sampling.min_p))
+        ids, scores = torch.tensor([sequence.ids]), logits[None]
+        for step in steps:
+            scores = step(ids, scores)
+        return scores[0]
+
+    def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+        """Of each token, by every outcome that the draw can have."""
+        found, outcome, drawn = torch.zeros(size), 0, torch.empty(0)
+
+        def draw(weights: Tensor, *args: Any, **keys: Any) -> Tensor:
+            nonlocal drawn
+            drawn = weights / weights.sum()
+            return torch.tensor([outcome])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "multinomial", draw)
+            while outcome < max(1, len(drawn)):
+                token = sample_token(logits, sequence, sampling)
+                found[token] += drawn[outcome]
+                outcome += 1
+        return found
+
+    choices: dict[str, tuple[Any, ...]] = {
+        "repetition_penalty": (1.0, 1.5, 4.0, 0.7),
+        "temperature": (1.0, 0.5, 2.0),
+        "top_k": (0, 1, 6, 25),
+        "top_p": (1.0, 0.95, 0.6, 0.1),
+        "min_p": (0.0, 0.05, 0.4),
+    }
+    plain = {name: values[0] for name, values in choices.items()}
+    each = [plain | {name: value} for name, values in choices.items() for value in values]
+    random = np.random.default_rng(0)
+    mixed = [{n: v[random.integers(len(v))] for n, v in choices.items()} for _ in range(80)]
+    for options in each + mixed:
+        logits = 2 * torch.randn(size, generator=generator)
+        expected = process(logits, Sampling(**options)).softmax(0)
+        off = float((probabilities(logits, Sampling(**options)) - expected).abs().max())
+        expect(off < 1e-5, f"probabilities with {options} are off by {off:.2g}", module)
+        greedy = Sampling(**options | {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
+        best = int(process(logits, greedy).argmax())
+        expect(sample_token(logits, sequence, greedy) == best, f"greedy with {options}", module)
+    logits, draws = torch.linspace(-1.0, 1.0, 10), 4000
+    sampling = Sampling(temperature=1.0, top_k=0)
+    drawn = torch.tensor([sample_token(logits, sequence, sampling) for _ in range(draws)])
+    expected = draws * logits.softmax(0)
+    chi_square = float(((torch.bincount(drawn, minlength=10) - expected).square() / expected).sum())
+    expect(chi_square < 9 + 5 * math.sqrt(2 * 9), f"chi-square of draws: {chi_square}", module)
+
+
+@check("run: generated text")
 def check_generate() -> None:
-    """Greedy and with a cache, what the plain model finds by itself; sampling by formulas."""
+    """Greedy and with a cache, what the plain model finds."""
     from tests.asked import random_run
-    from weft.tools.generate import (
-        GeneratedSequence,
-        Sampling,
-        generate,
-        load_chat_format,
-        make_sequences,
-        sample_token,
-    )
+    from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
     from weft.tools.inference_model import find_checkpoint, load_local_model
 
-    module = "tools/generate.py"
     with tempfile.TemporaryDirectory() as name:
         folder = random_run(Path(name) / "run", store_path())
         found = find_checkpoint(folder)
@@ -1369,42 +1731,9 @@ def check_generate() -> None:
                     ids.append(int(logits[: speech.tokenizer.get_vocab_size()].argmax()))
                 blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
-    torch.manual_seed(0)
-    logits = torch.randn(50)
-    row = GeneratedSequence("", [3, 7, 7], 0, torch.Generator().manual_seed(0), "")
-
-    def shares(**options: Any) -> Tensor:
-        sampling = Sampling(**{"top_k": 0, "temperature": 1.0} | options)
-        drawn = torch.tensor([sample_token(logits, row, sampling) for _ in range(3000)])
-        return torch.bincount(drawn, minlength=50) / 3000
-
-    plain = logits.softmax(0)
-    ranked = logits.argsort(descending=True)
-    by_k = torch.zeros(50)
-    by_k[ranked[:5]] = logits[ranked[:5]].softmax(0)
-    ahead = plain[ranked].cumsum(0) - plain[ranked]
-    few = ranked[ahead < 0.6]
-    by_p = torch.zeros(50)
-    by_p[few] = plain[few] / plain[few].sum()
-    likely = plain >= 0.2 * plain.max()
-    by_min = torch.where(likely, plain, 0.0) / plain[likely].sum()
-    seen = logits.clone()
-    for i in (3, 7):
-        seen[i] = logits[i] / 3 if logits[i] > 0 else logits[i] * 3
-    for what, options, expected in (
-        ("plain", {}, plain),
-        ("temperature", {"temperature": 0.5}, (logits / 0.5).softmax(0)),
-        ("top k", {"top_k": 5}, by_k),
-        ("top p", {"top_p": 0.6}, by_p),
-        ("min p", {"min_p": 0.2}, by_min),
-        ("repetition", {"repetition_penalty": 3.0}, seen.softmax(0)),
-    ):
-        off = (shares(**options) - expected).abs().sum()
-        allowed = 2.5 * (expected * (1 - expected) / 3000).sqrt().sum()
-        expect(off <= allowed + 1e-6, f"{what}: shares are off by {off:.3f}", module)
 
 
-@check("losses of text")
+@check("run: losses of text")
 def check_losses() -> None:
     """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
     from tests.asked import random_run
@@ -1426,12 +1755,12 @@ def check_losses() -> None:
         tokens = stream.read_windows(np.array([0]), len(stream))[0]
         for packing in ("windows", "documents"):
             allowed = ("data.", "train.")
-            job, plan = plan_inference(
+            _job, plan = plan_inference(
                 found, [("data.packing", packing)], [], allowed, for_generation=False
             )
             rank = Rank(0, 0, 1, torch.device("cpu"))
             [loss] = evaluate_sources(
-                found, job, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
+                found, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
             )
             told = loss.to_dict()
             count = (len(tokens) - 1) // 32 * 32

@@ -6,7 +6,7 @@
 So a fault costs neither a copy of the tree nor an import of torch.  Without a fault the battery is
 run once, to see that it finds nothing, what each check takes, and which functions of weft each
 check executes: a fault in a function that no check executes is missed, and the others are tried by
-the checks that execute it, cheapest first.
+the checks that execute it, in the order of the battery.
 """
 
 from __future__ import annotations
@@ -183,13 +183,13 @@ def _run_one(name: str, precision: str, functions: bool, timeout: float) -> Any:
         with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
             _trace_into(folder)
             began = _processor_seconds()
-            found = check.find(precision, timeout)
+            found = check.run(precision, timeout)
             _dump(folder)
             executed: set[str] = set()
             for file in Path(folder).glob("*.json"):
                 executed |= set(json.loads(file.read_text()))
             return found, sorted(executed), _processor_seconds() - began
-    return check.find(precision, timeout), [], 0.0
+    return check.run(precision, timeout), [], 0.0
 
 
 def _processor_seconds() -> float:
@@ -305,19 +305,10 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
         return "import", repr(error)[:200], fault.file
     by_name = {check.name: check for check in battery()}
     for name in checks:
-        found = by_name[name].find(precision, timeout)
+        found = by_name[name].run(precision, timeout)
         if found is not None:
             return name, found.text, found.module
     return "", "", ""
-
-
-LATER = ("checkpoint", "statistics", "resumed", "references", "damaged", "unfinished")
-
-
-def stage_of(name: str) -> int:
-    """Of a check by its name: 0 in one process, 1 layouts, 2 checkpoints and records of layouts."""
-    kind, _, rest = name.partition(": ")
-    return 1 if kind == "layout" else 2 * rest.startswith(LATER)
 
 
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
@@ -325,10 +316,6 @@ def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
     began = time.monotonic()
     function = function_of(fault)
     checks = [name for name in base.seconds if function is None or function in base.functions[name]]
-    # One process first, then layouts, then what begins with them: so the module is named best.
-    # Those of one process in the battery's order, plain models first; of others the quickest first.
-    order = {name: place for place, name in enumerate(base.seconds)}
-    checks.sort(key=lambda n: (stage := stage_of(n), base.seconds[n] if stage else order[n]))
     check = text = module = ""
     if checks:
         try:

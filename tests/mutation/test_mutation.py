@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def test_catalogue_each_right_text_is_there_once(fault: Any) -> None:
     source = (ROOT / "weft" / fault.file).read_text("utf-8")
     assert source.count(fault.right) == 1, "the code is another: plant the fault where it is now"
     compile(source.replace(fault.right, fault.wrong), fault.file, "exec")
+    begin = source.index(fault.right)
+    for edge in (begin, begin + len(fault.right)):
+        assert not re.fullmatch(r"\w\w", source[edge - 1 : edge + 1]), "a name is cut"
 
 
 def test_catalogue_names_are_different_and_neighbors_are_files() -> None:

@@ -155,14 +155,17 @@ def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[
     wide = [("model.dim", "128"), ("model.ffn_dim", "192"), ("model.tied_embeddings", "false")]
     job = small_job(*wide, *overrides, ("optim.state_dtype", states), ("optim.lr", lr))
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(4):
         built.optimizer.zero_grad()
-        built.engine.forward_backward(loader.get_microbatches(step * job.train.global_batch_size))
+        built.train_step.forward_backward(
+            loader.get_microbatches(step * job.train.global_batch_size)
+        )
         built.optimizer.step()
     return {
-        name: whole(param.detach()).clone() for name, param in trainable_parameters(built.parts)
+        name: whole(param.detach()).clone()
+        for name, param in trainable_parameters(built.model_parts)
     }
 
 
@@ -297,12 +300,12 @@ def packed_names(store: str) -> set[str]:
     """The kinds of parameters whose moments are in 8 bits after a step."""
     job = small_job(("optim.state_dtype", "8bit"))
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
-    built.engine.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
+    built = build(plan, this_rank())
+    built.train_step.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
     built.optimizer.step()
     return {
         name.split(".")[-2]
-        for name, param in trainable_parameters(built.parts)
+        for name, param in trainable_parameters(built.model_parts)
         if isinstance(built.optimizer.state[param]["exp_avg_sq"], PackedMoment)
     }
 

@@ -90,8 +90,8 @@ LAYOUTS = {
 def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
     """What two steps with given gradients make of this rank's parameters, as a whole."""
     job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
-    built = build(job, plan_here(job), this_rank())
-    params = dict(trainable_parameters(built.parts))
+    built = build(plan_here(job), this_rank())
+    params = dict(trainable_parameters(built.model_parts))
     for seed in (1, 2):
         for name, param in params.items():
             draw = torch.Generator().manual_seed(seed + sum(name.encode()))

@@ -61,10 +61,10 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
     """Return the gradient collectives of one global batch."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     with torch.profiler.profile() as profile:
-        built.engine.forward_backward(batches)
+        built.train_step.forward_backward(batches)
     return [
         event.name
         for event in profile.events()
@@ -88,12 +88,12 @@ def loss_without_targets(overrides: list[tuple[str, str]], store: str) -> float:
     """Return the loss of a batch without targets."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     empty = [
         batch._replace(targets_BT=torch.full_like(batch.targets_BT, -100)) for batch in batches
     ]
-    return built.engine.forward_backward(empty).item()
+    return built.train_step.forward_backward(empty).item()
 
 
 def test_forward_backward_batch_without_targets_loss_is_zero(store_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_forward_backward_batch_without_targets_loss_is_zero(store_path: Path) -
 def train_bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
     job = small_job(("precision.compute_dtype", "bfloat16"), *overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     dtypes: list[torch.dtype] = []
-    (model,) = built.parts
+    (model,) = built.model_parts
     model.layers["0"].register_forward_hook(lambda *a: dtypes.append(a[2].dtype))
-    loss = built.engine.forward_backward(
+    loss = built.train_step.forward_backward(
         loader_of(job, plan, store, built.mesh).get_microbatches(0)
     )
     dist.all_reduce(loss)

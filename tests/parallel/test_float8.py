@@ -325,10 +325,10 @@ class Gathered(TorchDispatchMode):
 def gathers(overrides: Overrides, store: str) -> list[tuple[int, str]]:
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
     with Gathered() as found:
-        built.engine.forward_backward(batches[:1])
+        built.train_step.forward_backward(batches[:1])
     return found.bytes
 
 
@@ -360,13 +360,13 @@ def check_scales(overrides: Overrides, store: str) -> None:
     """Check that each pass gathers weights with the scales of their current values."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
-    params = dict(trainable_parameters(built.parts))
-    engine: Any = built.engine
+    params = dict(trainable_parameters(built.model_parts))
+    engine: Any = built.train_step
 
     def check(count: int) -> None:
-        shards = {id(shard.local): shard for shard in engine._gathers._shards}
+        shards = {id(shard.local): shard for shard in engine._float8_gather._shards}
         assert len(shards) == count
         for name, param in params.items():
             local: Any = param._local_tensor  # type: ignore[attr-defined]

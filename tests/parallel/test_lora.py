@@ -230,8 +230,8 @@ def test_lora_initial_adapters_are_distributed_as_in_peft() -> None:
 
 def _initial(overrides: Overrides) -> None:
     job = small_job(*overrides)
-    built = build(job, plan_here(job), this_rank())
-    params = dict(trainable_parameters(built.parts))
+    built = build(plan_here(job), this_rank())
+    params = dict(trainable_parameters(built.model_parts))
     assert len(params) == 4 * 7 * 2
     for name, param in params.items():
         if "lora_B" in name:
@@ -248,23 +248,25 @@ def _step(overrides: Overrides, store: str) -> tuple[int, set[str]]:
     """Run two steps; return the number of changed adapters, and optimizer state names."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
-    frozen = {n: p.detach().clone() for n, p in frozen_parameters(built.parts)}
-    adapters = {n: p.detach().clone() for n, p in trainable_parameters(built.parts)}
+    built = build(plan, this_rank())
+    frozen = {n: p.detach().clone() for n, p in frozen_parameters(built.model_parts)}
+    adapters = {n: p.detach().clone() for n, p in trainable_parameters(built.model_parts)}
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(2):
-        built.engine.forward_backward(loader.get_microbatches(step * job.train.global_batch_size))
+        built.train_step.forward_backward(
+            loader.get_microbatches(step * job.train.global_batch_size)
+        )
         built.optimizer.step()
         built.optimizer.zero_grad()
-    for name, param in frozen_parameters(built.parts):
+    for name, param in frozen_parameters(built.model_parts):
         assert param.grad is None
         bits = [_local(each).view(torch.uint8) for each in (param.detach(), frozen[name])]
         assert bits[0].equal(bits[1]), name
-    now = dict(trainable_parameters(built.parts))
+    now = dict(trainable_parameters(built.model_parts))
     moved = [n for n, before in adapters.items() if not _local(now[n]).equal(_local(before))]
     held = {param for group in built.optimizer.param_groups for param in group["params"]}
     assert held == set(now.values())
-    return len(moved), set(optimizer_state(built.parts, built.optimizer))
+    return len(moved), set(optimizer_state(built.model_parts, built.optimizer))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -191,10 +191,10 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
         ("train.microbatch_size", "1"),
     )
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     counts = counted_step(built, job, plan)[0]
     # A unit for each block, and the root of a stage with the embedding or the head.
-    names = [name.split(".") for part in built.parts for name, _ in part.named_parameters()]
+    names = [name.split(".") for part in built.model_parts for name, _ in part.named_parameters()]
     units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
     if len(plan.pipeline.stages) == 4 and schedule.startswith("ZBV"):  # type: ignore[union-attr]
         units += 1 - built.mesh.coordinates["pp"]  # the first rank has both ends, in two stages

@@ -55,8 +55,8 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         False,
     )
     assert not plan.warnings
-    job, machine = asked(*LARGE, cluster="1x8xH100", recipe="demo")
-    screen = describe_plan(job, plan, machine, "demo")
+    _job, machine = asked(*LARGE, cluster="1x8xH100", recipe="demo")
+    screen = describe_plan(plan, machine, "demo")
     assert "tensorwise, 160 matrices, gathered in float8" in screen
     assert "989 TFLOP/s per device, dense bfloat16: the basis of MFU, also with float8" in screen
     (warning,) = planned(*LARGE, ("compile.enable", "false")).warnings

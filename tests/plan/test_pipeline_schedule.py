@@ -91,8 +91,8 @@ def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
     )
     plan = plan_here(job)
     assert plan.pipeline is not None
-    built = build(job, plan, this_rank())
-    schedule: Any = built.engine.schedule
+    built = build(plan, this_rank())
+    schedule: Any = built.train_step.schedule
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     most: dict[int, int] = {}
 
@@ -123,7 +123,7 @@ def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
     for stage in stages:
         watch(stage)
     rows = torch.zeros((1, job.train.seq_len), dtype=torch.int64)
-    built.engine.forward_backward([Batch(rows, rows, None, None)] * plan.num_microbatches)
+    built.train_step.forward_backward([Batch(rows, rows, None, None)] * plan.num_microbatches)
     return {stage: (seen, plan.pipeline.in_flight[stage]) for stage, seen in most.items()}
 
 

@@ -31,7 +31,8 @@ def planned(
 
 
 def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
-    return describe_plan(*planned(recipe, *overrides, cluster=cluster), recipe).splitlines()
+    _, plan, machine = planned(recipe, *overrides, cluster=cluster)
+    return describe_plan(plan, machine, recipe).splitlines()
 
 
 # --------------------------------------------------------------------------- recipes
@@ -210,26 +211,24 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
 
 def test_memory_bytes_are_those_counted_by_hand() -> None:
     """The figure of a layout that shards everything, from sizes written down here."""
-    job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
+    _job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
     dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
     states = 16 * PARAMETERS["70b"] / 256
     block = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn + 2 * dim
     gathered = 4 * 2 * max(block, vocab * dim + dim) / 8
     of_block = 16 * dim + 6 * dim + 4 * kv + 8 * ffn
     activations = (2 * dim + 80 * of_block + 8 * dim + 10 * vocab) / 8 * tokens
-    assert estimate_memory_bytes(job, plan) == pytest.approx(
-        states + gathered + activations, rel=1e-6
-    )
+    assert estimate_memory_bytes(plan) == pytest.approx(states + gathered + activations, rel=1e-6)
 
 
 def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
     """More than the fullest rank's stages by what is gathered at once, and by that only."""
-    job, plan, _ = planned("llama3-405b")
+    _job, plan, _ = planned("llama3-405b")
     assert plan.pipeline is not None
     stages = plan.pipeline.stages
     loop = [[stages[rank], stages[rank + 8]] for rank in range(8)]
     fullest = max(sum(stage.memory_bytes for stage in mine) for mine in loop) / GIB
-    found = estimate_memory_bytes(job, plan)
+    found = estimate_memory_bytes(plan)
     assert found is not None
     block = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
     assert found / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
@@ -238,7 +237,7 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
 def test_unsharded_gradients_cost_memory() -> None:
     """Adding them up over microbatches keeps four bytes a parameter on every rank."""
     by_sync = {
-        sync: estimate_memory_bytes(*planned("llama3-8b", ("parallel.gradient_sync", sync))[:2])
+        sync: estimate_memory_bytes(planned("llama3-8b", ("parallel.gradient_sync", sync))[1])
         for sync in ("microbatch", "step")
     }
     assert by_sync["step"] - by_sync["microbatch"] == 4 * PARAMETERS["8b"]  # type: ignore[operator]

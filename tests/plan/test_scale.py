@@ -141,15 +141,15 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
     rank = place(plan, where)
     at = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
     with fake_world(rank, plan.world_size) as mode:
-        built, on_cpu = build_fake(job, plan, mode)
+        built, on_cpu = build_fake(plan, mode)
         check_groups(plan, rank, axis_groups(built.mesh))
-        params = dict(trainable_parameters(built.parts))
+        params = dict(trainable_parameters(built.model_parts))
         for name, param in params.items():
             check_weight(recipe, plan, name, param)
         blocks = {name.split(".")[1] for name in params if name.startswith("layers.")}
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
         train, clip, update = counted_step(built, job, on_cpu, mode)
-        again = gathers_again(built.engine.schedule, plan, at["pp"])
+        again = gathers_again(built.train_step.schedule, plan, at["pp"])
         assert train == expected_in_training(
             plan, at["pp"], again, job.activation_checkpoint.every_n_layers
         )
@@ -302,8 +302,8 @@ def test_every_weight_is_held_once(recipe: str) -> None:
         at = {axis: 5 * pp % size for axis, size in plan.axis_sizes.items()} | {"pp": pp}
         rank = coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
         with fake_world(rank, plan.world_size) as mode:
-            built, _ = build_fake(job, plan, mode)
-            for name, param in trainable_parameters(built.parts):
+            built, _ = build_fake(plan, mode)
+            for name, param in trainable_parameters(built.model_parts):
                 assert isinstance(param, DTensor)
                 assert name not in elements
                 assert param.shape == whole[name]
@@ -321,12 +321,12 @@ def shards(param: DTensor) -> int:
 
 def test_ranks_of_a_replica_add_up() -> None:
     """All 24 of them: what they hold is the model, and nothing twice but the gains."""
-    job, plan = planned("three-servers-small", SHALLOW["three-servers-small"])
+    _job, plan = planned("three-servers-small", SHALLOW["three-servers-small"])
     held = copies = 0
     for rank in range(plan.world_size):
         with fake_world(rank, plan.world_size) as mode:
-            built, _ = build_fake(job, plan, mode)
-            for name, param in trainable_parameters(built.parts):
+            built, _ = build_fake(plan, mode)
+            for name, param in trainable_parameters(built.model_parts):
                 assert isinstance(param, DTensor)
                 held += param.to_local().numel()
                 copies += param.numel() * (
@@ -372,7 +372,7 @@ def test_counted_step_fake_ranks_do_what_real_ranks_do() -> None:
         job = small_job(*overrides)
         for rank in (0, 3):  # the ends of every axis
             with fake_world(rank, 4) as mode:
-                built, plan = build_fake(job, plan_here(job), mode)
+                built, plan = build_fake(plan_here(job), mode)
                 counted_step(built, job, plan, mode)
                 seen = counted_step(built, job, plan, mode)
                 assert seen == real[rank][layout], layout
@@ -384,7 +384,7 @@ def real_counts() -> dict[str, list[dict[str, int]]]:
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)
         plan = plan_here(job)
-        built = build(job, plan, this_rank())
+        built = build(plan, this_rank())
         counted_step(built, job, plan)
         seen = counted_step(built, job, plan)
         found[layout] = seen

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.monitor.test_run_report import Browser, make_run, needs_browser, values
+from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
-from weft.monitor.run_report import FILE
 from weft.tools.comparison_dir import TrialResult, trial_dir
 from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary, summarize_comparison
+from weft.tools.run_report import REPORT_FILE
 from weft.tools.variants import Variant
 
 LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
@@ -60,7 +60,7 @@ def test_page_shows_verdict_and_variants_at_any_width(
     browser: Browser, tmp_path: Path, width: int, count: int
 ) -> None:
     result = compare_runs(tmp_path, count)
-    browser.open(tmp_path / FILE, width, 844)
+    browser.open(tmp_path / REPORT_FILE, width, 844)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
     assert headings[:4] == ["Verdict", "Intervals", "Variants", "Not compared"]
@@ -84,7 +84,7 @@ def test_page_shows_verdict_and_variants_at_any_width(
 def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
     """Where the lines end, by the scale that the zero and the means give."""
     result = compare_runs(tmp_path, 4)
-    browser.open(tmp_path / FILE)
+    browser.open(tmp_path / REPORT_FILE)
     plots = browser.run(
         "return [...document.querySelectorAll('#part-1 svg')].map(s => ["
         "[...s.querySelectorAll('line')].map(l => [+l.getAttribute('x1'), +l.getAttribute('x2')]),"
@@ -110,6 +110,6 @@ def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:
     assert result.verdict[0].startswith(
         "one run each: tp=2, activation_checkpoint=full's was 10.0 % slower"
     )
-    page = (tmp_path / FILE).read_text()
+    page = (tmp_path / REPORT_FILE).read_text()
     assert "Intervals<" not in page
     assert "one run each" in page

@@ -17,7 +17,7 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import to_toml
 from weft.tools.diff import compare_runs
-from weft.train.setup import be_deterministic
+from weft.train.setup import enable_determinism
 
 # A model whose second block gives 1 % more in one step.
 MINE = """
@@ -48,7 +48,7 @@ CHANGED: Overrides = [
 
 
 def train_deterministic(overrides: Overrides, store: str) -> None:
-    be_deterministic()
+    enable_determinism()
     train_rank(overrides, store)
 
 
@@ -120,7 +120,7 @@ def made(
 
 
 def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[str, Any]:
-    values = {"count": 4, "mean": 0.5, "rms": 1.0, "most": 2.0, "nonfinite": 0}
+    values = {"count": 4, "mean": 0.5, "rms": 1.0, "max_abs": 2.0, "nonfinite": 0}
     return {"step": step, "kind": kind, "name": name, "order": order} | values | changes
 
 
@@ -206,7 +206,9 @@ def test_diff_first_departure_is_in_order_of_computation(
     assert f"the runs first differ at step 5: {first}" in str(compare_runs(a, b, 1e-4))
 
 
-@pytest.mark.parametrize("change", [{"mean": 0.6}, {"most": 2.1}, {"nonfinite": 1}, {"count": 5}])
+@pytest.mark.parametrize(
+    "change", [{"mean": 0.6}, {"max_abs": 2.1}, {"nonfinite": 1}, {"count": 5}]
+)
 def test_diff_any_statistic_that_differs_is_found(change: dict[str, float], tmp_path: Path) -> None:
     a = made(tmp_path / "a", {}, [row(5, "activation", "layers.0", 1)])
     b = made(tmp_path / "b", {}, [row(5, "activation", "layers.0", 1, **change)])

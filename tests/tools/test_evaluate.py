@@ -40,7 +40,7 @@ def told(
         job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else ALL_SEQUENCES
     )
     seen: list[Progress] = []
-    asked = (found, job, plan, open_dataset(store), sequences, this_rank(), whole)
+    asked = (found, plan, open_dataset(store), sequences, this_rank(), whole)
     (loss,) = evaluate_sources(*asked, seen.append)
     counts = [each.done for each in seen if each.message == seen[-1].message]
     assert counts == sorted(counts)

@@ -204,10 +204,10 @@ def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
 
 def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
     found = find_checkpoint(Path(run))
-    job, plan = plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
+    _job, plan = plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
     rank = this_rank()
     assert plan.world_size == rank.world_size
-    model = load_model(found, job, plan, rank)
+    model = load_model(found, plan, rank)
     rows = written(model, replace(load_chat_format(found), end_tokens=frozenset()), PROMPTS, GREEDY)
     return [row.ids for row in rows]
 

@@ -444,7 +444,7 @@ def first_loss(folder: str, store: str) -> float:
 
     job = small_job(*MODEL)
     plan = plan_here(job)
-    loader = loader_of(job, plan, store, build(job, plan, this_rank()).mesh)
+    loader = loader_of(job, plan, store, build(plan, this_rank()).mesh)
     twin = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     loss, count = 0.0, 0
     for batch in loader.get_microbatches(0):
@@ -512,8 +512,8 @@ def test_import_run_can_be_trained_and_generates(
         ("train.global_batch_size", "8"),
         ("data.path", str(store_path)),
     ]
-    going_on, _, plan = prepare_job(job, changes)
-    check_text(going_on, plan, open_dataset(store_path))  # a text that it has not seen
+    _, _, plan = prepare_job(job, changes)
+    check_text(plan, open_dataset(store_path))  # a text that it has not seen
     capsys.readouterr()
     # Nothing would be found there, and a start from random weights is not what was meant.
     assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2

@@ -140,10 +140,10 @@ def _analytic(share: float, count: int = 40) -> float:
 
 def over_ranks(run: str, task: str) -> dict[str, Any]:
     found = find_checkpoint(Path(run))
-    job, plan = plan_inference(
+    _job, plan = plan_inference(
         found, [("parallel.tp", "2")], [], ("parallel.",), for_generation=True
     )
-    model = load_model(found, job, plan, this_rank())
+    model = load_model(found, plan, this_rank())
     return asdict(score_task(read_task(Path(task)), model, load_chat_format(found), 16))
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from tests.test_cli import rejected
 from weft.cli.main import main
-from weft.config.schema import Job
 from weft.plan.resolve import Machine, Plan
 from weft.tools import planned_comparison as planning
 from weft.tools.planned_comparison import PlannedVariant, make_verdict
@@ -117,7 +116,7 @@ def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.Monkey
     """Plans for two of them may be equal."""
     asked = []
 
-    def note(label: str, job: Job, plan: Plan, machine: Machine) -> PlannedVariant:
+    def note(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
         asked.append((label, machine.device_name))
         return PlannedVariant(label, None, None, "not asked")
 

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from tests.test_extending import MINE
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.cli.main import main
+from weft.config import schema
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job
@@ -54,8 +56,8 @@ def read_and_plan(recipe: str, *arguments: str) -> tuple[Job, Plan]:
 
 
 def case(*arguments: str, recipe: str = "demo", ranks: int = 8) -> Case:
-    job, plan = read_and_plan(recipe, *arguments)
-    return shrink(job, plan, ranks, 3, [name for name, _ in overrides(arguments)])
+    _job, plan = read_and_plan(recipe, *arguments)
+    return shrink(plan, ranks, 3, [name for name, _ in overrides(arguments)])
 
 
 # --------------------------------------------------------------------------- layouts that hold
@@ -178,24 +180,26 @@ def local(param: Tensor | None) -> Tensor:
 @torch.no_grad()
 def zero_a_shard(built: Built, plan: Plan) -> None:
     if dist.get_rank() == 1:
-        local(dict(trainable_parameters(built.parts))["layers.1.self_attn.q_proj.weight"]).zero_()
+        local(
+            dict(trainable_parameters(built.model_parts))["layers.1.self_attn.q_proj.weight"]
+        ).zero_()
 
 
 @torch.no_grad()
 def take_the_wrong_slice(built: Built, plan: Plan) -> None:
-    weight = local(dict(trainable_parameters(built.parts))["layers.2.mlp.up_proj.weight"])
+    weight = local(dict(trainable_parameters(built.model_parts))["layers.2.mlp.up_proj.weight"])
     weight.copy_(weight.roll(1, dims=0))
 
 
 @torch.no_grad()
 def lose_rows_of_the_embedding(built: Built, plan: Plan) -> None:
     if dist.get_rank() == 1:
-        local(dict(trainable_parameters(built.parts))["embed_tokens.weight"])[:3].zero_()
+        local(dict(trainable_parameters(built.model_parts))["embed_tokens.weight"])[:3].zero_()
 
 
 def pass_something_else_on(built: Built, plan: Plan) -> None:
     """What a stage receives is not what the one before it sent."""
-    for part in built.parts:
+    for part in built.model_parts:
         if block := dict(part.named_modules()).get("layers.2"):
             block.register_forward_pre_hook(lambda module, args: (args[0] * 1.01, *args[1:]))
 
@@ -211,23 +215,23 @@ class _OnlyBackward(torch.autograd.Function):
 
 
 def break_backward_of_a_product(built: Built, plan: Plan) -> None:
-    for part in built.parts:
+    for part in built.model_parts:
         product = dict(part.named_modules())["layers.1.self_attn.k_proj"]
         product.register_forward_hook(lambda module, args, out: _OnlyBackward.apply(out))
 
 
 def break_a_gradient_on_rank_1(built: Built, plan: Plan) -> None:
-    forward_backward = built.engine.forward_backward
+    forward_backward = built.train_step.forward_backward
 
     def broken(batches: list[Batch]) -> Tensor:
         loss = forward_backward(batches)
         if dist.get_rank() == 1:
-            local(dict(trainable_parameters(built.parts))["layers.1.mlp.up_proj.weight"].grad).mul_(
-                1.01
-            )
+            local(
+                dict(trainable_parameters(built.model_parts))["layers.1.mlp.up_proj.weight"].grad
+            ).mul_(1.01)
         return loss
 
-    built.engine.forward_backward = broken  # type: ignore[method-assign, assignment]
+    built.train_step.forward_backward = broken  # type: ignore[method-assign, assignment]
 
 
 def skip_the_sum_of_a_gain(built: Built, plan: Plan) -> None:
@@ -238,7 +242,7 @@ def skip_the_sum_of_a_gain(built: Built, plan: Plan) -> None:
         gathered = isinstance(param, DTensor) and param.device_mesh.ndim == 1
         return param.to_local() if gathered else param
 
-    for part in built.parts:
+    for part in built.model_parts:
         norm = part.get_submodule("layers.2.input_layernorm")
         norm.__class__ = type("Norm", (type(norm),), {"weight": property(weight)})
 
@@ -255,28 +259,28 @@ class _Sums:
 
 def count_tokens_twice(built: Built, plan: Plan) -> None:
     total = built.mesh.all_reduce_dp_cp
-    built.engine.mesh = _Sums(built, lambda count: total(count) * 2)  # type: ignore[assignment]
+    built.train_step.mesh = _Sums(built, lambda count: total(count) * 2)  # type: ignore[assignment]
 
 
 def take_the_mean_of_means(built: Built, plan: Plan) -> None:
     ranks = dist.get_world_size()
-    built.engine.mesh = _Sums(built, lambda count: count * ranks)  # type: ignore[assignment]
+    built.train_step.mesh = _Sums(built, lambda count: count * ranks)  # type: ignore[assignment]
 
 
 @torch.no_grad()
 def spoil_the_head(built: Built, plan: Plan) -> None:
-    local(dict(trainable_parameters(built.parts))["norm.weight"]).mul_(1.01)
+    local(dict(trainable_parameters(built.model_parts))["norm.weight"]).mul_(1.01)
 
 
 def average_gradients(built: Built, plan: Plan) -> None:
-    for part in built.parts:
+    for part in built.model_parts:
         for module in part.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(2.0)
 
 
 def tell_the_loss_twice(built: Built, plan: Plan) -> None:
-    built.engine.tells = True
+    built.train_step.owns_loss = True
 
 
 def leave_one_out_of_the_norm(built: Built, plan: Plan) -> None:
@@ -292,12 +296,12 @@ def leave_one_out_of_the_update(built: Built, plan: Plan) -> None:
 
 
 def evaluate_other_tokens(built: Built, plan: Plan) -> None:
-    evaluate = built.engine.evaluate
+    evaluate = built.train_step.evaluate
 
     def broken(batches: Iterable[Batch]) -> float:
         return evaluate([batch._replace(tokens_BT=batch.tokens_BT.flip(1)) for batch in batches])
 
-    built.engine.evaluate = broken  # type: ignore[method-assign]
+    built.train_step.evaluate = broken  # type: ignore[method-assign]
 
 
 def fail_on_rank_1(built: Built, plan: Plan) -> None:
@@ -638,8 +642,8 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
     assert found.reference_plan.world_size == found.reference_plan.num_microbatches == 1
     assert found.reference_plan.model == plan.model
     assert found.reference_plan.tokens_per_step == plan.tokens_per_step
-    assert found.job.parallel.mesh_order == job.parallel.mesh_order
-    assert found.job.parallel.cp_method == job.parallel.cp_method
+    assert found.plan.job.parallel.mesh_order == job.parallel.mesh_order
+    assert found.plan.job.parallel.cp_method == job.parallel.cp_method
 
 
 def test_shrink_405b_equals_the_manual() -> None:
@@ -682,13 +686,13 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     found = case("--parallel.param_persistence_threshold", "1000")
     assert (
         found.plan.model.dim
-        < found.job.parallel.param_persistence_threshold
+        < found.plan.job.parallel.param_persistence_threshold
         < found.plan.model.dim * 8
     )
     assert (
         case(
             "--parallel.param_persistence_threshold", "100"
-        ).job.parallel.param_persistence_threshold
+        ).plan.job.parallel.param_persistence_threshold
         == 1
     )
 
@@ -707,21 +711,21 @@ def test_shrink_stages_given_by_hand_are_kept() -> None:
 def test_shrink_keys_that_need_hardware_are_off_and_noted() -> None:
     tp = [*TP2, "--parallel.async_tp", "true"]
     job = read_recipe("demo", overrides([*tp, "--compile.enable", "true"]))
-    found = shrink(job, plan_for_recipe(job), 8, 3)
-    assert not found.job.parallel.async_tp
-    assert not found.job.compile.enable
+    found = shrink(plan_for_recipe(job), 8, 3)
+    assert not found.plan.job.parallel.async_tp
+    assert not found.plan.job.compile.enable
     assert [note.partition(":")[0] for note in found.notes] == [
         "parallel.async_tp",
         "compile.enable",
     ]
-    assert shrink(job, plan_for_recipe(job), 8, 3, ["compile.enable"]).job.compile.enable
+    assert shrink(plan_for_recipe(job), 8, 3, ["compile.enable"]).plan.job.compile.enable
 
 
 def test_shrink_precision_is_float32_unless_overridden() -> None:
     job = read_recipe("llama3-8b", [("precision.compute_dtype", "bfloat16")])
     plan = plan_for_recipe(job)
-    assert shrink(job, plan, 2, 3).plan.compute_dtype == "float32"
-    assert shrink(job, plan, 2, 3, ["precision.compute_dtype"]).plan.compute_dtype == "bfloat16"
+    assert shrink(plan, 2, 3).plan.compute_dtype == "float32"
+    assert shrink(plan, 2, 3, ["precision.compute_dtype"]).plan.compute_dtype == "bfloat16"
 
 
 def test_shrink_auto_axis_has_more_than_one_rank() -> None:
@@ -771,14 +775,13 @@ def test_fingerprints_are_independent_of_the_split() -> None:
 
 def test_data_is_uneven_and_depends_on_the_seed() -> None:
     found = case("--data.packing", "documents", "--train.microbatch_size", "4").reference_plan
-    job = case("--data.packing", "documents").reference_job
 
     class Mesh:
         dp_rank = 0
 
     def rows(seed: int) -> Batch:
-        other = job.model_copy(update={"train": job.train.model_copy(update={"seed": seed})})
-        (batch,) = measure._loader(other, found, Mesh()).get_microbatches(0)  # type: ignore[arg-type]
+        other = replace(found, job=schema.replace(found.job, train={"seed": seed}))
+        (batch,) = measure._loader(other, Mesh()).get_microbatches(0)  # type: ignore[arg-type]
         return measure._mask_targets(batch)
 
     batch = rows(0)

@@ -108,7 +108,7 @@ def test_case_of_a_drawn_job_is_not_shrunk() -> None:
     """What is drawn is what runs, and what the command that is printed runs."""
     for index in range(5):
         job = draw_job(2, index, {}, 4)
-        here = flatten(make_case(job.overrides, 4).job)
+        here = flatten(make_case(job.overrides, 4).plan.job)
         read = flatten(read_recipe("demo", list(job.overrides.items())))
         for key in job.overrides:
             if key not in ("data.vocab_size", "optim.warmup_steps"):

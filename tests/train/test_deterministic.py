@@ -11,13 +11,13 @@ import torch
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, losses, train_rank
-from weft.train.setup import be_deterministic
+from weft.train.setup import enable_determinism
 
 
 def put(deterministic: bool) -> str:
     """Write to an element twice, where the order would decide; what is said to it."""
     if deterministic:
-        be_deterministic()
+        enable_determinism()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert not torch.utils.deterministic.fill_uninitialized_memory
     try:
@@ -33,7 +33,7 @@ def test_deterministic_operator_without_order_is_refused() -> None:
 
 
 def train_twice(overrides: Overrides, store: str, folder: str) -> None:
-    be_deterministic()
+    enable_determinism()
     for name in ("a", "b"):
         train_rank([*overrides, ("run.dir", f"{folder}/{name}")], store)
 

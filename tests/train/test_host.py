@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import RankError, run_ranks
-from tests.small import Overrides, losses, small_job, train_rank
+from tests.small import Overrides, before_each_step, losses, small_job, train_rank
 from weft.data.dataset import open_dataset
 from weft.data.loader import Prefetcher
 from weft.plan.resolve import Machine, resolve
-from weft.train import loop
+from weft.train import loop, run
 from weft.train.setup import Rank, keep_freed_memory
 
 UNLOGGED: Overrides = [
@@ -58,13 +58,7 @@ STEP = [0]
 
 def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], int]:
     """What was waited for in each step."""
-    reach = loop.reach
-
-    def noting(site: str, *args: Any, **kwargs: Any) -> None:
-        STEP[0] = kwargs.get("step", STEP[0])
-        reach(site, *args, **kwargs)
-
-    loop.reach = noting  # type: ignore[assignment]
+    before_each_step(lambda step: STEP.__setitem__(0, step))
     with Above(), Below():
         train_rank(overrides, store)
     return dict(SEEN)
@@ -90,19 +84,15 @@ def test_unlogged_step_does_not_wait_for_the_device(
 
 
 def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
-    reach = loop.reach
+    def set_mode(step: int) -> None:
+        unlogged = step in (*range(2, 10), 11, 12, 13)
+        torch.cuda.set_sync_debug_mode("error" if unlogged else "default")
 
-    def strict(site: str, *args: Any, **kwargs: Any) -> None:
-        if site == "step":
-            unlogged = kwargs["step"] in (*range(2, 10), 11, 12, 13)
-            torch.cuda.set_sync_debug_mode("error" if unlogged else "default")
-        reach(site, *args, **kwargs)
-
-    loop.reach = strict  # type: ignore[assignment]
+    before_each_step(set_mode)
     job = small_job(*overrides)
     rank = Rank(0, 0, 1, torch.device("cuda", 0))
     plan = resolve(job, Machine("cuda", devices=1, world_size=1))
-    loop.train(job, plan, open_dataset(Path(store)), rank, Console(quiet=True))
+    loop.train(plan, open_dataset(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")
@@ -143,15 +133,13 @@ def test_keep_freed_memory_freed_memory_is_not_returned() -> None:
 
 def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> list[str]:
     """Train as on a GPU, with batches made ahead; the threads that are left."""
-    reach = loop.reach
 
-    def failing(site: str, *args: Any, **kwargs: Any) -> None:
-        if fail_at and kwargs.get("step") == fail_at:
+    def fail(step: int) -> None:
+        if step == fail_at:
             raise RuntimeError(f"planned {[t.name for t in threading.enumerate()]}")
-        reach(site, *args, **kwargs)
 
-    loop.reach = failing  # type: ignore[assignment]
-    loop.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
+    before_each_step(fail)
+    run.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
     with pytest.raises(RuntimeError, match="weft-data") if fail_at else nullcontext():
         train_rank(overrides, store)
     return [thread.name for thread in threading.enumerate()]
@@ -175,15 +163,15 @@ def test_ahead_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> 
 
 def read_fails(overrides: Overrides, store: str) -> None:
     """The batch of step 4 cannot be read."""
-    batch = loop.Loader.get_microbatches
+    batch = run.Loader.get_microbatches
 
     def failing(loader: Any, consumed: int, *groups: int) -> Any:
         if consumed == 3 * loader.global_batch_size:
             raise OSError("no such page")
         return batch(loader, consumed, *groups)
 
-    loop.Loader.get_microbatches = failing  # type: ignore[method-assign]
-    loop.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
+    run.Loader.get_microbatches = failing  # type: ignore[method-assign]
+    run.Prefetcher = lambda loader, device, use_thread: Prefetcher(loader, device, True)  # type: ignore
     train_rank(overrides, store)
 
 

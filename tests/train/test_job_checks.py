@@ -14,7 +14,7 @@ from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
-from weft.train.epochs import MOST_EPOCHS, epoch_warnings
+from weft.train.epochs import MAX_EPOCHS, epoch_warnings
 
 
 def warned(job: Job, text: Dataset) -> list[str]:
@@ -28,7 +28,7 @@ def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
     text = open_dataset(store_path)
     tokens = text.sources[0].store.manifest.train.tokens
     sequences = (tokens - 1) // 32
-    enough = int(MOST_EPOCHS * sequences) // 8
+    enough = int(MAX_EPOCHS * sequences) // 8
     assert warned(small_job(("train.steps", str(enough))), text) == []
     (said,) = warned(small_job(("train.steps", str(50 * enough))), text)
     times = 50 * enough * 8 / sequences
@@ -40,7 +40,7 @@ def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_pat
     (one,) = open_dataset(store_path).sources
     text = Dataset(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
     sequences = (one.store.manifest.train.tokens - 1) // 32
-    steps = int(2 * MOST_EPOCHS * sequences / 8)
+    steps = int(2 * MAX_EPOCHS * sequences / 8)
     (said,) = warned(small_job(("train.steps", str(steps))), text)
     assert said.startswith("the run sees web ")
     assert said.endswith("or a smaller weight in data.mixture.")
@@ -51,7 +51,7 @@ def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
     written = io.StringIO()
     text = open_dataset(store_path)
     plan = resolve(job, Machine("cpu", 2, world_size=1))
-    print_dataset(job, plan, text, quiet_console(written))
+    print_dataset(plan, text, quiet_console(written))
     assert " epochs\n" in written.getvalue()
     assert "warning: the run sees " in written.getvalue()
 

@@ -137,7 +137,7 @@ def test_lora_resume_without_base_is_refused(
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000000")
-    with pytest.raises(RankError, match="step-00000000 is not there; put it back"):
+    with pytest.raises(RankError, match="step-00000000 is missing; restore it"):
         run(source, folder, store_path, "", 4)
     for adapter in (False, True):
         with pytest.raises(InvalidConfig, match="step-00000000, which does not exist"):

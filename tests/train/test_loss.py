@@ -55,13 +55,13 @@ def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
     """Gradients with a loss that has at most 8 tokens' logits."""
     loss.CHUNK_BYTES = 4 * 512 * 8
     seen = []
-    whole = loss._in_chunks
+    whole = loss._compute_chunks
 
     def note(x: torch.Tensor, *rest: Any) -> Any:
         seen.append(len(x) > rest[3])
         return whole(x, *rest)
 
-    loss._in_chunks = note
+    loss._compute_chunks = note
     return gradients(job, store) | {"chunked": any(seen)}
 
 

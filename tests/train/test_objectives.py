@@ -42,7 +42,7 @@ from weft.data.loader import (
 from weft.data.prepare import prepare_data
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
-from weft.train.objectives import Losses, Objective, dpo, targets_of_rows
+from weft.train.objectives import Objective, SequenceLosses, count_targets, dpo
 from weft.train.reference_logprobs import log_probs
 from weft.train.setup import build
 
@@ -105,15 +105,15 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     """Loss and whole gradients of one global batch with the initial weights."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     mixture = build_mixture(
         open_dataset(text), "train", job.train.seq_len, job.data, job.train.seed
     )
     found: dict[str, Any] = {}
-    if built.engine.objective.references:
+    if built.train_step.objective.needs_references:
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
-        known = log_probs(built.engine, pairs, plan, built.mesh)
+        known = log_probs(built, pairs)
         found["references"] = known
         # As if training had moved away from them.
         moved = known + torch.randn(known.shape, generator=torch.Generator().manual_seed(1))
@@ -127,16 +127,16 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
         microbatch_size=plan.microbatch_size,
     )
     batches = loader.get_microbatches(0)
-    loss = built.engine.forward_backward(batches)
+    loss = built.train_step.forward_backward(batches)
     dist.all_reduce(loss)
-    metrics = built.engine.metrics
+    metrics = built.train_step.metrics
     if metrics is not None:
         dist.all_reduce(metrics)
         found["metrics"] = metrics.tolist()
-    params = dict(trainable_parameters(built.parts))
+    params = dict(trainable_parameters(built.model_parts))
     grads = {name: whole(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
-        found["plain"] = plain_dpo(built.parts[0], batches, job.train.dpo_beta)
+        found["plain"] = plain_dpo(built.model_parts[0], batches, job.train.dpo_beta)
     return found | {"loss": loss.item(), "grads": grads, "clipped": {}}
 
 
@@ -207,13 +207,13 @@ def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, 
 
 def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
     job = small_job(*overrides, ("train.microbatch_size", "8"))
-    built = build(job, plan_here(job), this_rank())
+    built = build(plan_here(job), this_rank())
     mixture = build_mixture(open_dataset(text), "train", job.train.seq_len, job.data, 0)
     [rows] = mixture.sources
     assert isinstance(rows, PackedDocuments)
     assert rows.loss_mask is not None
     batch = rows.get_batch(np.arange(8))
-    loss = built.engine.forward_backward([batch]).item()
+    loss = built.train_step.forward_backward([batch]).item()
     total, count, packed = 0.0, 0, rows.packed
     for document in packed.document_order[: packed.offsets[8]].tolist():
         at, size = packed.starts[[document]], int(packed.lengths[document]) + 1
@@ -221,7 +221,7 @@ def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
             torch.from_numpy(s.read_windows(at, size)[0]) for s in (rows.stream, rows.loss_mask)
         )
         targets = tokens[1:].where(learned[1:] == 1, IGNORE_INDEX)
-        logits = built.parts[0](tokens[None, :-1])[0]
+        logits = built.model_parts[0](tokens[None, :-1])[0]
         total += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
         count += int(learned.sum())
     return loss, total / count
@@ -315,14 +315,14 @@ def references_of_a_source(text: str) -> bool:
     """Of one of two sources, which are asked one after the other."""
     job = small_job(*DPO, ("data.mixture", "a=0.5,b=0.5"))
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     mixture = build_mixture(
         open_dataset(text), "train", job.train.seq_len, job.data, job.train.seed
     )
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
-    known = log_probs(built.engine, pairs, plan, built.mesh)
-    assert built.engine.loss_by_source is not None
+    known = log_probs(built, pairs)
+    assert built.train_step.loss_by_source is not None
     return bool((known < 0).all())
 
 
@@ -365,7 +365,7 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
 
     file.unlink()
     more = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
-    with pytest.raises(RankError, match="is gone, which has the initial model's"):
+    with pytest.raises(RankError, match="the log-probabilities of the initial model are missing"):
         run_ranks(train_rank, 1, more, text)
 
 
@@ -375,11 +375,11 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
 def careful(section: TrainSection) -> Objective:
     """Somebody's own: next tokens, of which those with a high loss count double."""
 
-    def losses(losses_BT: Tensor, batch: Batch) -> Losses:
+    def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         loss_B = (losses_BT * (1 + (losses_BT > 6.2).float())).sum(1)
-        return Losses(loss_B, (losses_BT > 6.2).float().sum(1, keepdim=True))
+        return SequenceLosses(loss_B, (losses_BT > 6.2).float().sum(1, keepdim=True))
 
-    return Objective(targets_of_rows, losses, ("hard",))
+    return Objective(count_targets, losses, ("hard",))
 
 
 def test_objective_custom_function_is_trained_and_recorded(

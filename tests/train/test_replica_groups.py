@@ -44,8 +44,7 @@ from weft.optim.optimizer import compute_grad_norm
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
 from weft.train.loop import train
-from weft.train.replica_groups import GroupsError, ReplicaGroups
-from weft.train.replica_groups import join as join_groups
+from weft.train.replica_groups import ReplicaGroupError, ReplicaGroups, join_replica_groups
 from weft.train.setup import build
 from weft.train.state import TrainState
 
@@ -109,12 +108,12 @@ def group_gradients(
     shared = ("checkpoint.dir", "unused")
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
-    parts, mesh, engine, optimizer, _ = build(job, plan, rank)
-    groups = join_groups(job, plan, open_dataset(Path(store)), rank, print)
-    groups.meet(TrainState(0, 0), parts, optimizer)
+    _, parts, mesh, train_step, optimizer, _ = build(plan, rank)
+    groups = join_replica_groups(plan, open_dataset(Path(store)), rank, print)
+    groups.sync(TrainState(0, 0), parts, optimizer)
     loader = loader_of(job, plan, store, mesh)
-    loss = engine.forward_backward(
-        loader.get_microbatches(0, groups.place, groups.count), groups.sum
+    loss = train_step.forward_backward(
+        loader.get_microbatches(0, groups.index, groups.count), groups.sum
     )
     params = dict(trainable_parameters(parts))
     groups.sum([loss, *(param.grad for param in params.values())])
@@ -168,8 +167,8 @@ def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides,
         time.sleep(1.0)  # it is not the first
     job = small_job(*overrides, ("run.dir", f"{meeting}/{group}"), *more)
     try:
-        train(job, plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
-    except (GroupsError, ReplicaMismatch) as error:
+        train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
+    except (ReplicaGroupError, ReplicaMismatch) as error:
         return str(error)
     return "trained"
 
@@ -233,9 +232,9 @@ def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
     group = enter_group(1, meeting)
     job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
     plan, rank = plan_here(job), this_rank()
-    parts, _, _, optimizer, _ = build(job, plan, rank)
+    _, parts, _, _, optimizer, _ = build(plan, rank)
     groups = ReplicaGroups(lighthouse, "job", 20, rank, rank.device, print)
-    groups.meet(TrainState(0, 0), parts, optimizer)
+    groups.sync(TrainState(0, 0), parts, optimizer)
     said = []
     for _ in range(2):
         try:
@@ -264,10 +263,10 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
     overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
     job = small_job(*overrides)
     plan, rank = plan_here(job), this_rank()
-    parts, _, _, optimizer, _ = build(job, plan, rank)
+    _, parts, _, _, optimizer, _ = build(plan, rank)
     groups = ReplicaGroups(lighthouse, "job", 30, rank, rank.device, print)
-    at = groups.meet(TrainState(0, 0), parts, optimizer)
-    led = groups.leads
+    at = groups.sync(TrainState(0, 0), parts, optimizer)
+    led = groups.is_leader
     value = torch.tensor([1.0])
     groups.sum([value])
     if not led:
@@ -278,7 +277,7 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
         optimizer.step()
         at = TrainState(1, 8)
     began = time.monotonic()
-    at = groups.meet(at, parts, optimizer)
+    at = groups.sync(at, parts, optimizer)
     again = torch.tensor([1.0])
     groups.sum([again])
     sound = groups.committed()
@@ -288,7 +287,7 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
     moved = next(iter(optimizer.state.values()))["exp_avg"]
     return {
         "group": group,
-        "kept": led == groups.leads,
+        "kept": led == groups.is_leader,
         "at": (at.step, at.samples),
         "sums": (value.item(), again.item(), sound),
         "seconds": seconds,

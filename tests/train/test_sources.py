@@ -56,23 +56,23 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     source after the other, the targets of the others left out."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    built = build(job, plan, this_rank())
+    built = build(plan, this_rank())
     opened = open_dataset(text)
     sources = SourceLosses(opened.shares, torch.device("cpu"))
     batches = loader_of(job, plan, text, built.mesh).get_microbatches(0)
-    whole = built.engine.forward_backward(batches)
+    whole = built.train_step.forward_backward(batches)
     dist.all_reduce(whole)
-    [found] = sources.means(built.engine.loss_by_source)
+    [found] = sources.reduce_means(built.train_step.loss_by_source)
     samples = build_mixture(opened, "validation", job.train.seq_len, job.data, job.train.seed)
-    mean = built.engine.evaluate(validation_batches(job, plan, samples, built.mesh))
-    [held] = sources.means(built.engine.loss_by_source)
+    mean = built.train_step.evaluate(validation_batches(plan, samples, built.mesh))
+    [held] = sources.reduce_means(built.train_step.loss_by_source)
     alone = []
     for source in range(3):
         only = [
             b._replace(targets_BT=b.targets_BT.where(b.sources_B[:, None] == source, IGNORE_INDEX))
             for b in batches
         ]
-        loss = built.engine.forward_backward(only)
+        loss = built.train_step.forward_backward(only)
         dist.all_reduce(loss)
         alone.append(loss.item())
     return {

@@ -9,7 +9,7 @@ verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,12 @@ from weft.checkpoint.state_dict import (
     local_values,
     model_state,
     optimizer_state,
+    trainable_parameters,
     upcast_moments,
 )
 from weft.checkpoint.storage import CorruptData
 from weft.monitor.faults import fault_point
+from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import float32_buffer, store_float32
 
@@ -82,6 +84,7 @@ def load_checkpoint(
             undefined.
         CheckpointError: if the checkpoint is of another model or cannot be read.
     """
+    enter_phase("load")
     fault_point("load")
     manifest = _read_manifest(path)
     directory, contents = open_contents(path, manifest, check_sizes=False)
@@ -157,6 +160,7 @@ def load_local_checkpoint(
     Raises:
         DamagedCheckpoint: also if the nodes have lost a part of it.
     """
+    enter_phase("load")
     fault_point("load")
     name = f"local checkpoint of step {step} in {run_dir}"
     context = f"{name}: could not be loaded"
@@ -215,6 +219,7 @@ def _load_tensors(
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }
+        gather_to_rank_0(lambda: _check_optimizer_state(saved, model_parts), context)
         allocate_optimizer_state(model_parts, optimizer, saved)
         state |= optimizer_state(model_parts, optimizer)
     mismatches = _load_state(context, directory, contents, model_parts, state, is_complete)
@@ -223,6 +228,27 @@ def _load_tensors(
     elif optimizer is not None:
         upcast_moments(optimizer)
     return mismatches
+
+
+def _check_optimizer_state(names: Iterable[str], model_parts: Sequence[nn.Module]) -> None:
+    """Check that no trainable parameter lacks state that another one has.
+
+    Args:
+        names: names of all tensors in the checkpoint.
+        model_parts: this rank's parts of the model.
+
+    Raises:
+        CorruptData: with the first parameter that lacks some.
+    """
+    keys: dict[str, set[str]] = {}
+    for name in names:
+        if name.startswith("optim."):
+            param, _, key = name.removeprefix("optim.").rpartition(".")
+            keys.setdefault(param, set()).add(key)
+    kinds = {frozenset(each) for each in keys.values()}
+    for name, _ in trainable_parameters(model_parts):
+        if any(keys.get(name, set()) < kind for kind in kinds):
+            raise CorruptData(f"the optimizer state of {name} is missing or incomplete")
 
 
 def _load_state(

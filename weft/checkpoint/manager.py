@@ -52,6 +52,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
     run_on_rank_0,
 )
+from weft.checkpoint.save_schedule import CheckpointSchedule
 from weft.checkpoint.shard_files import Json, StagedShard, build_contents, write_shards
 from weft.checkpoint.state_dict import (
     find_replica_axes,
@@ -63,7 +64,7 @@ from weft.checkpoint.state_dict import (
 from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
 from weft.config.files import sync_directory
 from weft.monitor.faults import fault_point
-from weft.monitor.heartbeat import beat
+from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 
 RETRY_DELAYS = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the final save of a run
@@ -88,6 +89,7 @@ class CheckpointManager:
         async_save: bool = False,
         local_dir: str = "off",
         log: Callable[[str], None] = lambda text: None,
+        schedule: CheckpointSchedule | None = None,
     ) -> None:
         """Create the manager; every rank calls this function.
 
@@ -97,7 +99,9 @@ class CheckpointManager:
             async_save: write files while training continues.
             local_dir: directory of local checkpoints: see `weft.checkpoint.local_save`.
             log: receives warnings and errors.
+            schedule: decides when to save; None: the caller decides.
         """
+        self._schedule = schedule
         self.directory, self.keep_latest, self.async_save = directory, keep_latest, async_save
         self.epoch = 0
         self._leases: dict[str, bytes] = {}  # when this process acquired the lease
@@ -123,6 +127,48 @@ class CheckpointManager:
         self._leases = run_on_rank_0(lambda: read_leases(self.directory), failed)
         self.run_dir = local_run_dir(self._local_dir, self.directory)
 
+    def is_due(self, step: int) -> bool:
+        """Return True if the run saves after ``step``; the same on every rank."""
+        return self._schedule is not None and self._schedule.is_due(step)
+
+    def is_local_due(self, step: int) -> bool:
+        """Return True if the nodes save after ``step``: see `weft.checkpoint.local_save`."""
+        return self._schedule is not None and self._schedule.is_local_due(step)
+
+    def save_step(
+        self,
+        model_parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        manifest: Json,
+        *,
+        persistent: bool,
+        is_final: bool,
+        step_seconds: float,
+    ) -> None:
+        """Save a step of a run, and let the automatic interval learn from the cost.
+
+        Every rank calls this function.
+
+        Args:
+            model_parts: this rank's parts of the model.
+            optimizer: the optimizer.
+            manifest: manifest without the table of contents.
+            persistent: True: save into ``directory``; False: save a local checkpoint only.
+            is_final: the run ends with this save, which is therefore retried and waited for.
+            step_seconds: mean time of a step.
+
+        Raises:
+            CheckpointError: if the final save fails, or if another process has the lease.
+        """
+        if is_final:
+            self.save_final(model_parts, optimizer, manifest)
+        else:
+            self.save(model_parts, optimizer, manifest, persistent)
+        if persistent and self._schedule is not None:
+            self._schedule.record_save(
+                manifest["step"], self.blocking_seconds, self.write_seconds, step_seconds
+            )
+
     def save(
         self,
         model_parts: Sequence[nn.Module],
@@ -144,6 +190,7 @@ class CheckpointManager:
             LeaseLost: if another process has acquired the lease.
         """
         began = time.perf_counter()
+        enter_phase("checkpoint")
         self.close()
         self._report_problems()
         fault_point("checkpoint")
@@ -195,7 +242,7 @@ class CheckpointManager:
                     raise CheckpointError(message) from error
                 self._log(f"{error}; retrying the final save of the run in {delay} s")
             for _ in range(delay):
-                beat("checkpoint")  # not a hang
+                enter_phase("checkpoint")  # a heartbeat: this is not a hang
                 time.sleep(1.0)
 
     def _describe_loss(self, step: int, seconds: float, error: CheckpointError) -> str:

@@ -79,7 +79,7 @@ class ManifestHeader(_Schema):
     step: Count
     samples: Count
     epoch: Epoch = 0
-    watch: AnomalyState = AnomalyState()
+    anomaly_state: AnomalyState = AnomalyState()
     base: str = Field("", pattern="^(step-[0-9]{8,20})?$")
     inside: str = Field("", pattern="^([0-9a-f]{8})?$")
     data: ShortText | None = None

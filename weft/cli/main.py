@@ -22,7 +22,6 @@ from weft.cluster import FAILED, INTERRUPTED, REQUEUE, USAGE_ERROR
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
 from weft.config.reader import read_job, recipe_names
-from weft.config.schema import Job
 
 if TYPE_CHECKING:
     from weft.data.dataset import Dataset
@@ -83,14 +82,14 @@ def train(options: argparse.Namespace) -> int:
     from weft.train.job_checks import prepare_job
     from weft.train.setup import joined
 
-    job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
+    _job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
         print(plan.to_json())
         return 0
     if joined():
-        run_rank(job, base, plan, options.recipe, options.force)
+        run_rank(base, plan, options.recipe, options.force)
     console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
-    return start_training(job, base, plan, options.recipe, console, options.force)
+    return start_training(base, plan, options.recipe, console, options.force)
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -160,29 +159,29 @@ def plan(options: argparse.Namespace) -> int:
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), problems)
-    job, plan, machine = plan_recipe(
+    _job, plan, machine = plan_recipe(
         options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
     if options.rank_map:
         print(format_placement(plan))
         return 0
     if options.search:
-        return search(options, job, plan, machine)
+        return search(options, plan, machine)
     from weft.estimate.advice import advise
     from weft.estimate.charts import render_page
     from weft.estimate.forecast import device_spec, forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
 
     device = device_spec(plan, machine)
-    prediction = forecast(job, plan, machine, device)
+    prediction = forecast(plan, machine, device)
     if options.report:
-        page = render_page(job, plan, prediction, options.recipe, describe_machine(plan, machine))
+        page = render_page(plan, prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
         print(forecast_to_json(plan, prediction))
         return 0
-    advice = [] if device is None else advise(job, plan, machine, device, prediction)
-    print(render_plan(job, plan, machine, options.recipe, prediction, advice))
+    advice = [] if device is None else advise(plan, machine, device, prediction)
+    print(render_plan(plan, machine, options.recipe, prediction, advice))
     return 0
 
 
@@ -205,7 +204,7 @@ def calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) -> int:
+def search(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:
     """Print the best layouts of a recipe's model on a cluster."""
     from weft.estimate.forecast_text import render_search
     from weft.estimate.search import render_recipe, search
@@ -215,14 +214,16 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
             line = f"\r\033[K{escape_controls(text)}"
             print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
-    result = search(job, plan, machine, log=show_status)
+    result = search(plan, machine, log=show_status)
     show_status("")
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         print(render_search(result))
     if options.write and result.winner:
-        text = render_recipe(result, job, options.recipe, options.cluster or job.run.cluster)
+        text = render_recipe(
+            result, plan.job, options.recipe, options.cluster or plan.job.run.cluster
+        )
         write_file(Path(options.write), text)
         if not options.json:
             print(f"\nlayout {result.best.index(result.winner) + 1} is in {options.write}")
@@ -230,7 +231,7 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Compare the gradients of a small model in the recipe's layout and in one process."""
+    """Compare gradients of a small model in the recipe's layout and in one process."""
     from weft.monitor.terminal import quiet_console
     from weft.plan.resolve import MAX_CPU_RANKS
     from weft.tools.verify import read_recipe, verify
@@ -392,7 +393,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def parse_integer(name: str, text: str, low: int, high: int, problems: list[ConfigError]) -> int:
-    """Parse an option's integer; add an error to ``problems`` if it is not in [low, high]."""
+    """Parse an option's integer; if it is not in [low, high], add an error."""
     if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
         return int(text)
     problems.append(ConfigError(name, text, f"must be an integer between {low} and {high}"))
@@ -401,22 +402,24 @@ def parse_integer(name: str, text: str, low: int, high: int, problems: list[Conf
 
 def report(options: argparse.Namespace) -> int:
     """Render the page of one or several runs."""
-    from weft.monitor.html import plotly
-    from weft.monitor.run_reader import RunReader, no_run
-    from weft.monitor.run_report import FILE, report_page
+    from weft.monitor.html import read_plotly
+    from weft.monitor.run_reader import RunReader, run_dir_error
+    from weft.tools.run_report import REPORT_FILE, report_page
 
     run_dirs: list[Path] = options.runs
-    out: Path = options.out or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
-    problems = [no_run(run) for run in run_dirs if not (run / "job.toml").is_file()]
+    out: Path = options.out or (
+        run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE)
+    )
+    problems = [run_dir_error(run) for run in run_dirs if not (run / "job.toml").is_file()]
     if options.out:
         check_file("--out", out, problems)
     if problems:
         raise InvalidConfig(problems)
-    plotly()  # report a missing plotly before the forecast, which takes seconds
+    read_plotly()  # report a missing plotly before the forecast, which takes seconds
     runs = [RunReader(run) for run in run_dirs]
     from weft.estimate.report_sections import prediction_sections
 
-    write_file(out, report_page(runs, later=prediction_sections(runs)))
+    write_file(out, report_page(runs, appendix=prediction_sections(runs)))
     print(out)
     return 0
 
@@ -454,14 +457,14 @@ def generate(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    job, plan = plan_inference(
+    _job, plan = plan_inference(
         checkpoint, options.overrides, problems, allowed, for_generation=True
     )
     template = dict(options.overrides).get("data.chat_template", "auto")
     chat_format = load_chat_format(checkpoint, template if options.chat else None)
 
     def run(rank: Rank) -> None:
-        model = load_model(checkpoint, job, plan, rank)
+        model = load_model(checkpoint, plan, rank)
 
         def write(*texts: str, end: str = "\n") -> None:
             if rank.rank == 0:
@@ -525,7 +528,7 @@ def evaluate(options: argparse.Namespace) -> int:
         console = quiet_console(sys.stderr, quiet=rank.rank != 0)
         results: dict[str, dict[str, object]] = {}
         if tasks:
-            model = load_model(checkpoint, job, plan, rank)
+            model = load_model(checkpoint, plan, rank)
             chat_format = load_chat_format(checkpoint)
             for task in tasks:
                 results[task.name] = asdict(score_task(task, model, chat_format, options.batch))
@@ -534,7 +537,7 @@ def evaluate(options: argparse.Namespace) -> int:
             # Other data was not trained on: use its training set, too.
             with show_progress(console) as show:
                 losses = evaluate_sources(
-                    checkpoint, job, plan, data, sequences, rank, not is_own_data, show
+                    checkpoint, plan, data, sequences, rank, not is_own_data, show
                 )
             results = {loss.name: loss.to_dict() for loss in losses}
         for name, numbers in results.items() if rank.rank == 0 else ():

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weft.cluster.node_facts import DeviceMeasurements
 from weft.cluster.probes import query_gpus
 from weft.cluster.rank_exit import exit_process
-from weft.monitor.process import PYTHON, die_with_parent, on_one_host
+from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def measure_devices(
         full: measure every pair of devices, and several matmul shapes.
         timeout: seconds until all processes are killed.
     """
-    environment = os.environ | on_one_host(device) | {"OMP_NUM_THREADS": str(threads)}
+    environment = os.environ | single_host_env(device) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
         arguments = {"kind": device, "size": ranks, "full": full, "timeout": timeout}

@@ -35,7 +35,7 @@ from weft.config.files import replace_text, write_json
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
 from weft.train.environment import PORT, detect_environment, reachable
-from weft.train.run_dir import unwritable
+from weft.train.run_dir import unwritable_error
 
 MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
 QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store
@@ -188,7 +188,7 @@ def preflight(job: Job, run_dir: Path, log: Callable[[str], object]) -> bool:
         else:
             marker.unlink(missing_ok=True)
     except OSError as error:
-        raise unwritable(run_dir, error) from error
+        raise unwritable_error(run_dir, error) from error
     if not bad:
         counts = count_by_severity(findings)
         log(f"checked node {facts.host} in {seconds:.0f} s: {counts}; report: {report}")

@@ -42,9 +42,9 @@ from weft.cluster.watchdog import (
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
 from weft.config.schema import Job
-from weft.monitor.heartbeat import Contact, process_began, ranks_text
+from weft.monitor.heartbeat import Contact, format_ranks, process_start_ticks
 from weft.monitor.jsonl import is_number, read_tail
-from weft.monitor.run_reader import job_of
+from weft.monitor.run_reader import read_run_job
 from weft.parallel.private_hooks import parse_collectives
 from weft.train.state import checkpoint_dir
 
@@ -83,7 +83,7 @@ def _headline(state: RankState) -> str:
     reason = absence_reason(state)
     activity = f"waits in {describe_wait(state)}" if reason is None else reason.rstrip(",")
     position = "in its Flight Recorder"
-    if state.site:
+    if state.phase:
         position = f"{describe_position(state)}, for {state.seconds:.0f} s"
     last = state.done.get(state.calls[0].group) if state.calls else None
     completed = "" if last is None else f"; its last completed one there is no. {last}"
@@ -103,7 +103,7 @@ def inspect_run(run_dir: Path) -> HangReport:
     Raises:
         InvalidConfig: if it is not a run directory.
     """
-    job = job_of(run_dir)
+    job = read_run_job(run_dir)
     logs = run_dir / "logs"
     hosts = [host for path in sorted(logs.glob("ranks-*.json")) if (host := _read_host_file(path))]
     alive = [host for host in hosts if host["host"] == socket.gethostname() and _is_alive(host)]
@@ -133,7 +133,7 @@ def inspect_run(run_dir: Path) -> HangReport:
     silent = sorted(set(range(world_size)) - set(by_rank))
     advice = []
     if silent:
-        advice.append(f"no evidence of {ranks_text(silent)}: the host died, or had no time")
+        advice.append(f"no evidence of {format_ranks(silent)}: the host died, or had no time")
     if hung and started > hung:
         advice.append("the run has been restarted since")
     advice += [f"log: {log_path(run_dir, rank)}" for rank in missing[:4]]
@@ -159,7 +159,7 @@ def _read_host_file(path: Path) -> dict[str, Any] | None:
 
 def _is_alive(host: dict[str, Any]) -> bool:
     contacts = [Contact(*contact) for contact in host["ranks"]]
-    return any(process_began(contact.pid) == contact.began for contact in contacts)
+    return any(process_start_ticks(contact.pid) == contact.start_ticks for contact in contacts)
 
 
 def _parse_rank_state(fields: dict[str, Any]) -> RankState:
@@ -263,7 +263,7 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
 
     def describe_group(name: str) -> str:
         ranks = groups.get(name, [])
-        return f"group {name} ({ranks_text(ranks)})" if ranks else f"group {name}"
+        return f"group {name} ({format_ranks(ranks)})" if ranks else f"group {name}"
 
     calls = [
         OpenCollective(

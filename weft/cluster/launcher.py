@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import (
 from weft.cluster import REQUEUE
 from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
-from weft.config.schema import Job, flatten
-from weft.monitor.process import PYTHON, on_one_host
+from weft.config.schema import flatten
+from weft.monitor.process import PYTHON, single_host_env
 from weft.monitor.signals import STOP_SIGNALS
 from weft.plan.resolve import Plan
 from weft.train.environment import is_loopback
@@ -66,7 +66,6 @@ class Requeue(Exception):
 
 
 def launch(
-    job: Job,
     plan: Plan,
     dataset_dir: Path,
     log: Callable[[str], object],
@@ -93,6 +92,7 @@ def launch(
         Requeue: if the run stopped and can resume.
         KeyboardInterrupt: after a second signal killed the ranks.
     """
+    job = plan.job
     run_dir, is_multi_node = Path(plan.run_dir), plan.node_counts[-1] > 1
     endpoint = plan.rendezvous if is_multi_node else "localhost:0"
     configure_elastic_agent(plan, endpoint, run_dir)
@@ -183,7 +183,7 @@ def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     if is_loopback(endpoint):
-        for name, value in on_one_host(plan.device).items():
+        for name, value in single_host_env(plan.device).items():
             os.environ.setdefault(name, value)
 
 

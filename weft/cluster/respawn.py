@@ -17,7 +17,7 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.prepare import prepare_data
-from weft.monitor.process import PYTHON, die_with_parent, on_one_host
+from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.plan.resolve import Plan
 from weft.tools.inference_model import CheckpointRef
 from weft.train.setup import Rank, connect, joined
@@ -76,7 +76,9 @@ def run_on_all_ranks(plan: Plan, arguments: Sequence[str], run: Callable[[Rank],
         with connect(plan) as rank:
             run(rank)
         return 0
-    environment = {"OMP_NUM_THREADS": str(plan.num_threads)} | on_one_host(plan.device) | os.environ
+    environment = (
+        {"OMP_NUM_THREADS": str(plan.num_threads)} | single_host_env(plan.device) | os.environ
+    )
     agent = [*PYTHON, "torch.distributed.run", "--standalone", "--no-python"]
     command = [
         *agent,

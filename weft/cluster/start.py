@@ -56,19 +56,25 @@ from weft.estimate.report_sections import prediction_sections
 from weft.models import expand_preset
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
-from weft.monitor.goodput import goodput
 from weft.monitor.jsonl import read_tail
-from weft.monitor.run_reader import RunReader, job_of
-from weft.monitor.run_report import FILE, LATER, report_page
+from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
-from weft.monitor.terminal import duration, quiet_console, shown
+from weft.monitor.step_timer import goodput
+from weft.monitor.terminal import display_path, format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan_text import describe_float8, format_stages
 from weft.plan.resolve import Plan
-from weft.train.epochs import epoch_warnings, epochs_of
+from weft.tools.run_report import (
+    PREDICTION_NOTE,
+    REPORT_FILE,
+    LiveReport,
+    report_page,
+    unwritten_message,
+)
+from weft.train.epochs import count_epochs, epoch_warnings
 from weft.train.job_checks import check_text
 from weft.train.loop import train
-from weft.train.run_dir import owning, unwritable
+from weft.train.run_dir import lock_directory, unwritable_error
 from weft.train.setup import Rank, connect, detect_machine
 from weft.train.state import checkpoint_dir
 
@@ -81,9 +87,7 @@ class UnhealthyNode(Exception):
     """This node cannot continue to train; the preflight check has printed the reason."""
 
 
-def start_training(
-    job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool
-) -> int:
+def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the data, train on this node's ranks, and print the results.
 
     Args:
@@ -97,6 +101,7 @@ def start_training(
     Returns:
         The exit status.
     """
+    job = plan.job
     run_dir = Path(plan.run_dir)
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, handle_stop_signal)
@@ -115,22 +120,22 @@ def start_training(
 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
-    prediction, doubt = predict_run(job, plan, detect_machine(job.run.device), force)
-    dataset = load_dataset(job, plan, console)
-    lock = owning(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
-    with lock, final_report(run_dir, job, plan, console):
+    prediction, doubt = predict_run(plan, detect_machine(job.run.device), force)
+    dataset = load_dataset(plan, console)
+    lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
+    with lock, report_pages(plan, console):
         print_plan(plan, recipe, console, prediction, doubt)
-        print_dataset(job, plan, dataset, console)
+        print_dataset(plan, dataset, console)
         changes = describe_changes(run_dir, job)
         write_run_files(run_dir, job, base, recipe, dataset, prediction)
         home = checkpoint_dir(job.checkpoint.dir, run_dir)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
-        if step < job.train.steps:
+        if step < plan.num_steps:
             if newest:
                 console.print(f"resuming from {newest[0]}{changes}", soft_wrap=True)
             try:
-                failure = launch(job, plan, dataset.path, log, on_restart)
+                failure = launch(plan, dataset.path, log, on_restart)
             except UnhealthyNode:
                 return UNHEALTHY
             except Requeue as reason:
@@ -149,7 +154,7 @@ def start_training(
         else:
             message = f"{run_dir} is complete at step {step}: nothing to do"
             console.print(f"{message}; to train longer, raise --train.steps", soft_wrap=True)
-        print_results(run_dir, recipe, job, plan, dataset, console)
+        print_results(run_dir, recipe, plan, dataset, console)
     return 0
 
 
@@ -167,29 +172,48 @@ def resume_command() -> str:
 
 
 @contextmanager
-def final_report(run_dir: Path, job: Job, plan: Plan, console: Console) -> Iterator[None]:
-    """Write the final report page on exit, however the ranks ended.
+def report_pages(plan: Plan, console: Console) -> Iterator[None]:
+    """Keep the report page up to date while ranks train, and write the final one."""
+    if not plan.job.monitor.report or console.quiet:  # only the node that logs writes it
+        yield
+        return
+    with LiveReport(plan.run_path, partial(console.print, soft_wrap=True)) as live:
+        yield
+    write_final_report(plan, console, has_warned=live.has_warned)
+
+
+def write_final_report(plan: Plan, console: Console, has_warned: bool = False) -> None:
+    """Write the report page after the ranks have ended, however they ended.
 
     The page includes the planner's predictions if they are cheap compared with the run.
+
+    Args:
+        plan: the plan of the run.
+        console: receives the path of the page, or a warning.
+        has_warned: True if a warning that the page cannot be written has been printed.
     """
-    yield
-    if not job.monitor.report or not (run_dir / FILE).exists():
-        return  # rank 0 has reported why there is none
+    run_dir = plan.run_path
+    if not (run_dir / "metrics.jsonl").exists():
+        return
     try:
         run = RunReader(run_dir)
-        short = sum(run.seconds().values()) < MIN_FORECAST_SECONDS
-        later = [LATER] if short or plan.pp > MAX_TRACED_STAGES else prediction_sections([run])
-        replace_bytes(run_dir / FILE, report_page([run], later=later, running=False))
+        short = sum(run.time_breakdown().values()) < MIN_FORECAST_SECONDS
+        appendix = (
+            [PREDICTION_NOTE]
+            if short or plan.pp > MAX_TRACED_STAGES
+            else prediction_sections([run])
+        )
+        replace_bytes(run_dir / REPORT_FILE, report_page([run], appendix=appendix, running=False))
     except Exception as error:  # a missing page must not fail the run
-        cause = f"{type(error).__name__}: {error}"
-        console.print(f"warning: {FILE} cannot be written: {cause}", soft_wrap=True)
+        if not has_warned:
+            console.print(unwritten_message(run_dir, error), soft_wrap=True)
     else:
-        console.print(f"report: {shown(run_dir / FILE)}", soft_wrap=True)
+        console.print(f"report: {display_path(run_dir / REPORT_FILE)}", soft_wrap=True)
 
 
 def run_dir_in_use(run_dir: Path) -> ConfigError:
     """Return the error for a second process that would train in a run directory."""
-    rule = "another process is training in this directory"
+    rule = "is in use by another training process"
     return ConfigError("run.dir", str(run_dir), rule, "wait for it, or use another --run.dir")
 
 
@@ -199,9 +223,9 @@ def rollback(run_dir: Path, step: int) -> str:
     Raises:
         InvalidConfig: if it is not a run, has no such checkpoint, or is being trained.
     """
-    job = job_of(run_dir)
+    job = read_run_job(run_dir)
     home = checkpoint_dir(job.checkpoint.dir, run_dir)
-    with owning(run_dir, run_dir_in_use(run_dir)):
+    with lock_directory(run_dir, run_dir_in_use(run_dir)):
         steps = [checkpoint_step(path) for path in list_checkpoints(home)]
         if step not in [0, *steps]:
             rule = "has no valid checkpoint"
@@ -212,7 +236,7 @@ def rollback(run_dir: Path, step: int) -> str:
     return f"{resume_hint(list_checkpoints(home))}; dropped the checkpoints of steps {dropped}"
 
 
-def run_rank(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
+def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     """Train as one rank that an external launcher started, and end the process.
 
     Args:
@@ -222,6 +246,7 @@ def run_rank(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoRet
         recipe: see `start_training`.
         force: start even if the predicted memory does not fit.
     """
+    job = plan.job
     run_dir = Path(plan.run_dir)
     rank = int(os.environ["RANK"])
     listen()
@@ -240,23 +265,25 @@ def run_rank(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoRet
     try:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
-                prediction, doubt = predict_run(job, plan, detect_machine(job.run.device), force)
+                prediction, doubt = predict_run(plan, detect_machine(job.run.device), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
-            dataset = load_dataset_on_host(job, plan, console, ranks)
+            dataset = load_dataset_on_host(plan, console, ranks)
             if rank == 0:
-                stack.enter_context(owning(run_dir, run_dir_in_use(run_dir)))
+                stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, doubt)
-                print_dataset(job, plan, dataset, console)
+                print_dataset(plan, dataset, console)
                 write_run_files(run_dir, job, base, recipe, dataset, prediction)
             dist.barrier()
             start_watchdog(job, run_dir, ranks)
-            is_complete = train(job, plan, dataset, ranks, console)
+            is_complete = train(plan, dataset, ranks, console)
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
                 hint = resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint.dir, run_dir)))
                 console.print(f"saved a checkpoint and stopped; {hint}", soft_wrap=True)
             elif rank == 0:
-                print_results(run_dir, recipe, job, plan, dataset, console)
+                print_results(run_dir, recipe, plan, dataset, console)
+            if rank == 0 and job.monitor.report:
+                write_final_report(plan, console)
             if not is_complete:
                 reason = "saved a checkpoint and stopped; run the same command to resume"
                 write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
@@ -271,13 +298,13 @@ def run_rank(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoRet
     exit_process(0 if is_complete else REQUEUE)
 
 
-def load_dataset_on_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Dataset:
+def load_dataset_on_host(plan: Plan, console: Console, rank: Rank) -> Dataset:
     """Prepare the dataset on one rank of each host, and open it on every rank."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # preparation may take long
     path, problems = "", []
     if rank.local_rank == 0:
         try:
-            path = str(load_dataset(job, plan, console).path)
+            path = str(load_dataset(plan, console).path)
         except InvalidConfig as error:
             problems = error.problems
     results: list[Any] = [None] * rank.world_size
@@ -289,11 +316,12 @@ def load_dataset_on_host(job: Job, plan: Plan, console: Console, rank: Rank) -> 
     return open_dataset(Path(results[rank.rank - rank.local_rank][0]))
 
 
-def load_dataset(job: Job, plan: Plan, console: Console) -> Dataset:
+def load_dataset(plan: Plan, console: Console) -> Dataset:
     """Return the tokenized dataset of the job; prepare it if it is not in the cache."""
+    job = plan.job
     with show_progress(console) as show:
         dataset = prepare_data(job.data, cache_dir(job.data), show)
-    check_text(job, plan, dataset)
+    check_text(plan, dataset)
     return dataset
 
 
@@ -324,7 +352,7 @@ def write_run_files(
                     replace_text(run_dir / name, file.read_text("utf-8"))
         save_prediction(prediction, run_dir)
     except OSError as error:
-        raise unwritable(run_dir, error) from error
+        raise unwritable_error(run_dir, error) from error
 
 
 def describe_changes(run_dir: Path, job: Job) -> str:
@@ -368,23 +396,24 @@ def print_plan(
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def print_dataset(job: Job, plan: Plan, dataset: Dataset, console: Console) -> None:
+def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
     """Print the data sources with their epochs and packing, and warnings."""
+    job = plan.job
     entries = dataset.vocab_size
     if has_excess_padding(entries, plan.model.vocab_size):
         fraction = f"{entries:,} of the model's {plan.model.vocab_size:,} vocabulary entries"
         line = f"warning: the tokenizer uses {fraction}; the other entries are never trained"
         console.print(line, soft_wrap=True)
-    samples = build_mixture(dataset, "train", job.train.seq_len, job.data, job.train.seed)
-    usage = epochs_of(job, dataset, samples)
+    samples = build_mixture(dataset, "train", plan.seq_len, job.data, job.train.seed)
+    usage = count_epochs(job, dataset, samples)
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
         manifest = source.store.manifest
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
-        line += f"{job.train.seq_len:,}, {epochs:,.1f} epochs"
+        line += f"{plan.seq_len:,}, {epochs:,.1f} epochs"
         share = f"  {source.share:6.1%}  " if dataset.shares else ""
         console.print(f"{share}{line}", soft_wrap=True)
         if manifest.kind != "text" or job.data.packing == "best_fit":
-            line = describe_packing(source.store, job.train.seq_len, job.data, job.train.seed)
+            line = describe_packing(source.store, plan.seq_len, job.data, job.train.seed)
             console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
     for warning in epoch_warnings(job, dataset, samples):
         console.print(f"warning: {warning}", soft_wrap=True)
@@ -399,9 +428,10 @@ def format_count(count: int) -> str:
 
 
 def print_results(
-    run_dir: Path, recipe: str, job: Job, plan: Plan, dataset: Dataset, console: Console
+    run_dir: Path, recipe: str, plan: Plan, dataset: Dataset, console: Console
 ) -> None:
     """Print losses, speed and memory of a finished run, and the next commands."""
+    job = plan.job
     run = RunReader(run_dir)
     if not len(run):
         return  # the records have been removed
@@ -411,11 +441,11 @@ def print_results(
     is_next_token = job.train.objective == "next_token"
     unit = "in nats per token" if is_next_token else f"of {job.train.objective}"
     lines = [
-        f"\ntrained {job.train.steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
-        f"{duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
+        f"\ntrained {plan.num_steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
+        f"{format_duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
         f"  train      {newest.mean():.3f}   mean of the last {len(newest)} records",
     ]
-    if (step := run.last("step") or 0) < job.train.steps:
+    if (step := run.last("step") or 0) < plan.num_steps:
         lines.insert(1, f"metrics.jsonl ends at step {step:.0f}, so these numbers end there:")
     if (eval_loss := run.last("eval_loss")) is not None:
         lines.append(f"  validation {eval_loss:.3f}   on the validation set")
@@ -425,9 +455,9 @@ def print_results(
     last = read_tail(run_dir / "metrics.jsonl").last
     if diverged := divergence_of(last, job.train.objective, plan.model.vocab_size):
         lines.append(str(diverged))
-    if run.last("seconds.restarting"):  # the run was started more than once
-        kinds = run.seconds()
-        longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
+    if run.last("time_breakdown.restarting"):  # the run was started more than once
+        kinds = run.time_breakdown()
+        longest = ", ".join(f"{kind} {format_duration(s)}" for kind, s in kinds.items() if s >= 1)
         lines.append(f"goodput {goodput(kinds):.1%} over all starts: {longest}")
     if (memory := run.last("predicted_memory_gib")) is not None:
         median = float(np.nanmedian(run.column("step_seconds")[int(len(run) > 1) :]))
@@ -436,8 +466,8 @@ def print_results(
         if (seconds := run.last("predicted_step_seconds")) is not None:
             line += f" (predicted {seconds:.3g})"
         lines.append(line)
-    run_argument = shlex.quote(shown(run_dir))
-    lines.append(f"run directory: {shown(run_dir)}")
+    run_argument = shlex.quote(display_path(run_dir))
+    lines.append(f"run directory: {display_path(run_dir)}")
     if job.data.path == STDLIB and not job.data.mixture:
         name = recipe if not recipe.endswith(".toml") else "demo"
         lines += [

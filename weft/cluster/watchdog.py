@@ -40,10 +40,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.cluster.rank_exit import error_path, log_path, process_status, write_error_report
 from weft.config.files import write_json
 from weft.config.schema import Job
-from weft.monitor.faults import ACTIVITIES, activity
-from weft.monitor.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
+from weft.monitor.heartbeat import (
+    LINE_BYTES,
+    Contact,
+    format_ranks,
+    process_start_ticks,
+    start_heartbeat,
+)
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.process import PYTHON, die_with_parent
+from weft.monitor.step_timer import PHASES
 
 if TYPE_CHECKING:
     from weft.train.setup import Rank
@@ -66,7 +72,9 @@ def start_watchdog(job: Job, run_dir: Path, rank: Rank) -> None:
     timeout = job.resilience.step_timeout
     seconds = None if timeout == "auto" else timeout
     contacts: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.monitor.log_interval))
+    dist.all_gather_object(
+        contacts, start_heartbeat(rank.rank, seconds or None, job.monitor.log_interval)
+    )
     if rank.local_rank == 0:
         # A launcher numbers the ranks of one host consecutively.
         local_contacts = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
@@ -109,7 +117,7 @@ class RankState(NamedTuple):
 
     rank: int
     step: int
-    site: str
+    phase: str
     seconds: float  # since the last heartbeat
     state: str  # of the process, from /proc/PID/status; empty if the process has ended
     channel: str  # kernel function in which the process sleeps, if readable
@@ -207,8 +215,8 @@ def find_skipped_collective(states: Sequence[RankState]) -> tuple[list[int], str
             and program_position(state) > max(map(program_position, waiting))
         ]
         if skipping:
-            skipping_ranks = ranks_text([state.rank for state in skipping])
-            waiting_ranks = ranks_text([state.rank for state in waiting])
+            skipping_ranks = format_ranks([state.rank for state in skipping])
+            waiting_ranks = format_ranks([state.rank for state in waiting])
             last = skipping[0].done.get(call.group)
             completed = f" (its last one there was no. {last})" if last is not None else ""
             clause = f"{skipping_ranks} skipped {describe_wait(waiting[0])}{completed}, in which "
@@ -218,14 +226,14 @@ def find_skipped_collective(states: Sequence[RankState]) -> tuple[list[int], str
 
 
 def program_position(state: RankState) -> tuple[int, int]:
-    """Return the progress of a rank as a pair: its step, and the site within the step."""
-    site = state.site.partition(".")[0]
-    return state.step, list(ACTIVITIES).index(site) if site in ACTIVITIES else 0
+    """Return the step of a rank, and the index of its phase within the step."""
+    return state.step, list(PHASES).index(state.phase) if state.phase in PHASES else 0
 
 
 def describe_position(state: RankState) -> str:
     """Return the step and the activity: 'step 7, waiting for data'."""
-    return f"step {state.step}, {activity(state.site)}"
+    activity = PHASES[state.phase].activity if state.phase in PHASES else state.phase
+    return f"step {state.step}, {activity}"
 
 
 def describe_frame(stack: Sequence[str]) -> str:
@@ -260,10 +268,10 @@ class RankProbe:
     def __init__(self, contact: Contact) -> None:
         self.contact = contact
         self.pidfd = os.pidfd_open(contact.pid)
-        if process_began(contact.pid) != contact.began:
+        if process_start_ticks(contact.pid) != contact.start_ticks:
             raise ProcessLookupError  # a new process has reused the id
         self.fd_dir = Path(f"/proc/{contact.pid}/fd")
-        self.heartbeat_fd = os.open(self.fd_dir / str(contact.line), os.O_RDONLY)
+        self.heartbeat_fd = os.open(self.fd_dir / str(contact.heartbeat), os.O_RDONLY)
         self.heartbeat = b""
         self.age = 0.0  # seconds for which the heartbeat has not changed
         self._answers_before, self._stack_chars_before = 0, 0  # at the last request
@@ -282,16 +290,16 @@ class RankProbe:
 
     def request_collectives(self) -> None:
         """Ask the rank for its open collectives; `read_answer` returns the answer."""
-        self._answers_before = (self._read_last_answer() or {"asked": 0})["asked"]
+        self._answers_before = (self._read_last_answer() or {"request": 0})["request"]
         with suppress(OSError):
-            pipe = os.open(self.fd_dir / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
+            pipe = os.open(self.fd_dir / str(self.contact.request), os.O_WRONLY | os.O_NONBLOCK)
             os.write(pipe, b"?")
             os.close(pipe)
 
     def read_answer(self) -> dict[str, Any] | None:
         """Return the answer to the last request (`weft.monitor.heartbeat`), or None."""
         answer = self._read_last_answer()
-        return answer if answer and answer["asked"] > self._answers_before else None
+        return answer if answer and answer["request"] > self._answers_before else None
 
     def _read_last_answer(self) -> dict[str, Any] | None:
         text = self._read(self.contact.answer)
@@ -319,14 +327,14 @@ class RankProbe:
 
     def snapshot(self, answer: dict[str, Any] | None) -> RankState:
         """Return the state of the rank, given its answer to `request_collectives`."""
-        _, step, _, site = self.heartbeat.decode().split()
+        _, step, _, phase = self.heartbeat.decode().split()
         process_state, channel = self.process_state(), ""
         with suppress(OSError):
             channel = Path(f"/proc/{self.contact.pid}/wchan").read_text().strip("0\n")
         stack = parse_main_stack(self.read_stacks())
         calls = None if answer is None else [OpenCollective(*call) for call in answer["open"]]
         state = RankState(
-            self.contact.rank, int(step), site, self.age, process_state, channel, calls, stack
+            self.contact.rank, int(step), phase, self.age, process_state, channel, calls, stack
         )
         if answer is None:
             return state

@@ -40,9 +40,7 @@ def main() -> None:
         plan = resolve(job, detect_machine(job.run.device))
         with connect(plan, job.debug.deterministic) as ranks:
             start_watchdog(job, run_dir, ranks)
-            is_complete = train(
-                job, plan, open_dataset(dataset_dir), ranks, quiet_console(terminal)
-            )
+            is_complete = train(plan, open_dataset(dataset_dir), ranks, quiet_console(terminal))
             # The launcher kills all ranks as soon as one exits early.
             dist.barrier()
     except BaseException as error:

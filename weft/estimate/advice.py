@@ -53,23 +53,22 @@ class Advice:
         )
 
 
-def advise(
-    job: Job, plan: Plan, machine: Machine, device: Device, prediction: Forecast
-) -> list[Advice]:
+def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -> list[Advice]:
     """Return the best changes: the fastest that fit, or the cheapest that make it fit.
 
     The first change for a plan that does not fit was traced and fits.  The list is empty if nothing
     helps, or if the plan fits and arithmetic does not support the model.
     """
+    job = plan.job
     # Keep the number of ranks, so that a change is not credited with additional ranks.
     local = plan.local_world_size
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
-    baseline = _estimate(job, plan, device)
+    baseline = _estimate(plan, device)
     if baseline is None:
         return (
             []
             if prediction.fits is not False
-            else _traced_advice(job, plan, machine, device, prediction)
+            else _traced_advice(plan, machine, device, prediction)
         )
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
@@ -77,7 +76,7 @@ def advise(
         for change in changes:
             try:
                 new_job = apply_change(job, change)
-                estimate = _estimate(new_job, resolve(new_job, machine), device)
+                estimate = _estimate(resolve(new_job, machine), device)
             except (InvalidConfig, ValueError):
                 continue
             if estimate is None:
@@ -89,7 +88,7 @@ def advise(
         # Among equally fast changes, fewer keys come first, then the earlier candidate.
         return sorted(results, key=lambda a: (-round(a.speedup, 3), len(a.change)))
 
-    single_changes = evaluate(candidate_changes(job, plan, machine))
+    single_changes = evaluate(candidate_changes(plan, machine))
     if prediction.fits is not False:
         fitting = [
             a
@@ -105,8 +104,9 @@ def advise(
     return _select_fitting(job, machine, device, prediction, evaluate(pairs))
 
 
-def candidate_changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
+def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     """Yield single changes to evaluate."""
+    job = plan.job
     for kind in ("none", "selective", "full"):
         # Arithmetic does not model selective recomputation with tensor parallelism.
         if (kind, 1) != (
@@ -149,17 +149,18 @@ def candidate_changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
         for dtype in smaller_dtypes.get(job.optim.state_dtype, ()):
             yield {"optim.state_dtype": dtype}
-    yield from mesh_changes(job, plan)
+    yield from mesh_changes(plan)
 
 
-def mesh_changes(job: Job, plan: Plan) -> Iterator[Change]:
+def mesh_changes(plan: Plan) -> Iterator[Change]:
     """Yield other degrees of one axis; the remaining ranks shard the parameters."""
+    job = plan.job
     auto_shard: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
     if plan.dp_replicate > 1:
         yield {"parallel.dp_replicate": 1} | auto_shard
     degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
     for axis, degree in degrees.items():
-        limit = {"tp": plan.local_world_size, "pp": 64, "cp": job.train.seq_len // 8192}[axis]
+        limit = {"tp": plan.local_world_size, "pp": 64, "cp": plan.seq_len // 8192}[axis]
         for other in sorted({1, degree // 2, 2 * degree, 4 * degree} - {0, degree}):
             if other <= max(1, limit):
                 auto_reshard = {"parallel.reshard_after_forward": "auto"} if axis == "pp" else {}
@@ -184,16 +185,17 @@ def apply_change(job: Job, change: Change) -> Job:
 
 
 def _traced_advice(
-    job: Job, plan: Plan, machine: Machine, device: Device, prediction: Forecast
+    plan: Plan, machine: Machine, device: Device, prediction: Forecast
 ) -> list[Advice]:
     """Trace smaller microbatches and recomputation; both together if none fits."""
+    job = plan.job
 
     def evaluate(changes: list[Change]) -> list[Advice]:
         results = []
         for change in changes:
             try:
                 new_job = apply_change(job, change)
-                new_prediction = forecast(new_job, resolve(new_job, machine), machine, device)
+                new_prediction = forecast(resolve(new_job, machine), machine, device)
             except InvalidConfig:
                 continue
             if new_prediction.fits:
@@ -235,7 +237,7 @@ def _select_fitting(
     )
     for index, advice in enumerate(fitting[: 2 * MAX_ADVICE]):
         new_job = apply_change(job, advice.change)
-        new_prediction = forecast(new_job, resolve(new_job, machine), machine, device)
+        new_prediction = forecast(resolve(new_job, machine), machine, device)
         if new_prediction.fits:
             return [_with_trace(advice, prediction, new_prediction), *fitting[index + 1 :]][
                 :MAX_ADVICE
@@ -252,9 +254,9 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
     return distinct
 
 
-def _estimate(job: Job, plan: Plan, device: Device) -> tuple[float, float] | None:
+def _estimate(plan: Plan, device: Device) -> tuple[float, float] | None:
     """Return seconds and bytes by arithmetic; bytes of eager code, as in a trace."""
-    dims, layout = decoder_dims(plan), analytic_layout(job, plan, device)
+    dims, layout = decoder_dims(plan), analytic_layout(plan, device)
     if dims is None or layout is None:
         return None
     seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device)).total()

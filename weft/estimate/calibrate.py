@@ -30,7 +30,7 @@ from weft.estimate.cost import Hardware, Step, step_seconds
 from weft.estimate.forecast import build_hardware, build_step, price_traces
 from weft.estimate.trace import trace_ranks
 from weft.monitor.jsonl import is_number, read_records
-from weft.monitor.run_reader import WARMING, no_run
+from weft.monitor.run_reader import WARMUP_RECORDS, run_dir_error
 from weft.plan.devices import (
     BUILTIN_CLUSTERS,
     CPU_DEVICE,
@@ -118,7 +118,7 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
     if not all(
         (run_dir / name).is_file() for name in ("job.toml", "environment.json", "plan.json")
     ):
-        raise InvalidConfig([no_run(run_dir, key)])
+        raise InvalidConfig([run_dir_error(run_dir, key)])
     job, _, problems = read_job(str(run_dir / "job.toml"))
     if problems:
         raise InvalidConfig(problems)
@@ -169,9 +169,11 @@ def read_run(run_dir: Path) -> FinishedRun:
     ]
     # Only the last start: an earlier one may have had another layout.
     starts = [r["time_breakdown"].get("restarting", 0.0) for r in records]
-    last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
+    last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][
+        WARMUP_RECORDS:
+    ]
     if len(last) < MIN_RECORDS:
-        rule = f"has {len(last)} records after the first {WARMING} of its last start"
+        rule = f"has {len(last)} records after the first {WARMUP_RECORDS} of its last start"
         raise missing(rule, f"train until it has {MIN_RECORDS}, or lower monitor.log_interval")
     if machine.spec is None:
         rule = f"ran on {machine.device_name!r}, a device of unknown speed"
@@ -195,14 +197,14 @@ def calibrate(run: FinishedRun) -> Calibration:
     Raises:
         InvalidConfig: if no value predicts the measured time.
     """
-    plan, job = run.plan, run.job
-    rank_traces = trace_ranks(job, plan)
+    plan, _job = run.plan, run.job
+    rank_traces = trace_ranks(plan)
     device = run.machine.spec
     assert device is not None, "read_run refuses unknown devices"
-    prediction = price_traces(job, plan, run.machine, device, rank_traces)
+    prediction = price_traces(plan, run.machine, device, rank_traces)
     seconds_before = prediction.step_seconds
     assert seconds_before is not None
-    step = build_step(job, plan, rank_traces, device)
+    step = build_step(plan, rank_traces, device)
     shipped = shipped_device(device.name)  # fitted anew, not on top of an older calibration
     parameter = dominant_parameter(step, build_hardware(plan, shipped))
     sign = 1 if parameter == "launch" else -1  # a longer launch makes the step longer

@@ -12,12 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from weft.config.schema import Job
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.trace import rank_actions
-from weft.monitor.html import Section, document
+from weft.monitor.html import Section, render_document
 from weft.plan.devices import GIB
 from weft.plan.placement import (
     AXES,
@@ -84,7 +83,7 @@ TIME_COLORS: dict[str, Color] = {
 }
 
 
-def render_page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine_text: str) -> str:
+def render_page(plan: Plan, prediction: Forecast, recipe: str, machine_text: str) -> str:
     """Render the HTML page of a forecast.
 
     The pipeline chart needs a pipeline, and time charts need a known device.
@@ -95,14 +94,14 @@ def render_page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine
         if prediction.timeline is not None:
             total = prediction.time_breakdown.total()
             charts.append(pipeline_chart(prediction.timeline, total))
-    charts += [memory_chart(job, plan, prediction), rank_chart(plan)]
+    charts += [memory_chart(plan, prediction), rank_chart(plan)]
     title = f"{recipe} on {machine_text}"
     lines = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in summarize(prediction)),
     ]
     lines += [f"<h2>{escape(heading)}</h2>\n{svg}" for heading, svg in charts]
-    return document(title, "\n".join(lines)).decode()
+    return render_document(title, "\n".join(lines)).decode()
 
 
 def summarize(prediction: Forecast) -> Iterator[str]:
@@ -196,9 +195,7 @@ def draw_time_axis(end: float, left: float, scale: float, y: float, bottom: floa
 # --------------------------------------------------------------------------- memory
 
 
-def memory_chart(
-    job: Job, plan: Plan, prediction: Forecast, measured: float | None = None
-) -> Section:
+def memory_chart(plan: Plan, prediction: Forecast, measured: float | None = None) -> Section:
     """Return a chart of the fullest rank: peak per action, categories at the peak.
 
     ``measured`` is the peak GiB of a run; see `Forecast.recorded_bytes`.
@@ -214,7 +211,7 @@ def memory_chart(
         ends = f'x1="{left}" x2="{right + 100}" y1="{y:.1f}" y2="{y:.1f}"'
         shapes.append(f'<line {ends} class="grid"/>')
         shapes.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="small end">{tick:g} GiB</text>')
-    names = label_passes(job, plan, prediction)
+    names = label_passes(plan, prediction)
     width = (right - left) / len(memory.timeline)
     shapes.append('<g id="live">')
     for index, (location, live) in enumerate(memory.timeline):
@@ -286,8 +283,9 @@ def draw_memory_stack(
         )
 
 
-def label_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[OpLocation, str]:
+def label_passes(plan: Plan, prediction: Forecast) -> dict[OpLocation, str]:
     """Return a label for each location in the fullest rank's timeline."""
+    job = plan.job
     pp = rank_to_coordinates(prediction.rank, plan.axis_sizes, plan.axis_order)["pp"]
     actions = rank_actions(plan, pp)
     first_units = (

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.schema import Job
 from weft.estimate.cost import (
     Collective,
     Hardware,
@@ -182,7 +181,7 @@ def cause_label(cause: str) -> str:
     return labels.get(cause, f"exposed {cause}")
 
 
-def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> Forecast:
+def forecast(plan: Plan, machine: Machine, device: Device | None) -> Forecast:
     """Trace a plan and price it.
 
     Args:
@@ -191,13 +190,14 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
         machine: target machine.
         device: its device; None: predict only memory.
     """
-    return price_traces(job, plan, machine, device, trace_ranks(job, plan))
+    return price_traces(plan, machine, device, trace_ranks(plan))
 
 
 def price_traces(
-    job: Job, plan: Plan, machine: Machine, device: Device | None, rank_traces: Sequence[RankTrace]
+    plan: Plan, machine: Machine, device: Device | None, rank_traces: Sequence[RankTrace]
 ) -> Forecast:
     """Return the `forecast` of a traced plan."""
+    job = plan.job
     on_gpu = plan.device == "cuda"
     capacity = machine.memory_per_rank(plan.local_world_size)
     outside = OUTSIDE_ALLOCATOR[plan.device]
@@ -209,7 +209,7 @@ def price_traces(
     time_breakdown = timeline = None
     if device is not None:
         hardware = build_hardware(plan, device)
-        step = build_step(job, plan, rank_traces, device)
+        step = build_step(plan, rank_traces, device)
         time_breakdown = step_seconds(step, hardware)
         timeline = pipeline_spans(step, hardware) if step.pipeline_schedule else None
     caveats = find_caveats(plan, device)
@@ -254,8 +254,9 @@ def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
 # --------------------------------------------------------------------------- time
 
 
-def pricing_options(job: Job, plan: Plan, device: Device) -> PricingOptions:
+def pricing_options(plan: Plan, device: Device) -> PricingOptions:
     """Return overlap and kernels of the plan on a device."""
+    job = plan.job
     ring = job.parallel.cp_method == "ring"
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
@@ -275,9 +276,9 @@ def pricing_options(job: Job, plan: Plan, device: Device) -> PricingOptions:
     )
 
 
-def build_step(job: Job, plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> Step:
+def build_step(plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> Step:
     """Convert traces to the step that `weft.estimate.cost` prices."""
-    options = pricing_options(job, plan, device)
+    options = pricing_options(plan, device)
     pricers: dict[int, TracePricer] = {}
     works = {}
     optimizer_work = Work()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.config.schema import Job
 from weft.estimate.advice import Advice
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
@@ -20,7 +19,6 @@ NARROW_MARGIN = 0.05
 
 
 def render_plan(
-    job: Job,
     plan: Plan,
     machine: Machine,
     recipe: str,
@@ -28,7 +26,7 @@ def render_plan(
     advice: Sequence[Advice],
 ) -> str:
     """Render verdict, plan, memory, step time, communication and advice."""
-    title, *plan_lines = describe_plan(job, plan, machine, recipe).splitlines()
+    title, *plan_lines = describe_plan(plan, machine, recipe).splitlines()
     warnings = [line for line in plan_lines if line.startswith("warning:")]
     plan_lines = [line for line in plan_lines if line not in warnings]
     lines = [title, *verdict(prediction), *plan_lines, ""]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import replace_text
-from weft.config.schema import Job
 from weft.estimate.advice import advise
 from weft.estimate.analytic import estimate_memory, estimate_step
 from weft.estimate.cost import step_seconds
@@ -49,9 +48,7 @@ class RunPrediction:
         return f"{self.memory_gib:.1f} GiB on the fullest rank{speed}, by {self.by}"
 
 
-def predict_run(
-    job: Job, plan: Plan, machine: Machine, force: bool
-) -> tuple[RunPrediction | None, str]:
+def predict_run(plan: Plan, machine: Machine, force: bool) -> tuple[RunPrediction | None, str]:
     """Return the prediction of a run, None if unknown, and a warning or ''.
 
     Args:
@@ -63,19 +60,20 @@ def predict_run(
     Raises:
         InvalidConfig: if the run does not fit; with the cheapest remedy.
     """
+    job = plan.job
     is_elastic = len(plan.node_counts) > 1
     if is_elastic:
         world_size = plan.node_counts[0] * plan.local_world_size
         machine = replace(machine, world_size=world_size, local_world_size=plan.local_world_size)
         plan = resolve(job, machine)
     capacity = machine.memory_per_rank(plan.local_world_size)
-    rough_bytes = estimate_memory_bytes(job, plan)
+    rough_bytes = estimate_memory_bytes(plan)
     if capacity is None:
         return None, ""
     if rough_bytes is not None and rough_bytes < TRACE_THRESHOLD * capacity:
-        return estimate_run(job, plan, machine), ""
+        return estimate_run(plan, machine), ""
     try:
-        prediction = forecast(job, plan, machine, device_spec(plan, machine))
+        prediction = forecast(plan, machine, device_spec(plan, machine))
     except InvalidConfig:
         raise
     except Exception as error:
@@ -83,7 +81,7 @@ def predict_run(
         return None, f"cannot predict the memory of this run: {type(error).__name__}: {error}"
     assert prediction.capacity_bytes is not None
     if prediction.needed_bytes > (1 + TOLERANCE) * prediction.capacity_bytes and not force:
-        raise InvalidConfig([memory_error(job, plan, machine, prediction)])
+        raise InvalidConfig([memory_error(plan, machine, prediction)])
     time_breakdown = None if prediction.time_breakdown is None else dict(prediction.time_breakdown)
     run_prediction = RunPrediction(
         "a trace",
@@ -98,13 +96,13 @@ def predict_run(
     return run_prediction, f"this run may run out of memory: rank {prediction.rank} needs {need}"
 
 
-def estimate_run(job: Job, plan: Plan, machine: Machine) -> RunPrediction | None:
+def estimate_run(plan: Plan, machine: Machine) -> RunPrediction | None:
     """Predict a run by arithmetic; None for another family, float32 or a CPU."""
     device = device_spec(plan, machine)
     dims = decoder_dims(plan)
     if plan.device == "cpu" or plan.compute_dtype == "float32" or not (device and dims):
         return None
-    layout = analytic_layout(job, plan, device)
+    layout = analytic_layout(plan, device)
     if layout is None:
         return None
     categories = {name: size / GIB for name, size in estimate_memory(dims, layout).items()}
@@ -114,12 +112,12 @@ def estimate_run(job: Job, plan: Plan, machine: Machine) -> RunPrediction | None
     )
 
 
-def memory_error(job: Job, plan: Plan, machine: Machine, prediction: Forecast) -> ConfigError:
+def memory_error(plan: Plan, machine: Machine, prediction: Forecast) -> ConfigError:
     """Return the error of a plan that does not fit, with the cheapest remedy."""
     remedy = "use --force to start anyway"
     device = device_spec(plan, machine)
     # On a device of unknown speed, advice saves memory and omits the slowdown.
-    for advice in advise(job, plan, machine, device or get_device(CPU_DEVICE), prediction)[:1]:
+    for advice in advise(plan, machine, device or get_device(CPU_DEVICE), prediction)[:1]:
         slowdown = f", {-advice.speedup:.0%} slower" if device and advice.speedup < -0.005 else ""
         size = f"{advice.memory_bytes / GIB:.1f} GiB"
         remedy = f"use {advice} ({size}{slowdown}), or --force to start anyway"

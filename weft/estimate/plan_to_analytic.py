@@ -11,7 +11,6 @@ from typing import Literal
 
 from weft.config.schema import Job
 from weft.estimate.decoder import DecoderDims, Layout
-from weft.models import load_family
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
 from weft.plan.devices import Device
@@ -41,8 +40,9 @@ def decoder_dims(plan: Plan) -> DecoderDims | None:
     )
 
 
-def analytic_layout(job: Job, plan: Plan, device: Device) -> Layout | None:
+def analytic_layout(plan: Plan, device: Device) -> Layout | None:
     """Return the plan's layout; None for a pipeline schedule from a file."""
+    job = plan.job
     per_rank = 1
     if plan.pipeline is not None:
         if is_schedule_file(plan.pipeline.schedule):
@@ -54,12 +54,12 @@ def analytic_layout(job: Job, plan: Plan, device: Device) -> Layout | None:
         plan.gradient_sync == "step" and plan.num_microbatches > 1 and shards > 1
     )
     activation_checkpoint, part = checkpoint_mode(job)
-    tokens = plan.microbatch_size * job.train.seq_len // plan.cp
+    tokens = plan.microbatch_size * plan.seq_len // plan.cp
     documents = job.data.keeps_documents
     return Layout(
-        seq_len=job.train.seq_len,
+        seq_len=plan.seq_len,
         microbatch=plan.microbatch_size,
-        global_batch=job.train.global_batch_size,
+        global_batch=plan.global_batch_size,
         dp_replicate=plan.dp_replicate,
         dp_shard=plan.dp_shard,
         tp=plan.tp,
@@ -76,7 +76,7 @@ def analytic_layout(job: Job, plan: Plan, device: Device) -> Layout | None:
         sequence_parallel=job.parallel.sequence_parallel,
         tp_overlap="async" if job.parallel.async_tp else "exposed",
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
-        state_bytes=8 + moment_bytes_per_param(job, plan.model, load_family(job.model.kind)),
+        state_bytes=8 + moment_bytes_per_param(job, plan.model, plan.family),
         unsharded_bytes=4.0 if accumulates_unsharded and zero == 3 else 0.0,
         chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
         and job.train.objective == "next_token",

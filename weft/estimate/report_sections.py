@@ -21,7 +21,7 @@ from weft.estimate.calibrate import replan_run
 from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summarize, time_bar
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast, device_spec, forecast
-from weft.monitor.html import Section, table
+from weft.monitor.html import Section, render_table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
@@ -59,7 +59,9 @@ def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
     ]
     head = [*(["run"] * has_several), "", "predicted", "measured", "error"]
     numbers = range(1 + has_several, 4 + has_several)
-    content = "\n".join([*([table(head, rows, numbers=numbers)] if rows else []), *paragraphs])
+    content = "\n".join(
+        [*([render_table(head, rows, numbers=numbers)] if rows else []), *paragraphs]
+    )
     sections = [(HEADING, content)]
     if not has_several:
         sections += chart_sections(run_forecasts[0])
@@ -69,11 +71,11 @@ def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
 def forecast_run(run: RunReader) -> RunForecast:
     """Plan a run again and trace it."""
     try:
-        job, plan, machine = replan_run(run.folder, "run")
+        job, plan, machine = replan_run(run.run_dir, "run")
     except WeftError as error:
         return RunForecast(run, error=f"This run cannot be planned again: {error}")
     try:
-        prediction = forecast(job, plan, machine, device_spec(plan, machine))
+        prediction = forecast(plan, machine, device_spec(plan, machine))
     except Exception as error:
         # A user's model may train although it cannot be traced.
         reason = f"This run cannot be predicted: {type(error).__name__}: {error}"
@@ -89,7 +91,7 @@ def notes(run_forecast: RunForecast, has_several: bool) -> Iterator[str]:
     elif prediction is not None and not has_several:
         yield from summarize(prediction)
         if prediction.time_breakdown is None and prediction.plan.device == "cpu":
-            command = f"weft plan --calibrate {run.folder}"
+            command = f"weft plan --calibrate {run.run_dir}"
             yield f"Calibrate the speed of this machine from a run: {command}"
 
 
@@ -100,14 +102,14 @@ def comparison_rows(run_forecast: RunForecast) -> Iterator[list[str]]:
     measured_memory = run.last("memory_peak_gib")
     # A prediction is for the steady state, without waiting for data.
     for label, predicted, measured, text in (
-        ("step time, s", prediction.step_seconds, run.steady("rest_seconds"), "{:.4g}"),
+        ("step time, s", prediction.step_seconds, run.steady_median("rest_seconds"), "{:.4g}"),
         (
             "tokens/s per device",
             prediction.tokens_per_second_per_device,
-            run.steady("tokens_per_second_per_device"),
+            run.steady_median("tokens_per_second_per_device"),
             "{:,.0f}",
         ),
-        ("MFU", prediction.mfu, run.steady("mfu"), "{:.1%}"),
+        ("MFU", prediction.mfu, run.steady_median("mfu"), "{:.1%}"),
         (
             "memory of the fullest rank, GiB",
             prediction.recorded_bytes / GIB,
@@ -124,7 +126,7 @@ def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
     """Yield the charts of a run, predicted next to measured."""
     run, job, plan = run_forecast.run, run_forecast.job, run_forecast.plan
     prediction = run_forecast.prediction
-    measured = read_profile(run.folder)
+    measured = read_profile(run.run_dir)
     if measured is not None:
         name, parts = measured
         yield time_bar(parts, None, "profiled", f"Time breakdown of a step, measured: {name}")
@@ -135,7 +137,7 @@ def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
             heading="Time breakdown of a step, predicted",
         )
     if plan is not None and plan.pipeline is not None:
-        step = measured_timeline(run.folder, plan)
+        step = measured_timeline(run.run_dir, plan)
         if step is not None:
             heading = f"Pipeline schedule, measured in step {step[0]:,}"
             yield pipeline_chart(step[1], None, "pipeline-measured", heading)
@@ -149,7 +151,7 @@ def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
                 prediction.timeline, prediction.time_breakdown.total(), heading=heading
             )
     if prediction is not None and job is not None and plan is not None:
-        yield memory_chart(job, plan, prediction, run.last("memory_peak_gib"))
+        yield memory_chart(plan, prediction, run.last("memory_peak_gib"))
     if plan is not None and plan.world_size > 1:
         yield rank_chart(plan)
 

@@ -146,7 +146,7 @@ class SearchResult:
 
 
 def search(
-    job: Job, plan: Plan, machine: Machine, log: Callable[[str], None] = lambda text: None
+    plan: Plan, machine: Machine, log: Callable[[str], None] = lambda text: None
 ) -> SearchResult:
     """Search layouts of the job's model and global batch size on a machine.
 
@@ -159,12 +159,13 @@ def search(
     Raises:
         InvalidConfig: if the device or the model is not supported.
     """
+    job = plan.job
     device = machine.spec
     if device is None or plan.device == "cpu":
         rule, remedy = "is a device of unknown speed", "use --cluster, such as 64x8xH100"
         raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
     dims = decoder_dims(plan)
-    base = analytic_layout(job, plan, device)
+    base = analytic_layout(plan, device)
     if dims is None:
         rule = "is not a Llama-like decoder with all parameters trained, which --search requires"
         remedy = "plan single layouts"
@@ -180,7 +181,7 @@ def search(
     rejected: list[RejectedCandidate] = []
     with ExitStack() as stack:
         trace = open_tracer(stack)
-        for index, candidate in enumerate(enumerate_candidates(job, dims, base, plan, machine)):
+        for index, candidate in enumerate(enumerate_candidates(dims, base, plan, machine)):
             if index % 500 == 0:
                 log(f"{index:,} layouts estimated")
             layout = candidate.layout
@@ -342,7 +343,7 @@ def trace_candidate(task: tuple[Job, Machine]) -> Forecast | TraceFailure:
     """Return the forecast of a job, or the reason why it failed; never raise."""
     job, machine = task
     try:
-        return forecast(job, resolve(job, machine), machine, machine.spec)
+        return forecast(resolve(job, machine), machine, machine.spec)
     except InvalidConfig as error:
         return TraceFailure("rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
@@ -353,9 +354,10 @@ def trace_candidate(task: tuple[Job, Machine]) -> Forecast | TraceFailure:
 
 
 def enumerate_candidates(
-    job: Job, dims: DecoderDims, base: Layout, plan: Plan, machine: Machine
+    dims: DecoderDims, base: Layout, plan: Plan, machine: Machine
 ) -> Iterator[Candidate]:
     """Yield all layouts that satisfy the numeric rules."""
+    job = plan.job
     world, node = plan.world_size, plan.local_world_size
     for tp in divisors(node):
         if dims.kv_heads % tp or dims.vocab % tp:
@@ -363,7 +365,7 @@ def enumerate_candidates(
         for pp in divisors(world // tp, dims.layers):
             for cp in cp_degrees(job, world // (tp * pp)):
                 dp = world // (tp * pp * cp)
-                if world % (tp * pp * cp) or job.train.global_batch_size % dp:
+                if world % (tp * pp * cp) or plan.global_batch_size % dp:
                     continue
                 for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
                     if dp % dp_shard:
@@ -371,7 +373,7 @@ def enumerate_candidates(
                     mesh = replace(
                         base, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard, dp_replicate=dp // dp_shard
                     )
-                    for precision in precisions(job, plan, machine):
+                    for precision in precisions(plan, machine):
                         yield from mesh_candidates(job, dims, mesh, precision)
 
 
@@ -383,8 +385,9 @@ def cp_degrees(job: Job, max_degree: int) -> Iterable[int]:
     return degrees
 
 
-def precisions(job: Job, plan: Plan, machine: Machine) -> list[str]:
+def precisions(plan: Plan, machine: Machine) -> list[str]:
     """Return the values of ``precision.float8`` to try, the recipe's first."""
+    job = plan.job
     own_precision = job.precision.float8
     if own_precision != "none":
         return [own_precision, "none"]

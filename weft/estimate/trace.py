@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state_dict import trainable_parameters
-from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
@@ -46,7 +45,6 @@ from weft.estimate.op_recorder import (
     group_index,
     track_locations,
 )
-from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
@@ -62,7 +60,7 @@ from weft.plan.placement import coordinates_to_rank
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
 from weft.train import setup
-from weft.train.loop import rare_garbage
+from weft.train.run import manual_gc
 from weft.train.setup import Built, Rank, build
 
 # Blocks per stage, and microbatches, to record; the second value if the first does not suffice.
@@ -84,7 +82,7 @@ def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[F
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
+def build_fake(plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
     """Build this rank with fake parameters by `weft.train.setup.build`.
 
     Returns:
@@ -99,7 +97,7 @@ def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]
             real(*args)
 
     with patch.object(setup, "allocate", allocate), patch.object(setup, "init_params", _skip_init):
-        return build(job, plan, rank), plan
+        return build(plan, rank), plan
 
 
 def _skip_init(*args: Any) -> None:
@@ -107,7 +105,7 @@ def _skip_init(*args: Any) -> None:
 
 
 def record_step(
-    built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None, group_size: int = 1
+    built: Built, plan: Plan, mode: FakeTensorMode | None = None, group_size: int = 1
 ) -> OpTrace:
     """Record one step: all microbatches, gradient clipping and the optimizer.
 
@@ -118,13 +116,14 @@ def record_step(
         mode: mode of the fake tensors; None: real tensors, and all ranks run together.
         group_size: number of blocks that count as one.
     """
-    family = load_family(job.model.kind)
+    job = plan.job
+    family = plan.family
     recorder = OpRecorder(mode)
-    params = [param for _, param in trainable_parameters(built.parts)]
+    params = [param for _, param in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
         storage_blocks: dict[int, BlockIndex | None] = {}
-        for stage, model_part in enumerate(built.parts):
+        for stage, model_part in enumerate(built.model_parts):
             blocks = family.blocks(model_part)
             block_of_param = {
                 id(param): (stage, group_index(microbatch, len(blocks), group_size))
@@ -140,7 +139,7 @@ def record_step(
             for value in state.values()
             if isinstance(value, Tensor)
         )
-        batches = empty_batches(job, plan)
+        batches = empty_batches(plan)
         input_microbatches = {
             recorder.register(column): microbatch
             for microbatch, batch in enumerate(batches)
@@ -158,9 +157,11 @@ def record_step(
         host_patch = patch.object(
             OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)
         )
-        with rare_garbage(), recorder, host_patch:  # as in training, reference cycles stay alive
-            with track_locations(recorder, built.parts, family.blocks, built.engine, group_size):
-                loss = built.engine.forward_backward(batches)
+        with manual_gc(), recorder, host_patch:  # as in training, reference cycles stay alive
+            with track_locations(
+                recorder, built.model_parts, family.blocks, built.train_step, group_size
+            ):
+                loss = built.train_step.forward_backward(batches)
             recorder.location = OpLocation(0, "clip", 0)
             norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
             grads = [param.grad for param in params]
@@ -186,12 +187,13 @@ def record_step(
     return OpTrace(*fields)
 
 
-def empty_batches(job: Job, plan: Plan) -> list[Batch]:
+def empty_batches(plan: Plan) -> list[Batch]:
     """Return the microbatches of a step, filled with zeros."""
+    job = plan.job
     num_sequences, batches = plan.local_batch_size, []
     for _ in range(plan.num_microbatches):
         tokens = torch.zeros(
-            (min(num_sequences, plan.microbatch_size), job.train.seq_len), dtype=torch.int64
+            (min(num_sequences, plan.microbatch_size), plan.seq_len), dtype=torch.int64
         )
         document_columns = (
             (tokens.clone(), tokens.clone()) if job.data.keeps_documents else (None, None)
@@ -259,7 +261,7 @@ class RankTrace:
         return Counter([*once, *actions])
 
 
-def trace_ranks(job: Job, plan: Plan) -> list[RankTrace]:
+def trace_ranks(plan: Plan) -> list[RankTrace]:
     """Trace the first rank of each pipeline rank; one rank without a pipeline.
 
     The trace runs a step of few blocks and microbatches and extrapolates it.  Ranks of several
@@ -268,20 +270,21 @@ def trace_ranks(job: Job, plan: Plan) -> list[RankTrace]:
     blocks run if the optimizer does not treat parameters one by one: Muon exchanges the matrices of
     all blocks at once.
     """
+    job = plan.job
     group_size = (
         job.activation_checkpoint.every_n_layers if job.activation_checkpoint.mode != "none" else 1
     )
     if reshards_stages(plan):
-        return _trace_ranks(job, plan, plan, 1)
+        return _trace_ranks(plan, plan, 1)
     for num_recorded in RECORDED_COUNTS:
         try:
             small_plan = shrink_plan(
                 plan, num_recorded, group_size, all_blocks=job.optim.name != "adamw"
             )
-            return _trace_ranks(job, plan, small_plan, group_size)
+            return _trace_ranks(plan, small_plan, group_size)
         except HeterogeneousLayers:
             continue
-    return _trace_ranks(job, plan, plan, 1)
+    return _trace_ranks(plan, plan, 1)
 
 
 def reshards_stages(plan: Plan) -> bool:
@@ -294,10 +297,10 @@ def reshards_stages(plan: Plan) -> bool:
     return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
 
 
-def _trace_ranks(job: Job, plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrace]:
+def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrace]:
     recordings: dict[object, tuple[OpTrace, StepSize, dict[str, CommGroup]]] = {}
     rank_traces = []
-    folded = fold_stages(job, small_plan)
+    folded = fold_stages(small_plan)
     short_plan = plan
     if plan.pipeline is None or not is_schedule_file(plan.pipeline.schedule):
         short_plan = replace(
@@ -317,7 +320,7 @@ def _trace_ranks(job: Job, plan: Plan, small_plan: Plan, group_size: int) -> lis
         else:
             key, recorded_plan, recorded_pp = stage_signature(small_plan, pp), small_plan, pp
         if key not in recordings:
-            recordings[key] = record_rank(job, plan, recorded_plan, recorded_pp, group_size)
+            recordings[key] = record_rank(plan, recorded_plan, recorded_pp, group_size)
         op_trace, recorded_size, comm_groups = recordings[key]
         extrapolation = Extrapolation(op_trace, recorded_size, target_size)
         actions = list(rank_actions(plan, pp))
@@ -348,13 +351,14 @@ def drop_middle(
     ]
 
 
-def fold_stages(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
+def fold_stages(plan: Plan) -> tuple[Plan, list[int]] | None:
     """Return a plan whose first rank has one stage of each kind, and a kind per stage.
 
     The kinds are the first stage, the last one, and middle ones by number of blocks.  Other ranks
     hold the stages between them.  Return None if each rank has one stage, if neighboring stages
     share a rank, or if a stage's work depends on the other stages.
     """
+    job = plan.job
     pipeline = plan.pipeline
     if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.name != "adamw":
         return None
@@ -383,10 +387,9 @@ def fold_stages(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
 
 
 def record_rank(
-    job: Job, plan: Plan, small_plan: Plan, pp: int, group_size: int
+    plan: Plan, small_plan: Plan, pp: int, group_size: int
 ) -> tuple[OpTrace, StepSize, dict[str, CommGroup]]:
     """Record the step of ``small_plan``; return it with its size and process groups."""
-    job = make_traceable(job, plan)
     rank = coordinates_to_rank(
         dict.fromkeys(plan.axis_sizes, 0) | {"pp": pp}, plan.axis_sizes, plan.axis_order
     )
@@ -408,25 +411,26 @@ def record_rank(
             small_plan = use_sequential_schedule(
                 small_plan, "W" in action_kinds(plan.pipeline_schedule), Path(directory)
             )
-        built, small_plan = build_fake(job, small_plan, mode)
-        op_trace = record_step(built, job, small_plan, mode, group_size)
+        built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
+        op_trace = record_step(built, small_plan, mode, group_size)
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 
 
-def make_traceable(job: Job, plan: Plan) -> Job:
-    """Return a job that fake tensors can trace, with equivalent work.
+def make_traceable(plan: Plan, device: str) -> Plan:
+    """Return a plan that fake tensors can trace, with equivalent work on ``device``.
 
     A compiled block does the work of an eager one.  On GPUs the attention kernel separates
     documents without additional memory.
     """
+    job = plan.job
     changes: dict[str, dict[str, object]] = {"compile": {"enable": False}}
     changes["parallel"] = {"async_tp": False, "symmetric_memory": False}
-    if plan.device == "cuda":
+    if device == "cuda":
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":
             changes["data"]["format"] = "text"
-    return replace_sections(job, **changes)
+    return replace(plan, job=replace_sections(job, **changes))
 
 
 def stage_signature(plan: Plan, pp: int) -> object:

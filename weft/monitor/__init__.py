@@ -1,1 +1,1 @@
-"""What a run reports about itself: metrics, trackers, timelines, faults, heartbeats."""
+"""Metrics, trackers, timelines, anomaly detection, fault injection and heartbeats."""

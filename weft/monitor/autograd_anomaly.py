@@ -1,9 +1,10 @@
-"""Which operator of which layer makes NaN in the backward pass (``debug.autograd_anomaly``).
+"""Find the operator and the layer that produce NaN in backward.
 
-torch's anomaly mode looks at what every operator gives in backward, and says which one it was and
-where its forward call stands in the code.  All blocks have the same code, so that does not tell
-which layer.  That is told by the gradients of the layers' outputs: backward goes through a layer
-from when that of its output has come until that of the layer before has.
+``debug.autograd_anomaly`` enables it.  torch's anomaly mode checks the output of every operator in
+backward, and reports the first one with NaN and the source line of its forward call.  All blocks
+share their code, so that line does not identify the layer.  Hooks on the gradients of the layers'
+outputs do: backward is in a layer from the gradient of its output until the gradient of the
+previous layer's output.
 """
 
 from __future__ import annotations
@@ -19,36 +20,36 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.errors import WeftError
-from weft.monitor.layer_stats import watching
+from weft.monitor.layer_stats import hook_forward
 
 NAN = re.compile(r"Function '(\w+)' returned nan values")
-CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')  # in the trace of a forward call
-HEAD = "the head and the loss"
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')  # in the traceback of a forward call
+HEAD = "the head or the loss"
 
 
 class BackwardNaN(WeftError):
-    """The run cannot go on; the message says which operator of which layer it was."""
+    """Backward produced NaN; the message names the operator and the layer."""
 
 
 @contextmanager
-def naming_backward(layers: Mapping[str, nn.Module], rows: Sequence[int]) -> Iterator[None]:
-    """Inside, backward stops at the first operator that makes NaN.
+def trace_backward_nan(
+    layers: Mapping[str, nn.Module], batch_sizes: Sequence[int]
+) -> Iterator[None]:
+    """Stop backward at the first operator that produces NaN, in this context.
 
-    Args:
-        layers: by name, as `watching` takes them.
-        rows: of each microbatch.
+    The arguments are those of `hook_forward`.
 
     Raises:
-        BackwardNaN: which it was.
+        BackwardNaN: with the operator, the layer and the forward call.
     """
-    backward_of, forward_bad, traces = [HEAD], [""], [""]
+    current_layer, first_nonfinite, traces = [HEAD], [""], [""]
 
-    def told(name: str, rows: int, before: Any, after: Tensor) -> None:
-        if not forward_bad[0] and not after.isfinite().all():
-            forward_bad[0] = name
-        if after.requires_grad:
-            after.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: backward_of.__setitem__(0, name)
+    def observe(name: str, batch_size: int, input_: Any, output: Tensor) -> None:
+        if not first_nonfinite[0] and not output.isfinite().all():
+            first_nonfinite[0] = name
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: current_layer.__setitem__(0, name)
             )
 
     show = warnings.showwarning
@@ -58,7 +59,7 @@ def naming_backward(layers: Mapping[str, nn.Module], rows: Sequence[int]) -> Ite
             traces[0] = str(message)
         show(message, *args, **kwargs)
 
-    with warnings.catch_warnings(), watching(layers, rows, told):
+    with warnings.catch_warnings(), hook_forward(layers, batch_sizes, observe):
         warnings.showwarning = listen
         try:
             with torch.autograd.set_detect_anomaly(True, check_nan=True):
@@ -71,16 +72,19 @@ def naming_backward(layers: Mapping[str, nn.Module], rows: Sequence[int]) -> Ite
             if cause is None or match is None:
                 raise
             frames = traceback.extract_tb(cause.__traceback__)
-            # A pipeline may compute weights' gradients later, in an order of their own.
-            later = any(frame.name == "stage_backward_weight" for frame in frames)
-            layer = "a weight" if later else backward_of[0]
-            said = f"{match[1]} of {layer} makes NaN in the backward pass{_place(traces[0])}"
-            if forward_bad[0]:
-                said += f"; in forward the output of {forward_bad[0]} is not finite already"
-            raise BackwardNaN(said) from error
+            # A pipeline may compute gradients of weights later, in another order.
+            is_delayed = any(frame.name == "stage_backward_weight" for frame in frames)
+            layer = "a weight" if is_delayed else current_layer[0]
+            call = _describe_call(traces[0])
+            message = f"{match[1]} of {layer} produces NaN in the backward pass{call}"
+            if first_nonfinite[0]:
+                message += (
+                    f"; in the forward pass the output of {first_nonfinite[0]} has NaN or Inf"
+                )
+            raise BackwardNaN(message) from error
 
 
-def _place(trace: str) -> str:
-    """Where the forward call stands: the innermost frame that is not torch's own."""
-    calls = [call for call in CALL.findall(trace) if "/torch/" not in call[0]]
+def _describe_call(trace: str) -> str:
+    """Return the location of a forward call: the innermost frame outside torch."""
+    calls = [call for call in FRAME.findall(trace) if "/torch/" not in call[0]]
     return f"; its forward call is at {calls[-1][0]}:{calls[-1][1]}" if calls else ""

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.config.errors import WeftError
 from weft.config.files import read_json
-from weft.config.schema import Job
 from weft.parallel.private_hooks import dump_memory_snapshot
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
@@ -31,20 +30,20 @@ class OutOfMemory(WeftError):
 
 
 def memory_peak_gib(device: torch.device) -> float:
-    """Return the peak memory of this rank: reserved by torch on a GPU, resident on a CPU."""
+    """Return the peak GiB of this rank: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
 
-def expected_of(folder: Path) -> dict[str, Any]:
-    """Return the prediction for a run; empty if there is none, or if it cannot be read."""
+def read_prediction(run_dir: Path) -> dict[str, Any]:
+    """Return the prediction for a run; empty if the file is missing or damaged."""
     try:
-        found = read_json(folder / PREDICTION)
+        prediction = read_json(run_dir / PREDICTION)
     except WeftError:
         return {}  # a comparison must not end a run
-    return {name: value for name, value in found.items() if isinstance(value, int | float | dict)}
+    return {n: value for n, value in prediction.items() if isinstance(value, int | float | dict)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -55,40 +54,38 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    job: Job,
     plan: Plan,
     device: torch.device,
-    held: Mapping[str, Iterable[Tensor]],
+    tensors_by_category: Mapping[str, Iterable[Tensor]],
     error: BaseException,
 ) -> OutOfMemory:
-    """Return the error: memory in use by category, the prediction, and what takes less memory.
+    """Return the error: memory in use by category, the prediction, and remedies.
 
-    Args:
-        held: tensors by category; the rest of the peak is `OTHERS`.  Empty while the model is
-            built.
+    ``tensors_by_category`` is empty while the model is built; the rest of the peak is `OTHERS`.
     """
     peak = memory_peak_gib(device)
-    parts = {name: gib(tensors, device) for name, tensors in held.items()}
+    sizes = {name: storage_gib(tensors, device) for name, tensors in tensors_by_category.items()}
     used = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else peak
-    parts[OTHERS if held else "parameters"] = max(0.0, used - sum(parts.values()))
+    rest = max(0.0, used - sum(sizes.values()))
+    sizes[OTHERS if tensors_by_category else "parameters"] = rest
     if used < peak:
-        parts[FRAGMENTS] = peak - used
-    most = max(parts, key=lambda name: parts[name])
-    shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
-    expected = expected_of(Path(plan.run_dir)).get("memory_gib")
+        sizes[FRAGMENTS] = peak - used
+    largest = max(sizes, key=lambda name: sizes[name])
+    categories = ", ".join(f"{name} {size:.2f}" for name, size in sizes.items())
+    predicted = read_prediction(Path(plan.run_dir)).get("memory_gib")
     lines = [
-        f"out of memory: the peak of this rank is {peak:.2f} GiB: {shown}",
-        *([f"the plan predicts {expected:.2f} GiB"] if expected else []),
-        f"to use less memory for {most}: {' or '.join(knobs(most, job, plan))}",
-        *([snapshot(Path(plan.run_dir))] if device.type == "cuda" else []),
+        f"out of memory: the peak of this rank is {peak:.2f} GiB: {categories}",
+        *([f"the plan predicts {predicted:.2f} GiB"] if predicted else []),
+        f"to use less memory for {largest}: {' or '.join(memory_remedies(largest, plan))}",
+        *([write_snapshot(Path(plan.run_dir))] if device.type == "cuda" else []),
         *str(error).splitlines()[:1],
     ]
     return OutOfMemory("; ".join(lines))
 
 
-def snapshot(folder: Path) -> str:
-    """Write a snapshot of the allocator into the run directory; return a sentence about it."""
-    path = folder / "traces" / f"out-of-memory-rank-{dist.get_rank()}.pickle"
+def write_snapshot(run_dir: Path) -> str:
+    """Write a memory snapshot into the run directory; return a message about it."""
+    path = run_dir / "traces" / f"out-of-memory-rank-{dist.get_rank()}.pickle"
     try:
         dump_memory_snapshot(path)
     except OSError as error:  # the message of the error itself matters more
@@ -96,8 +93,8 @@ def snapshot(folder: Path) -> str:
     return f"a memory snapshot is in {path}, for https://pytorch.org/memory_viz"
 
 
-def gib(tensors: Iterable[Tensor], device: torch.device) -> float:
-    """Return the size of the storages of tensors on a device; each storage counts once."""
+def storage_gib(tensors: Iterable[Tensor], device: torch.device) -> float:
+    """Return the GiB of tensors on a device; shared storages count once."""
     sizes = {}
     for tensor in tensors:
         for plain in _plain(tensor):
@@ -108,7 +105,7 @@ def gib(tensors: Iterable[Tensor], device: torch.device) -> float:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a wrapper holds: a DTensor's shard, 8-bit states."""
+    """Yield the plain tensors in a wrapper: a DTensor's shard, 8-bit states."""
     if not is_traceable_wrapper_subclass_type(type(tensor)):
         yield tensor
         return
@@ -117,21 +114,22 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         yield from _plain(getattr(tensor, name))
 
 
-def knobs(category: str, job: Job, plan: Plan) -> list[str]:
-    """Return changes of the recipe that reduce the memory of a category, cheapest first."""
-    found = []
+def memory_remedies(category: str, plan: Plan) -> list[str]:
+    """Return options that reduce the memory of a category, cheapest first."""
+    job = plan.job
+    remedies = []
     if category == "gradients" and plan.gradient_sync == "step" and plan.num_microbatches > 1:
-        found.append("--parallel.gradient_sync microbatch")
+        remedies.append("--parallel.gradient_sync microbatch")
     if category == "optimizer" and job.optim.state_dtype != "8bit":
-        found.append("--optim.state_dtype 8bit")
+        remedies.append("--optim.state_dtype 8bit")
     if category == FRAGMENTS:
         return ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"]
     if category == OTHERS:
         if plan.microbatch_size > 1:
-            found.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
+            remedies.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
         if job.activation_checkpoint.mode != "full":
-            found.append("--activation_checkpoint.mode full")
-        return [*found, "sequences over more ranks (--parallel.cp, tp)"]
-    found.append("shards over more ranks (--parallel.dp_shard, tp, pp)")
+            remedies.append("--activation_checkpoint.mode full")
+        return [*remedies, "shard sequences over more ranks (--parallel.cp, tp)"]
+    remedies.append("shard over more ranks (--parallel.dp_shard, tp, pp)")
     offloads = plan.device == "cpu" or job.parallel.cpu_offload
-    return found if offloads else [*found, "--parallel.cpu_offload true"]
+    return remedies if offloads else [*remedies, "--parallel.cpu_offload true"]

@@ -1,6 +1,6 @@
-"""What happened to a run, beside its records: a log that is only ever added to.
+"""Events of a run: a log beside the records that is only appended to.
 
-A run that goes back to a checkpoint takes its later records back; that it did so stays in here.
+A run that rewinds to a checkpoint drops its later records; the event of the rewind stays here.
 """
 
 from __future__ import annotations
@@ -36,44 +36,68 @@ MAX_TIME = 1e11  # seconds since the epoch; a later one is damage
 
 
 class EventLog:
-    """``events.jsonl`` of the run in ``folder``, as one process writes it."""
+    """Writer of ``events.jsonl`` in a run directory, for one process.
 
-    def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
-        self._buffer = LogBuffer.of_file(folder / "events.jsonl", warn)
+    Args:
+        run_dir: the run directory.
+        log: receives warnings, and messages for the terminal.
+        enabled: False on all ranks but 0, which write nothing.
+    """
 
-    def note(self, kind: Kind, step: int, text: str) -> None:
-        """Add an event; ``step``: optimizer steps done."""
-        event = {"time": time.time(), "step": step, "kind": kind, "text": text}
-        self._buffer.write(f"{json.dumps(event)}\n".encode())
+    def __init__(self, run_dir: Path, log: Callable[[str], object], enabled: bool = True) -> None:
+        self.log = log
+        self._enabled = enabled
+        self._buffer = LogBuffer.for_file(run_dir / "events.jsonl", log)
+
+    def add(self, kind: Kind, step: int, text: str, warning: bool = False) -> None:
+        """Add an event.
+
+        Args:
+            kind: kind of the event.
+            step: completed optimizer steps.
+            text: the event in words.
+            warning: True: also print the text as a warning.
+        """
+        if self._enabled:
+            event = {"time": time.time(), "step": step, "kind": kind, "text": text}
+            self._buffer.write(f"{json.dumps(event)}\n".encode())
+        if warning:
+            self.log(f"warning: {text}")
 
     def flush(self) -> None:
         """Write events that could not be written before."""
         self._buffer.flush()
 
     def close(self) -> None:
-        """Try to write what waits, and report what is lost; later events still can be noted."""
+        """Write waiting events, or report that they are lost.
+
+        Later events can still be added.
+        """
         self._buffer.close()
 
 
 @cache
-def _log_of(folder: Path) -> EventLog:
-    return EventLog(folder, lambda text: print(f"weft: {text}", file=sys.stderr))
+def _log_of(run_dir: Path) -> EventLog:
+    return EventLog(run_dir, lambda text: print(f"weft: {text}", file=sys.stderr))
 
 
-def note_event(folder: Path, kind: Kind, step: int, text: str) -> None:
-    """Add an event of the run in ``folder`` from outside its ranks; failures go to stderr."""
-    _log_of(folder).note(kind, step, text)
+def note_event(run_dir: Path, kind: Kind, step: int, text: str) -> None:
+    """Add an event of a run from outside its ranks; failures go to stderr."""
+    _log_of(run_dir).add(kind, step, text)
 
 
-def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return all events of a run in order, and how many lines are damaged; none without a file.
+def read_event_log(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the events of a run.
+
+    Returns:
+        The events in the order of the file, none without a file; the number of damaged lines.
 
     Raises:
         OSError: if the file cannot be read.
     """
-    values, damaged = read_values(folder / "events.jsonl")
-    found = [value for value in values if _is_event(value)]
-    return found, damaged + len(values) - len(found)
+    values, damaged = read_values(run_dir / "events.jsonl")
+    events = [value for value in values if _is_event(value)]
+    return events, damaged + len(values) - len(events)
 
 
 def _is_event(value: Any) -> bool:

@@ -11,9 +11,6 @@ the job, and makes one call fail on one rank:
 
 Each fault fires once per run (or ``times`` times in a row), also if the rank restarts and calls the
 site again: a file in the run directory records that it fired.
-
-A site is also where a rank reports its progress to the watchdog, and where a phase of its timeline
-ends and the next one begins (`weft.monitor.spans`).
 """
 
 from __future__ import annotations
@@ -23,12 +20,11 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.config.schema import Fault
-from weft.monitor.heartbeat import beat
 
 # Every site, in the order of a step.
 SITES = {
@@ -39,7 +35,7 @@ SITES = {
     "forward_backward": "after the data is read",
     "gradients": "after backward, with this rank's gradients",
     "record": "before the host waits for the device, to log a step",
-    "tell": "after that wait, before ranks exchange their measurements",
+    "gather": "after that wait, before ranks exchange their measurements",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
     "local": "after this rank has written its node-local state, before the commit",
@@ -53,55 +49,27 @@ SITES = {
     "checkpoint.saved": "after a checkpoint is saved",
 }
 
-# Activity of a rank after a site, by the first part of the site's name.
-ACTIVITIES = {
-    "start": "building the model",
-    "load": "loading a checkpoint",
-    "step": "waiting for data",
-    "quorum": "synchronizing replica groups",
-    "forward_backward": "forward and backward",
-    "gradients": "updating the parameters",
-    "record": "waiting for the device",
-    "tell": "logging the step",
-    "profile": "writing a profile",
-    "evaluate": "evaluating",
-    "checkpoint": "saving a checkpoint",
-}
-
-# Called at every site with its name, and the step that starts there or None.
-listeners: list[Callable[[str, int | None], None]] = []
-
 _faults: list[tuple[Fault, Path]] = []  # with the file that records that it fired
 _calls: dict[str, int] = {}  # number of calls of each site
 _fired: set[Path] = set()  # in this process
 
 
-def activity(site: str) -> str:
-    """Return the activity of a rank after ``site``, for messages."""
-    return ACTIVITIES.get(site.partition(".")[0], site)
+def install_faults(faults: Sequence[Fault], rank: int, log_dir: Path) -> None:
+    """Install the faults of this rank in this process.
 
-
-def install_faults(faults: Sequence[Fault], rank: int, folder: Path) -> None:
-    """Install the faults of this rank in this process; ``folder`` gets the records."""
+    A file in ``log_dir`` records that a fault has fired.
+    """
     _calls.clear()
     _fired.clear()
     _faults[:] = [
-        (fault, folder / f"fault-{index}.happened")
+        (fault, log_dir / f"fault-{index}.happened")
         for index, fault in enumerate(faults)
         if fault.rank == rank
     ]
 
 
-def fault_point(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
-    """Report progress at ``site``, and fire the faults that are due there.
-
-    Args:
-        tensors: what a fault may corrupt.
-        step: the step that starts here, else None.
-    """
-    beat(site, step)
-    for listener in listeners:
-        listener(site, step)
+def fault_point(site: str, tensors: Iterable[Any] = ()) -> None:
+    """Fire the faults that are due at ``site``; they may corrupt ``tensors``."""
     if not _faults:
         return
     _calls[site] = _calls.get(site, 0) + 1

@@ -1,19 +1,19 @@
-"""What a rank says of itself while it lives, so that others can tell when it hangs and where.
+"""Report the position of a rank, so that other processes can locate a hang.
 
-A rank that hangs cannot help: it is stopped, or holds the interpreter lock in C, or waits for what
-never comes.  So it says beforehand where it is.  Whenever it passes a site (`faults.SITES`) it
-stores a line into memory of its own, and a process outside reads it there:
+A rank that hangs cannot answer: it is stopped, holds the interpreter lock in C, or waits for
+something that never comes.  So it reports its position in advance.  At every phase it stores a line
+in its own memory, which another process reads:
 
     18232.501 7 60.0 forward_backward
 
-at that time of the monotonic clock, in step 7; 'you hear from me again within 60 s'.  The rank
-itself knows best how long that may be, and the judge (`weft.cluster.watchdog`) needs no policy.
-The price is a store into memory, some microseconds a site.
+The fields are the monotonic time, the step, the seconds until the next line at the latest, and the
+phase.  The rank knows this limit best, so the watchdog (`weft.cluster.watchdog`) needs no policy.
+A line costs some microseconds.
 
-Two more things are prepared for the day of need: faulthandler writes the stacks of all threads on
-SIGUSR2, without asking the interpreter; and a thread that sleeps in a pipe tells which collectives
-are open and which were done, if it can have the interpreter lock.  All of it lies in anonymous
-memory, which ends with the process and which no file system can hold up.
+Two more things are prepared: faulthandler writes the stacks of all threads on SIGUSR2, without the
+interpreter; and a thread that sleeps in a pipe reports open and completed collectives, if it gets
+the interpreter lock.  All of it is in anonymous memory, which ends with the process and which no
+file system can block.
 """
 
 from __future__ import annotations
@@ -31,58 +31,57 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Sites between which a rank is in an ordinary step.
-IN_A_STEP = ("step", "forward_backward", "gradients", "record", "tell")
+# Phases of an ordinary step (`weft.monitor.step_timer.PHASES`).
+STEP_PHASES = ("data", "forward_backward", "update", "device", "log")
 LINE_BYTES = 128
-RECENT = 20  # collectives that are told of
+NUM_RECENT = 20  # collectives in an answer
 
 _line: mmap.mmap | None = None
 _step = 0
 _timeout: float | None = None
 _log_interval = 1
-_measured: deque[float] = deque(maxlen=100)
-_limit = 0.0  # of a step
-_axes: dict[str, str] = {}  # of the mesh, by the name of their process group
+_step_seconds: deque[float] = deque(maxlen=100)
+_limit = 0.0  # seconds of a step
+_axes: dict[str, str] = {}  # mesh axis by name of the process group
 
 
 class Contact(NamedTuple):
-    """Where another process of this host finds a rank: files of ``/proc/PID/fd``."""
+    """A rank of this host, and the numbers of its files in ``/proc/PID/fd``."""
 
     rank: int
     pid: int
-    began: str  # `process_began`: another process may have the same id later
-    line: int  # where it is
+    start_ticks: str  # `process_start_ticks`, because another process may reuse the id
+    heartbeat: int  # the line with its position
     stacks: int  # written on SIGUSR2
-    question: int  # a byte into this pipe ...
-    answer: int  # ... and `_answer` is written here, as a line of JSON
+    request: int  # a pipe: for each byte, the rank writes ...
+    answer: int  # ... `_collective_status` here, as a line of JSON
     torchrun: str | None  # torchrun's file for this rank's error
 
 
-def start(rank: int, timeout: float | None, log_interval: int) -> Contact:
-    """From now on this process tells where it is.  Linux only.
+def start_heartbeat(rank: int, timeout: float | None, log_interval: int) -> Contact:
+    """Start to report the position of this process; Linux only.
 
-    Args:
-        timeout: seconds that a step may take; None: from what is measured.
-        log_interval: as many steps a GPU may be behind its host.
+    The arguments ``timeout`` and ``log_interval`` set the limit of a step, see `step_limit`.
     """
     global _line, _timeout, _log_interval, _limit
     _timeout, _log_interval = timeout, log_interval
-    _measured.clear()
+    _step_seconds.clear()
     _limit = step_limit(timeout, 0.0, log_interval)
     memory, stacks, answer = (os.memfd_create(f"weft-{n}") for n in ("line", "stacks", "answer"))
     os.truncate(memory, LINE_BYTES)
     _line = mmap.mmap(memory, LINE_BYTES)
     beat("start", 0)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    asked, question = os.pipe()
-    threading.Thread(target=_tell, args=(asked, answer), name="weft-witness", daemon=True).start()
+    pipe, request = os.pipe()
+    name, fds = "weft-heartbeat", (pipe, answer)
+    threading.Thread(target=_answer_requests, args=fds, name=name, daemon=True).start()
     torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    began = process_began(os.getpid())
-    return Contact(rank, os.getpid(), began, memory, stacks, question, answer, torchrun)
+    ticks = process_start_ticks(os.getpid())
+    return Contact(rank, os.getpid(), ticks, memory, stacks, request, answer, torchrun)
 
 
-def process_began(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty if there is none."""
+def process_start_ticks(pid: int) -> str:
+    """Return a process's start time in ticks since boot; empty without a process."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19]
@@ -92,35 +91,35 @@ def process_began(pid: int) -> str:
 
 
 def name_groups(axes: Mapping[str, str]) -> None:
-    """From now on collectives of the process groups of these names are told by the mesh's axis."""
+    """Set the mesh axis of each process group, for messages about collectives."""
     _axes.clear()
     _axes.update(axes)
 
 
-def _tell(asked: int, answer: int) -> None:
+def _answer_requests(pipe: int, answer: int) -> None:
     count = 0
-    while os.read(asked, 1):
+    while os.read(pipe, 1):
         count += 1
-        text = json.dumps({"asked": count, **_answer()}).encode() + b"\n"
+        text = json.dumps({"request": count, **_collective_status()}).encode() + b"\n"
         os.ftruncate(answer, 0)
         os.pwrite(answer, text, 0)
 
 
-def _answer() -> dict[str, Any]:
-    """What this process knows of its collectives.
+def _collective_status() -> dict[str, Any]:
+    """Return the collectives of this process.
 
     Returns:
-        open: group, number, name, sizes and the group's ranks of those that are not done;
-        done: the last number of each group that is; recent: the last ones, and whether they are
-        open.
+        ``open``: group, number, name, sizes and the group's ranks of each incomplete collective.
+        ``done``: the last completed number of each group.  ``recent``: the last collectives, and
+        True for incomplete ones.
     """
     from weft.parallel.private_hooks import read_flight_recorder
 
-    found = read_flight_recorder()
-    groups = {call.group: _group(call.group) for call in found}
+    calls = read_flight_recorder()
+    groups = {call.group: _describe_group(call.group) for call in calls}
     return {
         "open": [
-            # To send and receive is no matter of the whole group.
+            # A send or receive concerns two ranks, not the whole group.
             (
                 groups[c.group][0],
                 c.seq_id,
@@ -128,63 +127,64 @@ def _answer() -> dict[str, Any]:
                 c.input_sizes,
                 [] if c.is_p2p else groups[c.group][1],
             )
-            for c in found
+            for c in calls
             if c.is_pending
         ],
-        "done": {groups[c.group][0]: c.seq_id for c in found if not (c.is_pending or c.is_p2p)},
+        "done": {groups[c.group][0]: c.seq_id for c in calls if not (c.is_pending or c.is_p2p)},
         "recent": [
             (groups[c.group][0], c.seq_id, c.name, c.input_sizes, c.is_pending)
-            for c in found[-RECENT:]
+            for c in calls[-NUM_RECENT:]
         ],
     }
 
 
-def _group(name: str) -> tuple[str, list[int]]:
-    """What a process group is called for people, and its ranks where they are known."""
+def _describe_group(name: str) -> tuple[str, list[int]]:
+    """Return a name of a process group for people, and its ranks, if torch knows them."""
     from weft.parallel.private_hooks import get_group_ranks
 
-    called = _axes.get(name, f"group {name}")
+    label = _axes.get(name, f"group {name}")
     try:
         ranks = sorted(get_group_ranks(name))
     except (KeyError, RuntimeError, ValueError):
-        return called, []  # none of torch's own
-    return f"{called} ({ranks_text(ranks)})", ranks
+        return label, []
+    return f"{label} ({format_ranks(ranks)})", ranks
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """'rank 3', 'ranks 0, 1', 'ranks 0-7', 'ranks 0, 2, 4, ... 14'."""
+def format_ranks(ranks: list[int]) -> str:
+    """Format ranks: 'rank 3', 'ranks 0, 1', 'ranks 0-7', 'ranks 0, 2, 4, ... 14'."""
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
-    shown = [*map(str, ranks[:3]), f"... {ranks[-1]}"] if len(ranks) > 5 else map(str, ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+    texts = [*map(str, ranks[:3]), f"... {ranks[-1]}"] if len(ranks) > 5 else map(str, ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
-def beat(site: str, step: int | None = None) -> None:
-    """This rank is at ``site``, in step ``step`` (None: in the same one as before).
+def beat(phase: str, step: int | None = None) -> None:
+    """Report the phase of this rank, and the step that begins, if any.
 
-    Before the first measurement, when things are compiled, and in loading, evaluating and saving
-    the limit is ten times that of a step, from ten minutes.
+    Before the first measurement, when code is compiled, and while loading, evaluating and saving,
+    the limit is ten times that of a step, at least ten minutes.
     """
     global _step
     if _line is None or threading.current_thread() is not threading.main_thread():
-        return  # what is written in the background is no progress
+        return  # a background writer makes no progress in the step
     if step is not None:
         _step = step
-    limit = _limit if _measured and site in IN_A_STEP else max(600.0, 10 * _limit)
-    text = f"{time.monotonic():.6f} {_step} {limit:.1f} {site}"
+    limit = _limit if _step_seconds and phase in STEP_PHASES else max(600.0, 10 * _limit)
+    text = f"{time.monotonic():.6f} {_step} {limit:.1f} {phase}"
     _line[:] = text.encode().ljust(LINE_BYTES)
 
 
-def measured(step_seconds: float) -> None:
-    """Steps have taken so long, on the mean since the last call."""
+def record_step_seconds(step_seconds: float) -> None:
+    """Update the limit of a step by the mean step time since the last call."""
     global _limit
-    _measured.append(step_seconds)
-    _limit = step_limit(_timeout, statistics.median(_measured), _log_interval)
+    _step_seconds.append(step_seconds)
+    _limit = step_limit(_timeout, statistics.median(_step_seconds), _log_interval)
 
 
 def step_limit(timeout: float | None, median_seconds: float, log_interval: int) -> float:
-    """Seconds that a part of a step may take: what the job says, or what steps take, times ten.
+    """Return the seconds that a phase of a step may take.
 
-    And more: a GPU may be as many steps behind its host as lie between two records.
+    Without a ``timeout`` this is ten median steps, plus the steps between two records, by which a
+    GPU may be behind its host.
     """
     return max(60.0, (10 + log_interval) * median_seconds) if timeout is None else timeout

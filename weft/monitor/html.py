@@ -1,4 +1,4 @@
-"""Files in weft's style, and what stands in them: tables, and plotly's script."""
+"""HTML pages in weft's style, tables, and plotly's script."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STYLE = (resources.files("weft.monitor") / "report.css").read_text("utf-8")
 Section = tuple[str, str]  # heading as text, content as HTML
 
 
-def document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = ()) -> bytes:
-    """An HTML file in weft's style; nothing runs in it but ``scripts``, and nothing is fetched."""
+def render_document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = ()) -> bytes:
+    """Return an HTML file that runs only ``scripts`` and fetches nothing."""
     hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts]
-    sources = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
+    sources = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
     top = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
@@ -30,19 +30,19 @@ def document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = (
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
         body,
     ]
-    # Bytes, since plotly's script takes four times as many as a string.
-    # Half of a surrogate pair may stand in any text.
-    parts = ["\n".join(top).encode("utf-8", "replace")]
+    # Bytes, because plotly's script takes four times as many as a string.
+    # Any text may contain half of a surrogate pair.
+    chunks = ["\n".join(top).encode("utf-8", "replace")]
     for script in scripts:
-        parts += [b"\n<script>", script, b"</script>"]
-    return b"".join([*parts, b"\n</body>\n</html>\n"])
+        chunks += [b"\n<script>", script, b"</script>"]
+    return b"".join([*chunks, b"\n</body>\n</html>\n"])
 
 
-def plotly() -> bytes:
-    """plotly.js, out of the package `plotly`, which is not imported for it.
+def read_plotly() -> bytes:
+    """Return plotly.js from the package `plotly`, without importing the package.
 
     Raises:
-        WeftError: if it is not installed.
+        WeftError: if the package is not installed.
     """
     spec = importlib.util.find_spec("plotly")
     if spec is None or spec.origin is None:
@@ -50,18 +50,18 @@ def plotly() -> bytes:
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
-def table(
+def render_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     differ: Iterable[int] = (),
     numbers: Iterable[int] = (),
 ) -> str:
-    """An HTML table of text: ``differ`` are rows to mark, ``numbers`` columns of numbers."""
+    """Return an HTML table; ``differ``: rows to mark, ``numbers``: numeric columns."""
     marked, right = set(differ), set(numbers)
 
-    def cell(tag: str, column: int, text: str, more: str = "") -> str:
+    def cell(tag: str, column: int, text: str, attributes: str = "") -> str:
         kind = ' class="number"' * (column in right)
-        return f"<{tag}{more}{kind}>{escape(text)}</{tag}>"
+        return f"<{tag}{attributes}{kind}>{escape(text)}</{tag}>"
 
     lines = ["".join(cell("th", n, text, ' scope="col"') for n, text in enumerate(head))]
     for number, (first, *rest) in enumerate(rows):

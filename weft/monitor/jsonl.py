@@ -1,9 +1,9 @@
-"""Files of a run with a JSON object in each line: ``metrics.jsonl``, ``statistics.jsonl``.
+"""JSON Lines files of a run: ``metrics.jsonl`` and ``statistics.jsonl``.
 
-A run that resumes reads such a file from its end, and only as far as its checkpoint.  A damaged
-line (one that is no object with a step, or longer than `MAX_LINE_BYTES`) is left out by every
-reader.  Where lines of later steps are cut off, the damaged ones among them are moved into a file
-beside, because nobody can tell which step they are of.
+A resumed run reads such a file from its end, only as far as its checkpoint.  Every reader skips
+damaged lines: those that are not an object with a step, or are longer than `MAX_LINE_BYTES`.  When
+lines of later steps are removed, the damaged ones among them are moved to a separate file, because
+their steps are unknown.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 16  # read at a time from the end
-PIECE_BYTES = 1 << 22  # read at a time from the beginning
+CHUNK_BYTES = 1 << 22  # read at a time from the beginning
 MAX_STEP = 2**53
-MAX_NUMBER = 1e100  # a greater one is damage, and sums of it would overflow
+MAX_NUMBER = 1e100  # a larger number is damage, and sums of it would overflow
 
 Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """A line of a file: where it begins and ends in bytes, and its record; None: damaged."""
+    """A line of a file: its byte range, and its record; None: damaged."""
 
     begin: int
     end: int
@@ -38,25 +38,25 @@ class Line(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What the end of a file says to a run that goes back to a step."""
+    """The end of a file, for a run that resumes from a step."""
 
     last: Record | None  # the newest record
-    kept: Record | None  # the newest one that is not later than the step
+    current: Record | None  # the newest record up to the step
     anomalies: list[Record]  # of later steps, in order
 
 
 def parse_records(lines: Sequence[bytes]) -> list[Record]:
-    """Return the records among some lines; damaged ones are left out.
+    """Return the records in lines, without damaged ones.
 
-    The parser's own limit on nesting makes a line that is nested deeper a damaged one.
+    A line that exceeds the parser's limit of nesting is damaged.
     """
     try:
-        found = from_json(b"[" + b",".join(lines) + b"]")
-        if len(found) != len(lines):  # a line may have the end of one value and another one
+        values = from_json(b"[" + b",".join(lines) + b"]")
+        if len(values) != len(lines):  # a line may have the end of one value and another one
             raise ValueError
-    except ValueError:  # one of them is damaged; that is rare
-        found = [one for line in lines for one in _parse_value(line)]
-    return [one for one in found if _is_record(one)]
+    except ValueError:  # a line is damaged; that is rare
+        values = [value for line in lines for value in _parse_value(line)]
+    return [value for value in values if _is_record(value)]
 
 
 def _parse_value(line: bytes) -> list[Any]:
@@ -74,59 +74,60 @@ def _is_record(value: object) -> bool:
 
 
 def read_lines(file: IO[bytes]) -> Iterator[tuple[list[bytes], int, int]]:
-    """Read complete lines from where a file stands, some thousand at a time.
+    """Read complete lines from the position of a file, some thousand at a time.
 
     Yields:
-        Lines; how many others were too long; where the next one begins.
+        Lines; the number of others, which are too long; the position of the next line.
     """
     end, rest, skipping = file.tell(), b"", False
-    while block := file.read(PIECE_BYTES):
+    while block := file.read(CHUNK_BYTES):
         data = rest + block
         cut = data.rfind(b"\n") + 1
         lines, rest = data[: cut - 1].split(b"\n") if cut else [], data[cut:]
-        long = 0
+        num_long = 0
         if lines and skipping:
             del lines[0]
-            long, skipping = 1, False
+            num_long, skipping = 1, False
         short = [line for line in lines if len(line) <= MAX_LINE_BYTES]
-        long += len(lines) - len(short)
+        num_long += len(lines) - len(short)
         if skipping or len(rest) > MAX_LINE_BYTES:
             end += cut
             skipping = True
-            yield short, long, end
+            yield short, num_long, end
             end += len(rest)
             rest = b""
         else:
             end += cut
-            yield short, long, end
+            yield short, num_long, end
 
 
 def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
     """Read the lines of a file, the last one first, in bounded memory."""
     start = end = file.seek(0, os.SEEK_END)
-    held, stop, long = b"", 0, False  # held: bytes from start on; up to stop they are not read yet
+    # The buffer has the bytes from start on; those before stop are not yielded yet.
+    buffer, stop, is_long = b"", 0, False
     while end:
-        # The line's own end does not count.
-        found = held.rfind(b"\n", 0, stop if long else max(0, stop - 1))
-        if found >= 0 or start == 0:
-            begin = start + found + 1
-            text = held[found + 1 : stop]
-            records = [] if long or not text.endswith(b"\n") else parse_records([text])
-            too_long = long or len(text) > MAX_LINE_BYTES
+        # Skip the newline that ends this line.
+        newline = buffer.rfind(b"\n", 0, stop if is_long else max(0, stop - 1))
+        if newline >= 0 or start == 0:
+            begin = start + newline + 1
+            text = buffer[newline + 1 : stop]
+            records = [] if is_long or not text.endswith(b"\n") else parse_records([text])
+            too_long = is_long or len(text) > MAX_LINE_BYTES
             yield Line(begin, end, records[0] if records and not too_long else None)
-            end, stop, long = begin, found + 1, False
+            end, stop, is_long = begin, newline + 1, False
             continue
         if stop > MAX_LINE_BYTES:
-            stop, long = 0, True
+            stop, is_long = 0, True
         size = min(start, BLOCK_BYTES)
         start -= size
         file.seek(start)
-        held = file.read(size) + held[:stop]
+        buffer = file.read(size) + buffer[:stop]
         stop += size
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records in a file; none if there is no file.  Damaged lines are left out.
+    """Return the records in a file, without damaged lines; none if there is no file.
 
     Raises:
         WeftError: if the file cannot be read.
@@ -138,7 +139,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def is_number(value: object) -> bool:
-    """Return True for a number as JSON has it; NaN and infinity are none."""
+    """Return True for a number in JSON, which excludes NaN and infinity."""
     return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER  # type: ignore[operator]
 
 
@@ -152,20 +153,20 @@ def read_values(path: Path) -> tuple[list[Any], int]:
         file = open_regular(path)
     except FileNotFoundError:
         return [], 0
-    found, count, end = list[Any](), 0, 0
+    values, count, end = list[Any](), 0, 0
     with file:
-        for lines, long, end in read_lines(file):  # noqa: B007
-            found += [value for line in lines for value in _parse_value(line)]
-            count += len(lines) + long
+        for lines, num_long, end in read_lines(file):  # noqa: B007
+            values += [value for line in lines for value in _parse_value(line)]
+            count += len(lines) + num_long
         file.seek(end)
-        last = _parse_value(file.read(MAX_LINE_BYTES))  # it may be being written
-        found += last
+        last = _parse_value(file.read(MAX_LINE_BYTES))  # it may be incomplete
+        values += last
         count += len(last)
-    return found, count - len(found)
+    return values, count - len(values)
 
 
 def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
-    """Read the end of a file, as far as the newest record that is not later than ``step``."""
+    """Read the end of a file, as far as the newest record up to ``step``."""
     last, anomalies = None, list[Record]()
     try:
         file = open_regular(path)
@@ -184,34 +185,34 @@ def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
 
 
 def _later_anomalies(record: Record, step: int) -> list[Record]:
-    """Return the anomalies in a record that are of later steps than ``step``."""
-    found = record.get("anomalies")
-    some = [one for one in found if _is_record(one)] if isinstance(found, list) else []
-    return [one for one in some if one["step"] > step]
+    """Return the anomalies in a record of later steps than ``step``."""
+    value = record.get("anomalies")
+    anomalies = [each for each in value if _is_record(each)] if isinstance(value, list) else []
+    return [each for each in anomalies if each["step"] > step]
 
 
 def damaged_path(path: Path) -> Path:
-    """Return where the damaged lines of a file are moved: ``metrics.damaged.jsonl``."""
+    """Return the file for the damaged lines of a file: ``metrics.damaged.jsonl``."""
     return path.with_suffix(".damaged" + path.suffix)
 
 
 def drop_later(path: Path, step: int) -> int:
-    """Cut off the lines of later steps than ``step``; return how many others were damaged.
+    """Remove the lines of later steps; return the number of damaged lines.
 
-    The anomalies of what is cut off go into the last record that stays.  Damaged lines go into
+    Anomalies of removed records move to the last record that stays, damaged lines to
     `damaged_path`.
 
     Raises:
-        OSError: if a file cannot be written; no line is lost then.
+        OSError: if a file cannot be written; then no line is lost.
     """
     if not path.exists():
         return 0
-    anomalies, damaged, kept = list[Record](), list[tuple[int, int]](), None
+    anomalies, damaged, current = list[Record](), list[tuple[int, int]](), None
     with open_regular(path) as file:
         cut = end = file.seek(0, os.SEEK_END)
         for line in read_lines_from_end(file):
             if line.record is not None and line.record["step"] <= step:
-                kept = line
+                current = line
                 break
             cut = line.begin
             if line.record is None:
@@ -223,7 +224,7 @@ def drop_later(path: Path, step: int) -> int:
             _copy(file, damaged[::-1], damaged_path(path))
     if cut == end:
         return 0
-    if not (kept and _amend(path, kept, anomalies)):
+    if not (current and _amend(path, current, anomalies)):
         os.truncate(path, cut)
     return len(damaged)
 
@@ -235,29 +236,33 @@ def add_anomalies(path: Path, anomalies: Sequence[Record]) -> None:
         OSError: if the file cannot be written.
     """
     with open_regular(path) as file:
-        found = (line for line in read_lines_from_end(file) if line.record is not None)
-        last = next(found, None)
+        intact = (line for line in read_lines_from_end(file) if line.record is not None)
+        last = next(intact, None)
     if last is not None:
         _amend(path, last, anomalies)
 
 
 def _amend(path: Path, line: Line, anomalies: Sequence[Record]) -> bool:
-    """Add anomalies to a line, and cut off what follows; False: the line has them all."""
+    """Add anomalies to a line and remove all later lines, unless it has them already.
+
+    Returns:
+        True if the file was changed.
+    """
     assert line.record is not None
-    there = line.record.get("anomalies")
-    there = there if isinstance(there, list) else []
-    more = [one for one in anomalies if one not in there]
-    if more:
-        text = json.dumps(line.record | {"anomalies": there + more}).encode() + b"\n"
+    value = line.record.get("anomalies")
+    old = value if isinstance(value, list) else []
+    new = [each for each in anomalies if each not in old]
+    if new:
+        text = json.dumps(line.record | {"anomalies": old + new}).encode() + b"\n"
         with path.open("r+b") as file:
             file.seek(line.begin)
             file.write(text)
             file.truncate()
-    return bool(more)
+    return bool(new)
 
 
 def _is_cut_short(path: Path, line: Line) -> bool:
-    """Return True if the last line is the beginning of a record: its step will be done again."""
+    """Return True if the last line is an incomplete record; its step will run again."""
     if line.end - line.begin > MAX_LINE_BYTES:
         return False
     with open_regular(path) as file:
@@ -266,57 +271,57 @@ def _is_cut_short(path: Path, line: Line) -> bool:
     return not text.endswith(b"\n") and text.startswith(b'{"step": '[: len(text)])
 
 
-def _copy(file: IO[bytes], pieces: Sequence[tuple[int, int]], to: Path) -> None:
-    """Append pieces of a file, which begin and end there, to another; all or nothing."""
-    with to.open("ab") as aside:
-        size = aside.tell()
+def _copy(file: IO[bytes], ranges: Sequence[tuple[int, int]], target: Path) -> None:
+    """Append byte ranges of a file to another file; all or nothing."""
+    with target.open("ab") as out:
+        size = out.tell()
         try:
-            for begin, end in pieces:
+            for begin, end in ranges:
                 file.seek(begin)
                 block = b""
-                while begin < end and (block := file.read(min(PIECE_BYTES, end - begin))):
-                    aside.write(block)
+                while begin < end and (block := file.read(min(CHUNK_BYTES, end - begin))):
+                    out.write(block)
                     begin += len(block)
                 if not block.endswith(b"\n"):
-                    aside.write(b"\n")
-            aside.flush()
+                    out.write(b"\n")
+            out.flush()
         except OSError:
-            os.truncate(to, size)
+            os.truncate(target, size)
             raise
 
 
 class JsonlFile:
-    """A file of records that is appended to, from a step on; see `LogBuffer` for its failures.
+    """A file of records, open for appending; see `LogBuffer` for its failures.
 
-    What an earlier start wrote of later steps is cut off, and damaged lines there are reported.
+    Records of steps after ``step``, from an earlier start, are removed.
     """
 
     def __init__(self, path: Path, step: int, warn: Callable[[str], object]) -> None:
         self._path, self._step, self._warn = path, step, warn
-        self._is_cut = False
+        self._has_dropped = False
         self._buffer = LogBuffer[bytes](
             str(path), self._write, warn, size=len, limit=MAX_WAITING_BYTES
         )
         with suppress(OSError):  # the first record tries again, and reports it
-            self._cut()
+            self._drop_later()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write records, one a line, together."""
+        """Write records together, one per line."""
         self._buffer.write("".join(f"{json.dumps(record)}\n" for record in records).encode())
 
     def close(self) -> None:
-        """Try to write what waits, and report what is lost."""
+        """Write waiting records, and report lost ones."""
         self._buffer.close()
 
     def _write(self, lines: bytes) -> None:
-        self._cut()
+        self._drop_later()
         append_bytes(self._path, lines)
 
-    def _cut(self) -> None:
-        if self._is_cut:
+    def _drop_later(self) -> None:
+        if self._has_dropped:
             return
         damaged = drop_later(self._path, self._step)
-        self._is_cut = True
+        self._has_dropped = True
         if damaged:
-            some = "1 damaged line was" if damaged == 1 else f"{damaged:,} damaged lines were"
-            self._warn(f"warning: {self._path}: {some} moved to {damaged_path(self._path).name}")
+            lines = "1 damaged line was" if damaged == 1 else f"{damaged:,} damaged lines were"
+            self._warn(f"warning: {self._path}: {lines} moved to {damaged_path(self._path).name}")

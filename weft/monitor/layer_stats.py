@@ -1,15 +1,14 @@
-"""Statistics by name, of chosen steps: where two runs part, and where the first NaN is.
+"""Statistics of activations, gradients and parameters in chosen steps.
 
-Of each block's output (and the embedding's and the last norm's), each gradient before clipping and
-each parameter after the update: the number of elements, and of those that are finite the mean, the
-root of the mean square and the largest absolute value.  All are over the whole tensor, of
-activations over the global batch, whatever the layout: each rank adds up what it has, and what
-several ranks have alike is counted once.  So two runs may be compared that are laid out in
-different ways, to rounding; and if they are laid out alike, bit for bit.
+They locate the first NaN, and the first tensor in which two runs differ.  Each output of the
+embedding, a block and the last norm, each gradient before clipping and each parameter after the
+update has a row: the number of elements, and the mean, RMS and largest absolute value of the finite
+ones.  Statistics cover the unsharded tensor, and for activations the global batch: ranks add up
+their shards, and count replicated values once.  So runs with different layouts agree to rounding,
+and runs with the same layout bit for bit.
 
-A step that is not chosen pays nothing: hooks are there only while a chosen one is computed.  Then
-each rank sends its sums to rank 0 at the end of the step; if parameters are not finite then, all
-are told the first one.
+Other steps cost nothing: hooks exist only during a chosen step.  At its end each rank sends its
+sums to rank 0, which broadcasts the first tensor with a NaN or Inf.
 """
 
 from __future__ import annotations
@@ -30,78 +29,86 @@ from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile, is_number, read_records
 from weft.parallel.dtensor import to_local
 
-# In the order in which a step comes by.
+# In the order of a step.
 KINDS = ("activation", "gradient", "parameter")
 
-# What is told of a module's forward pass: its name, how many rows are the batch's own (a pipeline
-# fills a short microbatch up), what goes in and what comes out.
-Told = Callable[[str, int, Any, Tensor], None]
+# Arguments: name of the module; number of sequences, without those that pad a pipeline's last
+# microbatch; input; output.
+ForwardObserver = Callable[[str, int, Any, Tensor], None]
 
 
 @contextmanager
-def watching(modules: Mapping[str, nn.Module], rows: Sequence[int], told: Told) -> Iterator[None]:
-    """Inside, ``told`` hears of each module's forward pass, once for each microbatch.
+def hook_forward(
+    modules: Mapping[str, nn.Module], batch_sizes: Sequence[int], observe: ForwardObserver
+) -> Iterator[None]:
+    """Call ``observe`` after each module's forward pass, once per microbatch.
 
-    Args:
-        modules: by name.
-        rows: of each microbatch, in order.
+    ``batch_sizes`` are the numbers of sequences of the microbatches, in order.
     """
     calls = dict.fromkeys(modules, 0)
 
-    def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
         calls[name] += 1
-        if calls[name] <= len(rows) and isinstance(value, Tensor):  # else computed once more
-            told(name, rows[calls[name] - 1], args[0] if args else None, value)
+        if calls[name] <= len(batch_sizes) and isinstance(value, Tensor):  # not a recomputation
+            observe(name, batch_sizes[calls[name] - 1], args[0] if args else None, value)
 
-    hooks = [m.register_forward_hook(partial(after, name)) for name, m in modules.items()]
+    hooks = [m.register_forward_hook(partial(hook, name)) for name, m in modules.items()]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
-def layers_of(part: nn.Module, blocks: Collection[nn.Module]) -> dict[str, nn.Module]:
-    """The modules of a part of the model that are watched, by name, in the order of their use.
+def select_layers(part: nn.Module, blocks: Collection[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of a model part that have statistics, in forward order.
 
-    The blocks, and what stands beside them, but for a head: whole logits are never there if that
-    can be helped.
+    These are the blocks and the modules outside them, without the head, because the fused loss
+    never has all logits at once.
     """
-    inside = {module for block in blocks for module in block.modules()}
-    found = {}
+    inner = {module for block in blocks for module in block.modules()}
+    layers = {}
     for name, module in part.named_modules():
-        beside = module not in inside and any(True for _ in module.parameters(recurse=False))
-        if module in blocks or (beside and name and not isinstance(module, nn.Linear)):
-            found[name] = module
-    return found
+        is_outside = module not in inner and any(True for _ in module.parameters(recurse=False))
+        if module in blocks or (is_outside and name and not isinstance(module, nn.Linear)):
+            layers[name] = module
+    return layers
 
 
-class Sums(NamedTuple):
-    """Over the elements of a tensor that a rank has: scalars on its device."""
+class TensorSums(NamedTuple):
+    """Sums over the local elements of a tensor; float64 scalars on its device."""
 
-    number: int
-    total: Tensor  # float64, as all of them
+    num_elements: int  # all elements
+    total: Tensor  # of finite elements, like the next two
     squares: Tensor
-    most: Tensor
-    nonfinite: Tensor
+    max_abs: Tensor
+    nonfinite: Tensor  # number of other elements
 
 
 @torch.no_grad()
-def sums_of(tensor: Tensor) -> Sums:
-    """Of this rank's part of a tensor, of any floating dtype; not waited for."""
+def compute_sums(tensor: Tensor) -> TensorSums:
+    """Return the sums of a local floating-point tensor; the host does not wait."""
     tensor = tensor.detach()
-    bad = (~tensor.isfinite()).sum()
+    nonfinite = (~tensor.isfinite()).sum()
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
-    most = finite.abs().amax() if finite.numel() else finite.sum()
+    max_abs = finite.abs().amax() if finite.numel() else finite.sum()
     total = finite.sum(dtype=torch.float64)
-    # The product's rounding to bfloat16 would be seen in the sum.
+    # finite.square() would round to bfloat16 before the sum.
     squares = torch.linalg.vector_norm(finite, dtype=torch.float64).square()
-    return Sums(tensor.numel(), total, squares, most.double(), bad.double())
+    return TensorSums(tensor.numel(), total, squares, max_abs.double(), nonfinite.double())
 
 
 class LayerStats:
-    """What a rank knows of the chosen steps; every rank has one and calls it alike."""
+    """Statistics of the chosen steps on a rank; every rank makes the same calls.
+
+    Args:
+        steps: the value of ``debug.layer_stats_steps``.
+        path: path of statistics.jsonl, which rank 0 writes.
+        layers: for each pipeline stage of this rank, its number and its `select_layers`.
+        params: this rank's parameters, by name.
+        tokens: number of tokens of the global batch.
+    """
 
     def __init__(
         self,
@@ -111,192 +118,184 @@ class LayerStats:
         params: Mapping[str, nn.Parameter],
         tokens: int,
     ) -> None:
-        """
-        Args:
-            steps: the value of debug.layer_stats_steps.
-            path: of statistics.jsonl, which rank 0 writes.
-            layers: (number of the pipeline's stage, `layers_of` it) of this rank.
-            params: by name, of this rank.
-            tokens: of the global batch.
-        """
         self._steps, self._path, self._tokens = steps_of(steps), path, tokens
-        self.layers = {name: module for _, of in layers for name, module in of.items()}
-        self._places = {
-            name: (stage, place) for stage, of in layers for place, name in enumerate(of)
+        self.layers = {name: m for _, modules in layers for name, m in modules.items()}
+        self._positions = {
+            name: (stage, index) for stage, modules in layers for index, name in enumerate(modules)
         }
         self._params = params
-        self._seen: dict[tuple[str, str], list[tuple[int, Sums]]] = {}  # tokens, and their sums
-        self._file: JsonlFile | None = None  # on rank 0, of chosen steps
-        self._nonfinite: dict[int, str] = {}  # in the chosen steps that have any, the first one
+        # For each kind and name: the number of tokens, and sums.
+        self._sums: dict[tuple[str, str], list[tuple[int, TensorSums]]] = {}
+        self._file: JsonlFile | None = None  # on rank 0
+        self._first_nonfinite: dict[int, str] = {}  # by chosen step
 
-    def wants(self, step: int) -> bool:
-        """Whether a step is a chosen one."""
+    def is_active(self, step: int) -> bool:
+        """Return True if a step is a chosen one."""
         return any(step in steps for steps in self._steps)
 
-    def back_to(self, step: int, warn: Callable[[str], object]) -> None:
-        """Begin after ``step``: drop the rows of later steps, which are taken again.
+    def open(self, step: int, warn: Callable[[str], object]) -> None:
+        """Continue the file after ``step``; drop rows of later steps, which run again.
 
-        Args:
-            warn: reports that the file cannot be written.
+        ``warn`` reports that the file cannot be written.
         """
         self.close()
         if dist.get_rank() == 0 and (self._steps or self._path.exists()):
             self._file = JsonlFile(self._path, step, warn)
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write waiting rows."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def forward(self, step: int, rows: Sequence[int]) -> AbstractContextManager[None]:
-        """What the layers give inside is of this step, if it is a chosen one.
+    def record_forward(self, step: int, batch_sizes: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context that records the layers' outputs in a chosen step.
 
-        Args:
-            rows: of each microbatch on this rank, in order.
+        ``batch_sizes``: see `hook_forward`.
         """
-        self._seen.clear()  # there are some if it is computed again
-        if not self.wants(step):
+        self._sums.clear()  # not empty if the step is computed again
+        if not self.is_active(step):
             return nullcontext()
-        return watching(self.layers, rows, self._add)
+        return hook_forward(self.layers, batch_sizes, self._record_activation)
 
-    def _add(self, name: str, rows: int, before: Any, after: Tensor) -> None:
-        mine = after[:rows]
-        tokens = mine.numel() // mine.shape[-1]
-        self._seen.setdefault(("activation", name), []).append((tokens, sums_of(mine)))
+    def _record_activation(self, name: str, batch_size: int, input_: Any, output: Tensor) -> None:
+        value = output[:batch_size]
+        tokens = value.numel() // value.shape[-1]
+        self._sums.setdefault(("activation", name), []).append((tokens, compute_sums(value)))
 
-    def gradients(self, step: int) -> None:
-        """Take the gradients as they are now."""
-        if self.wants(step):
+    def record_gradients(self, step: int) -> None:
+        """Record the current gradients."""
+        if self.is_active(step):
             grads = ((name, param.grad) for name, param in self._params.items())
-            self._take("gradient", ((name, grad) for name, grad in grads if grad is not None))
+            self._record("gradient", ((name, grad) for name, grad in grads if grad is not None))
 
-    def parameters(self, step: int) -> None:
-        """Take the parameters as they are now, and write all that is known of the step."""
-        if not self.wants(step):
+    def record_parameters(self, step: int) -> None:
+        """Record the current parameters, and write the rows of the step."""
+        if not self.is_active(step):
             return
-        self._take("parameter", self._params.items())
-        rows = self._gather(step)
-        first = [first_nonfinite(rows)]
+        self._record("parameter", self._params.items())
+        rows = self._gather_rows(step)
+        first = [find_first_nonfinite(rows)]
         dist.broadcast_object_list(first, src=0)
         if first[0]:
-            self._nonfinite[step] = first[0]
+            self._first_nonfinite[step] = first[0]
         if self._file is not None:
             self._file.append(rows)
 
-    def _take(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _record(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            if tells(tensor):
-                self._seen[kind, name] = [(0, sums_of(to_local(tensor)))]
+            if owns_shard(tensor):
+                self._sums[kind, name] = [(0, compute_sums(to_local(tensor)))]
 
-    def _gather(self, step: int) -> list[dict[str, Any]]:
-        """The rows of a step, on rank 0."""
-        mine = [
-            (kind, name, self._places.get(name), added(pieces))
-            for (kind, name), pieces in self._seen.items()
+    def _gather_rows(self, step: int) -> list[dict[str, Any]]:
+        """Return the rows of a step, on rank 0."""
+        local = [
+            (kind, name, self._positions.get(name), reduce_sums(sums))
+            for (kind, name), sums in self._sums.items()
         ]
-        self._seen.clear()
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, every if dist.get_rank() == 0 else None, dst=0)
+        self._sums.clear()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(local, ranks if dist.get_rank() == 0 else None, dst=0)
         if dist.get_rank() != 0:
             return []
-        whole: dict[tuple[str, str], list[list[float]]] = {}
-        places: dict[str, tuple[int, int]] = {}
-        for kind, name, place, values in (row for of in every for row in of):
-            whole.setdefault((kind, name), []).append(values)
+        values: dict[tuple[str, str], list[list[float]]] = {}
+        positions: dict[str, tuple[int, int]] = {}
+        for kind, name, position, sums in (entry for rank in ranks for entry in rank):
+            values.setdefault((kind, name), []).append(sums)
             if kind == "activation":
-                places[name] = place
-        forward = sorted(places, key=places.__getitem__)
-        order = {("activation", name): n for n, name in enumerate(forward)}
+                positions[name] = position
+        layers = sorted(positions, key=positions.__getitem__)
+        order = {("activation", name): n for n, name in enumerate(layers)}
         for kind in KINDS[1:]:
-            names = [name for of, name in whole if of == kind]
-            order |= {(kind, name): n for n, name in enumerate(in_order(names, forward))}
+            names = [name for other, name in values if other == kind]
+            order |= {(kind, name): n for n, name in enumerate(sort_parameters(names, layers))}
         return [
             {"step": step, "kind": kind, "name": name, "order": order[kind, name]}
-            | row_of(whole[kind, name], self._tokens)
-            for kind, name in sorted(whole, key=lambda key: (KINDS.index(key[0]), order[key]))
+            | make_row(values[kind, name], self._tokens)
+            for kind, name in sorted(values, key=lambda key: (KINDS.index(key[0]), order[key]))
         ]
 
-    def where(self, step: int) -> str:
-        """What is to be added to the message that a step has no finite loss or gradient norm."""
-        if not self.wants(step):
-            how = f"the same command with --debug.layer_stats_steps {step}"
-            return f"; {how} says in which layer it begins"
-        first = self._nonfinite.get(step)
+    def locate_nonfinite(self, step: int) -> str:
+        """Return the end of a message about a NaN or Inf: the tensor, or a remedy."""
+        if not self.is_active(step):
+            return f"; to find the layer, run again with --debug.layer_stats_steps {step}"
+        first = self._first_nonfinite.get(step)
         return f"; first in the {first}" if first else "; every activation and gradient is finite"
 
 
-def tells(tensor: Tensor) -> bool:
-    """Whether this rank is the one, of those that have the same part of a tensor, to count it."""
+def owns_shard(tensor: Tensor) -> bool:
+    """Return True if this rank counts its shard; ranks with the same shard do not."""
     if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0  # whole, and on all alike
-    at: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-    return not any(
-        place for place, how in zip(at, tensor.placements, strict=True) if how.is_replicate()
-    )
+        return dist.get_rank() == 0  # replicated on all ranks
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    indices = zip(coordinate, tensor.placements, strict=True)
+    return not any(index for index, placement in indices if placement.is_replicate())
 
 
-def added(pieces: Iterable[tuple[int, Sums]]) -> list[float]:
-    """Tokens, count, total, squares, most, nonfinite of all pieces.  Here the host waits."""
-    tokens, sums = zip(*pieces, strict=True)
+def reduce_sums(entries: Iterable[tuple[int, TensorSums]]) -> list[float]:
+    """Return the total tokens and fields of `TensorSums`; the host waits."""
+    tokens, sums = zip(*entries, strict=True)
     counts, *columns = zip(*sums, strict=True)
-    total, squares, most, bad = (torch.stack(column) for column in columns)
-    parts = torch.stack((total.sum(), squares.sum(), most.amax(), bad.sum())).tolist()
-    return [sum(tokens), sum(counts), *parts]
+    total, squares, max_abs, bad = (torch.stack(column) for column in columns)
+    scalars = torch.stack((total.sum(), squares.sum(), max_abs.amax(), bad.sum())).tolist()
+    return [sum(tokens), sum(counts), *scalars]
 
 
-def row_of(ranks: Sequence[Sequence[float]], tokens: int) -> dict[str, Any]:
-    """A row of the file, of what `added` gave on every rank.
+def make_row(ranks: Sequence[Sequence[float]], tokens: int) -> dict[str, Any]:
+    """Return the statistics of a tensor.
 
     Args:
-        tokens: of the global batch; ranks that have seen more have seen them several times.
+        ranks: `reduce_sums` of every rank.
+        tokens: number of tokens of the global batch; if the ranks have a multiple of it, several
+            ranks have the same activations.
     """
-    seen, count, total, squares, most, bad = zip(*ranks, strict=True)
-    copies = sum(seen) // tokens if sum(seen) and sum(seen) % tokens == 0 else 1
-    number, nonfinite = sum(count) // copies, round(sum(bad) / copies)
-    finite = max(1, number - nonfinite)
+    all_tokens, counts, total, squares, max_abs, bad = zip(*ranks, strict=True)
+    num_tokens = sum(all_tokens)
+    copies = num_tokens // tokens if num_tokens and num_tokens % tokens == 0 else 1
+    count, nonfinite = sum(counts) // copies, round(sum(bad) / copies)
+    finite = max(1, count - nonfinite)
     return {
-        "count": number,
+        "count": count,
         "mean": sum(total) / copies / finite,
         "rms": math.sqrt(sum(squares) / copies / finite),
-        "most": max(most),
+        "max_abs": max(max_abs),
         "nonfinite": nonfinite,
     }
 
 
-def in_order(names: Iterable[str], layers: Sequence[str]) -> list[str]:
-    """Parameters in the order of the forward pass: those of a layer where it stands."""
-    place = {layer: n for n, layer in enumerate(layers)}
+def sort_parameters(names: Iterable[str], layers: Sequence[str]) -> list[str]:
+    """Return names of parameters in the order of their layers, others last."""
+    order = {layer: n for n, layer in enumerate(layers)}
 
     def key(name: str) -> int:
-        return next((n for layer, n in place.items() if name.startswith(f"{layer}.")), len(place))
+        return next((n for layer, n in order.items() if name.startswith(f"{layer}.")), len(order))
 
     return sorted(names, key=key)
 
 
-def first_nonfinite(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What becomes no number first: forward, then backward from the last layer, then the update."""
+def find_first_nonfinite(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first computed tensor with a NaN or Inf; empty if there is none."""
     bad = [row for row in rows if row["nonfinite"]]
     for row in bad:
         if row["kind"] == "activation":
-            return f"output of {row['name']} in forward ({_share(row)})"
+            return f"output of {row['name']} in forward ({_format_share(row)})"
     for row in reversed(bad):
         if row["kind"] == "gradient":
-            return f"gradient of {row['name']} in backward ({_share(row)})"
-    return f"parameter {bad[0]['name']} ({_share(bad[0])})" if bad else ""
+            return f"gradient of {row['name']} in backward ({_format_share(row)})"
+    return f"parameter {bad[0]['name']} ({_format_share(bad[0])})" if bad else ""
 
 
-def _share(row: Mapping[str, Any]) -> str:
+def _format_share(row: Mapping[str, Any]) -> str:
     return f"{row['nonfinite']} of {row['count']} elements"
 
 
-def read_statistics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's statistics.jsonl; none if it has none, without damaged ones."""
-    return [row for row in read_records(run / "statistics.jsonl") if _is_row(row)]
+def read_statistics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the intact rows of a run's statistics.jsonl; none without the file."""
+    return [row for row in read_records(run_dir / "statistics.jsonl") if _is_row(row)]
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    numbers = ("order", "count", "mean", "rms", "most", "nonfinite")
+    numbers = ("order", "count", "mean", "rms", "max_abs", "nonfinite")
     return (
         row.get("kind") in KINDS
         and isinstance(row.get("name"), str)

@@ -1,6 +1,6 @@
-"""Processes of weft's own: how they are started, and that none is left behind.
+"""Start weft's own processes, and leave none behind.
 
-Nothing heavy is imported: a rank does this before anything else.
+This module imports nothing heavy, because a rank imports it first.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import os
 import signal
 import sys
 
-# -P: a file of the user's that is called like a module must not come before that module.
+# -P: a user's file with the name of a module must not shadow that module.
 PYTHON = [sys.executable, "-P", "-m"]
 
 
-def on_one_host(device: str) -> dict[str, str]:
-    """Variables for ranks that are all on this host: gloo on CPUs must not depend on what the
-    host's name resolves to."""
+def single_host_env(device: str) -> dict[str, str]:
+    """Return environment variables for ranks that are all on this host.
+
+    On CPUs gloo uses the loopback interface, so it does not depend on the host's name.
+    """
     on_loopback = device == "cpu" and sys.platform == "linux"
     return {"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {}
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to end this process when the one that started it ends, however that happens.
+    """Ask Linux to end this process when its parent ends.
 
-    Otherwise the ranks of a killed launcher train on, and write into a run that a new one owns.
-
-    Args:
-        parent: its id, where it may have ended before this could be asked; then this one ends, too.
+    Otherwise the ranks of a killed launcher would keep training, in the run of a new launcher.
+    ``parent`` is the parent's id if it may have ended before this call; then end this process.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # of <sys/prctl.h>

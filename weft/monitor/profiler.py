@@ -1,11 +1,11 @@
-"""Some steps under torch.profiler, and a summary of what their seconds went into.
+"""Profile chosen steps with torch.profiler, and summarize their time by cause.
 
-``profile.steps = "10-12"`` leaves ``traces/step-10-12/rank-N.json.gz`` for each rank, which
-Perfetto opens, with a range for each span (`weft.monitor.spans`); and ``summary.json`` and
-``summary.txt``, what `weft.monitor.profile_breakdown` makes of all of them.  A run that ends within
-these steps leaves what it has; one that fails leaves the traces.
+``profile.steps = "10-12"`` writes ``traces/step-10-12/rank-N.json.gz`` for each rank, a trace for
+Perfetto with a range for each span (`weft.monitor.spans`), and the `profile_breakdown` of all ranks
+to ``summary.json`` and ``summary.txt``.  A run that ends within these steps summarizes those that
+it has; one that fails writes the traces only.
 
-Profiling slows a step down, on a CPU by tens of percents: shares tell more than seconds.
+Profiling slows a step down, on a CPU by tens of percent: shares are more reliable than seconds.
 """
 
 from __future__ import annotations
@@ -22,129 +22,130 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.config.files import replace_text, write_json
-from weft.config.schema import Job, steps_of
-from weft.monitor import profile_breakdown as breakdown
+from weft.config.schema import steps_of
 from weft.monitor import spans
-from weft.monitor.device_memory import expected_of
-from weft.monitor.faults import fault_point as reach
+from weft.monitor.device_memory import read_prediction
+from weft.monitor.faults import fault_point
+from weft.monitor.profile_breakdown import COLLECTIVE_PREFIX, WORLD, compute_breakdown, find_axis
+from weft.monitor.step_timer import enter_phase
 from weft.parallel.private_hooks import dump_memory_snapshot, set_memory_history, wrap_collectives
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan
 
-NAMES = {
-    "compute": "computing",
-    "pp": "waiting for other stages (pp)",
-    "offload": "copies from and to the host",
+LABELS = {
+    "compute": "compute",
+    "pp": "exposed pp, with the bubble",
+    "offload": "copies to and from the host",
     "data": "waiting for data",
-    "host": "host: nothing computes",
-    breakdown.WORLD: "exposed, over several axes",
+    "host": "host overhead",
+    WORLD: "exposed, several axes",
 }
 
 
-class Profile:
-    """The profile of a run, if it has one; a context, whose end ends a profile that is going on."""
+class Profiler:
+    """Profiler of the steps of ``profile.steps``; its context ends a running profile.
 
-    def __init__(
-        self, job: Job, plan: Plan, device: torch.device, say: Callable[[str], None]
-    ) -> None:
-        self._steps = next(iter(steps_of(job.profile.steps)), range(0))
-        self._memory, self._plan, self._device, self._say = job.profile.memory, plan, device, say
-        self._run = Path(plan.run_dir)
+    ``log`` receives warnings, and on rank 0 the summary.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, log: Callable[[str], None]) -> None:
+        section = plan.job.profile
+        self._steps = next(iter(steps_of(section.steps)), range(0))
+        self._memory, self._plan, self._device, self._log = section.memory, plan, device, log
+        self._run_dir = plan.run_path
         if self._steps:
-            self._folder = self._run / "traces" / f"step-{self._steps[0]}-{self._steps[-1]}"
-            self._path = self._folder / f"rank-{dist.get_rank()}.json.gz"
+            self._trace_dir = self._run_dir / "traces" / f"step-{self._steps[0]}-{self._steps[-1]}"
+            self._path = self._trace_dir / f"rank-{dist.get_rank()}.json.gz"
         self._rank = dist.get_rank()
         self._profiler: profile | None = None
-        self._taken = False  # once in a process, also if the run goes back
-        self._marking = ExitStack()
+        self._is_done = False  # once per process, also after a rewind
+        self._collective_ranges = ExitStack()
 
-    def turns(self, step: int) -> bool:
-        """Whether before ``step`` a profile begins, or ends; `turn` does it."""
+    def advance(self, step: int) -> None:
+        """Begin or end the profile if that is due before ``step``; ending is a collective."""
         if self._profiler is None:
-            return not self._taken and step in self._steps[:1]
-        return step not in self._steps
+            if not self._is_done and step in self._steps[:1]:
+                self._begin()
+        elif step not in self._steps:
+            self._finish()
 
-    def turn(self) -> None:
-        """Begin, or end.  Every rank calls it."""
-        if self._profiler is None:
-            self._begin()
-            return
-        told: dict[str, Any] = {"rank": self._rank}
+    def _finish(self) -> None:
+        result: dict[str, Any] = {"rank": self._rank}
         try:
-            told |= self._told(self._end())
+            result |= self._read_trace(self._end())
         except (OSError, ValueError, EOFError) as error:
-            # A full disk is no reason to lose a run; of the trace torch tells it in its log only.
+            # A full disk must not end a run; torch reports a failed export in its log only.
             with suppress(OSError):
                 self._path.unlink()
-            told["error"] = str(error)
-        every: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(every, told)
+            result["error"] = str(error)
+        results: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(results, result)
         if self._rank == 0:
-            self._summarize(every)
+            self._summarize(results)
 
     def _begin(self) -> None:
-        reach("profile")
-        self._taken = True
+        enter_phase("profile")
+        fault_point("profile")
+        self._is_done = True
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
             if self._memory:
                 set_memory_history(enabled=True)
         else:
-            self._marking.enter_context(wrap_collectives(self._mark))
+            self._collective_ranges.enter_context(wrap_collectives(self._mark))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler = profile(activities=activities, profile_memory=self._memory)
         self._profiler.start()
         spans.set_ranges(True)
 
     def _mark(self, ranks: Sequence[int]) -> record_function:
-        return record_function(breakdown.COLLECTIVE + breakdown.axis_between(ranks, self._plan))
+        return record_function(COLLECTIVE_PREFIX + find_axis(ranks, self._plan))
 
     def _end(self) -> Path:
-        """Write this rank's trace; its path."""
+        """Write this rank's trace; return its path."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what the last step asked for belongs to it
+            torch.cuda.synchronize(self._device)  # the last step includes its kernels
         spans.set_ranges(False)
-        reach("profile")  # the last phase ends, and its range
-        self._marking.close()
+        enter_phase("profile")  # ends the last phase's span before its range
+        fault_point("profile")
+        self._collective_ranges.close()
         profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._trace_dir.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._path))
         if self._device.type == "cuda" and self._memory:
             try:
-                dump_memory_snapshot(self._folder / f"rank-{self._rank}.memory.pickle")
+                dump_memory_snapshot(self._trace_dir / f"rank-{self._rank}.memory.pickle")
             finally:
                 set_memory_history(enabled=False)
         return self._path
 
-    def _told(self, path: Path) -> dict[str, Any]:
+    def _read_trace(self, path: Path) -> dict[str, Any]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             trace = json.load(file)
-        steps, seconds = breakdown.breakdown(
-            trace, lambda ranks: breakdown.axis_between(ranks, self._plan)
-        )
+        steps, seconds = compute_breakdown(trace, lambda ranks: find_axis(ranks, self._plan))
         return {"steps": steps, "seconds": {n: s / max(1, steps) for n, s in seconds.items()}}
 
-    def _summarize(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Write what all ranks found, and tell it."""
-        spent = [(of["rank"], of["seconds"]) for of in told if "seconds" in of]
-        steps = max((of.get("steps", 0) for of in told), default=0)
-        expected = expected_of(self._run).get("seconds")
-        lines = [f"rank {of['rank']}: no trace: {of['error']}" for of in told if "error" in of]
-        if spent:
-            lines += table(spent, expected)
+    def _summarize(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Write and log the results of all ranks."""
+        seconds = [(result["rank"], result["seconds"]) for result in results if "seconds" in result]
+        steps = max((result.get("steps", 0) for result in results), default=0)
+        predicted = read_prediction(self._run_dir).get("seconds")
+        lines = [f"rank {r['rank']}: no trace: {r['error']}" for r in results if "error" in r]
+        if seconds:
+            lines += format_table(seconds, predicted)
         first = self._steps[0]
-        head = f"profile of steps {first} to {first + steps - 1}: where the seconds of a step went"
-        text = "\n".join([head, "", *lines, "", f"traces: {self._folder}"])
-        summary = {"first_step": first, "steps": steps, "ranks": told, "expected": expected}
+        head = f"profile of steps {first} to {first + steps - 1}: seconds of a step by cause"
+        text = "\n".join([head, "", *lines, "", f"traces: {self._trace_dir}"])
+        summary = {"first_step": first, "steps": steps, "ranks": results, "predicted": predicted}
         try:
-            write_json(self._folder / "summary.json", summary, indent=2)
-            replace_text(self._folder / "summary.txt", text + "\n")
+            write_json(self._trace_dir / "summary.json", summary, indent=2)
+            replace_text(self._trace_dir / "summary.txt", text + "\n")
         except OSError as error:
-            self._say(f"warning: {error}")
-        self._say(text)
+            self._log(f"warning: {error}")
+        self._log(text)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +154,7 @@ class Profile:
         if self._profiler is None:
             return
         if error is None:
-            self.turn()
+            self._finish()
             return
         try:
             self._end()
@@ -161,31 +162,32 @@ class Profile:
             error.add_note(f"the profile could not be written: {another}")
 
 
-def table(
-    spent: Sequence[tuple[int, Mapping[str, float]]], expected: Mapping[str, float] | None
+def format_table(
+    ranks: Sequence[tuple[int, Mapping[str, float]]], predicted: Mapping[str, float] | None
 ) -> list[str]:
-    """The seconds of a step by cause: the mean of the ranks, the most, and what was expected.
+    """Format a step's seconds by cause: mean and maximum over ranks, and predicted.
 
     Args:
-        spent: by rank; every rank's are a step.
-        expected: see `weft.estimate.memory_check.RunPrediction`.
+        ranks: for each rank its number, and its seconds of a step.
+        predicted: see `weft.estimate.memory_check.RunPrediction`.
     """
-    wanted = dict(expected or {})
-    if "bubble" in wanted:
-        wanted["pp"] = wanted.pop("bubble") + wanted.get("pp", 0.0)
-    found = {name for _, seconds in spent for name in seconds} | set(wanted)
-    known = ["compute", *AXES, breakdown.WORLD, "offload", "data", "host"]
-    rows = [(NAMES.get(name, f"exposed {name}"), name) for name in known if name in found]
-    wide = max(len(label) for label, _ in rows)
-    beside = f"{'expected':>12}" if wanted else ""
-    lines = [f"{'':{wide}}{'mean':>10}{'most':>10}{'on rank':>9}{beside}"]
-    for label, name in [*rows, ("a step", "")]:
-        of = [
-            (seconds.get(name, 0.0) if name else sum(seconds.values()), r) for r, seconds in spent
+    expected = dict(predicted or {})
+    if "bubble" in expected:
+        expected["pp"] = expected.pop("bubble") + expected.get("pp", 0.0)
+    present = {name for _, seconds in ranks for name in seconds} | set(expected)
+    causes = ["compute", *AXES, WORLD, "offload", "data", "host"]
+    rows = [(LABELS.get(name, f"exposed {name}"), name) for name in causes if name in present]
+    width = max(len(label) for label, _ in rows)
+    column = f"{'predicted':>12}" if expected else ""
+    lines = [f"{'':{width}}{'mean':>10}{'max':>10}{'on rank':>9}{column}"]
+    for label, name in [*rows, ("total", "")]:
+        values = [
+            (seconds.get(name, 0.0) if name else sum(seconds.values()), rank)
+            for rank, seconds in ranks
         ]
-        most, rank = max(of)
-        mean = sum(value for value, _ in of) / len(of)
-        value = wanted.get(name) if name else sum(wanted.values())
-        beside = "" if not wanted else f"{'-':>12}" if value is None else f"{value:12.4f}"
-        lines.append(f"{label:{wide}}{mean:10.4f}{most:10.4f}{rank:9}{beside}")
+        maximum, rank = max(values)
+        mean = sum(value for value, _ in values) / len(values)
+        value = expected.get(name) if name else sum(expected.values())
+        column = "" if not expected else f"{'-':>12}" if value is None else f"{value:12.4f}"
+        lines.append(f"{label:{width}}{mean:10.4f}{maximum:10.4f}{rank:9}{column}")
     return lines

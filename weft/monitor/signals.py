@@ -1,66 +1,67 @@
-"""Stopping in good order: finish the step, save, and say that the rest is still to be done.
+"""Stop in good order, and let all ranks decide the same after a step.
 
-Schedulers announce the end of an allocation by a signal: SIGTERM, or SIGUSR1 as Slurm's
-``--signal`` can send some minutes before; Ctrl-C is SIGINT.  A handler only raises a flag, so a
-signal does no harm wherever it comes, in the middle of a save, an evaluation or a compilation.  The
-flag is looked at once a step, by all ranks together: it may have been raised on one of them only,
-and they must stop after the same step.  Their sum runs on the CPU while the step is computed, so
-that nobody waits for it; a signal that comes during a step therefore takes effect at the end of the
-next one.
+A scheduler announces the end of an allocation by a signal: SIGTERM, or SIGUSR1 as Slurm's
+``--signal`` can send some minutes earlier; Ctrl-C is SIGINT.  The handler only sets a flag, so a
+signal is safe at any point: during a save, an evaluation or a compilation.  Once per step all ranks
+combine their flags, because a signal may reach only one of them and all must stop after the same
+step.  The reduction runs on the CPU during forward and backward, so no rank waits for it; a signal
+during a step therefore takes effect at the end of the next one.
 
-Handlers are set before anything heavy is imported: this file imports torch when it is there.
+Handlers are installed before anything heavy is imported, so this module imports torch lazily.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# The signal that came last, for people.
-_came: list[str] = []
+_received: list[str] = []  # names of the stop signals of this process
 
 
 def listen() -> None:
-    """From now on a stop signal raises the flag of this process."""
+    """Install the handlers of the stop signals in this process."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: _came.append(signal.Signals(number).name))
+        signal.signal(number, lambda number, frame: _received.append(signal.Signals(number).name))
+
+
+class Votes(NamedTuple):
+    """Requests of at least one rank; equal on all ranks."""
+
+    stop: bool  # a signal, or the time limit
+    retry_save: bool  # the last save failed and should be retried
+    is_saving: bool  # a rank is still writing a checkpoint
+    has_no_data: bool  # a rank could not read its batch, so the step must not be applied
 
 
 class RankConsensus:
-    """What any rank wants all of them to do after a step: stop, save, or wait with saving."""
+    """Combine the requests of all ranks once per step.
 
-    def __init__(self, seconds: float) -> None:
-        """``seconds``: from now on, after which to stop of its own accord; 0: never."""
-        self._deadline = time.monotonic() + seconds if seconds else None
-        self._flags: Any = None
+    Args:
+        time_limit: seconds from now after which every rank votes to stop; 0: never.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self._deadline = time.monotonic() + time_limit if time_limit else None
+        self._votes: Any = None
         self._work: Any = None
 
-    def ask(self, save: bool, busy: bool, failed: bool) -> None:
-        """Send what this rank wants to the others, at the beginning of a step; a collective.
-
-        Args:
-            failed: this rank has no data for the step, which must not be applied.
-        """
+    def post(self, *, retry_save: bool, is_saving: bool, has_no_data: bool) -> None:
+        """Send this rank's votes, at the beginning of a step; an asynchronous collective."""
         import torch
         import torch.distributed as dist
 
-        stop = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
-        self._flags = (stop, save, busy, failed)
+        is_late = self._deadline is not None and time.monotonic() > self._deadline
+        self._votes = (bool(_received) or is_late, retry_save, is_saving, has_no_data)
         if dist.get_world_size() > 1:
-            self._flags = torch.tensor(self._flags, dtype=torch.int32)
-            self._work = dist.all_reduce(self._flags, async_op=True)
+            self._votes = torch.tensor(self._votes, dtype=torch.int32)
+            self._work = dist.all_reduce(self._votes, async_op=True)
 
-    def answer(self) -> tuple[bool, bool, bool, bool]:
-        """Return, at the end of the step, what any rank wants; the same on all ranks.
-
-        Returns:
-            Stop; save; a rank is busy saving; a rank has failed.
-        """
+    def wait(self) -> Votes:
+        """Return the combined votes, at the end of the step."""
         if self._work is not None:
             self._work.wait()
-            self._work, self._flags = None, self._flags.tolist()
-        stop, save, busy, failed = self._flags
-        return bool(stop), bool(save), bool(busy), bool(failed)
+            self._work, self._votes = None, self._votes.tolist()
+        return Votes(*map(bool, self._votes))

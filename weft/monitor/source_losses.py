@@ -1,4 +1,4 @@
-"""Means beside the loss: of each source of a mixture, and of what an objective tells."""
+"""Means of the losses of a mixture's sources, and of the objective's metrics."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from torch import Tensor
 
 
 class RunningMean:
-    """Means since the last record, for a single step may have few samples of a kind.
+    """Means since the last record; a single step may have few samples of a source.
 
     Args:
-        names: of what they are means of; none if there is nothing to tell.
+        names: names of the means; may be empty.
+        device: device of the sums.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device) -> None:
         self._names = list(names)
-        self._since = torch.zeros(len(self._names), 2, device=device)
+        self._sums = torch.zeros(len(self._names), 2, device=device)
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def forget(self) -> None:
-        """What was added since the last record does not count any more."""
-        self._since.zero_()
+    def reset(self) -> None:
+        """Drop what was added since the last record."""
+        self._sums.zero_()
 
     def add(self, sums: Tensor | None) -> None:
-        """A step that counts.  ``sums``: of this rank's samples, see `Engine.by_source`."""
+        """Add the sums and counts of a step on this rank: (names, 2), or None."""
         if sums is not None:
-            self._since += sums
+            self._sums += sums
 
-    def since(self) -> list[Tensor]:
-        """See `means`; of what was added since the last record."""
+    def take_means(self) -> list[Tensor]:
+        """Return the means of everything added since the last call; a collective."""
         if not self._names:
             return []
-        sums = self._since.clone()
-        self._since.zero_()
-        return self.means(sums)
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return self.reduce_means(sums)
 
-    def means(self, sums: Tensor | None) -> list[Tensor]:
-        """Of this rank's ``sums`` and counts those of all ranks, divided: none or one tensor,
-        float64, with an entry for each name, not waited for, and NaN where nothing was counted.
-        Every rank calls it, and gets the same.
+    def reduce_means(self, sums: Tensor | None) -> list[Tensor]:
+        """Reduce sums and counts over all ranks, and divide them; a collective.
+
+        Returns:
+            A list with one float64 tensor, (names,), NaN where the count is 0; the host has not
+            waited for it.  An empty list if ``sums`` is None.
         """
         if sums is None:
             return []
@@ -53,8 +56,8 @@ class RunningMean:
             dist.all_reduce(total)
         return [total[:, 0] / total[:, 1]]
 
-    def named(self, means: Sequence[float]) -> dict[str, float] | None:
-        """By name, where something was counted."""
+    def by_name(self, means: Sequence[float]) -> dict[str, float] | None:
+        """Return the means by name without NaN; None if none is left."""
         pairs = zip(self._names, means, strict=True) if means else ()
         return {name: mean for name, mean in pairs if not math.isnan(mean)} or None
 
@@ -63,7 +66,8 @@ class SourceLosses(RunningMean):
     """Mean losses of the sources, in nats per token.
 
     Args:
-        shares: of the sources, by name; none if the text is no mixture.
+        shares: share of each source in the mixture, by name; empty without a mixture.
+        device: device of the sums.
     """
 
     def __init__(self, shares: dict[str, float], device: torch.device) -> None:
@@ -71,11 +75,11 @@ class SourceLosses(RunningMean):
         self._shares = shares
 
     def mean(self, losses: dict[str, float]) -> float:
-        """Of the mixture, from the losses of its sources."""
+        """Return the loss of the mixture, given the losses of its sources."""
         shares = {name: self._shares[name] for name in losses}
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
 
-def listed(tensors: Iterable[Tensor]) -> list[float]:
-    """All their values, one after the other."""
+def to_list(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the values of all tensors, concatenated."""
     return [value for tensor in tensors for value in tensor.tolist()]

@@ -1,34 +1,30 @@
-"""When a rank did what, always on, in a file that Perfetto and chrome://tracing open.
+"""Timeline of a rank, always on, in a file for Perfetto or chrome://tracing.
 
-*Phases* last from one site (`weft.monitor.faults.SITES`) to the next, and are called as the
-watchdog calls them (`ACTIVITIES`).  Inside of them are *spans* that the code names itself: the
-forward and backward pass of each microbatch, called as in a timetable (``2F5``: stage, kind,
-microbatch), loss, gradient norm, clipping, optimizer.
+*Phases* (`weft.monitor.step_timer.PHASES`) follow one another.  Inside them are *spans* that the
+code names: the forward and backward pass of each microbatch, named as in a pipeline schedule
+(``2F5``: stage, kind, microbatch), loss, gradient norm, clipping, optimizer.
 
-The times are the host's.  On a CPU that is all there is; a GPU computes what its host has asked for
-later, and the host's spans say when it asked.  A profile (`weft.monitor.profiler`) has both, under
-the same names: while it is taken, each phase and span is a range of torch.profiler, too.
+Times are those of the host.  A GPU runs its work later, so its spans show when the host queued it.
+A profile (`weft.monitor.profiler`) has both under the same names: while it runs, each phase and
+span is also a range of torch.profiler.
 
-A span costs some microseconds, most of them when it is written: at the site ``record``, where the
-host would wait for the device, when many wait, and at the end.  A rank that is killed loses what it
-noted since.  The file is whole JSON after every write, an event a line; at `FILE_BYTES` it is
-renamed, and replaces the one renamed before.
+A span costs a few microseconds, most of them for writing: before the host waits for the device,
+when many events wait, and at the end.  A killed rank loses the events since the last write.  The
+file is valid JSON after every write, one event per line; at `FILE_BYTES` it is renamed, and
+replaces the file that was renamed before.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic_core import from_json
-from torch.profiler import record_function
 
 from weft.config.files import open_regular, replace_bytes
-from weft.monitor import faults
 from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 FILE_BYTES = 2**20
@@ -38,24 +34,27 @@ END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Spans:
-    """This process's spans, from now until `close`."""
+class SpanWriter:
+    """Writer of this process's spans.
+
+    Args:
+        path: of the file; None: nothing is written, but a profile has its ranges.
+        rank: number of this rank.
+    """
 
     def __init__(self, path: Path | None, rank: int) -> None:
-        """``path``: of the file; None: nothing is noted, but a profile has its ranges."""
         global _current
         if _current is not None:
-            _current.close()  # of a run in this process that failed before it could
+            _current.close()  # left by a failed run in this process
         self.step = 0
-        self.ranges = False  # whether spans are also torch.profiler's
+        self.ranges = False  # spans are also ranges of torch.profiler
         self._path, self._rank = path, rank
         self._events: list[dict[str, Any]] = []
         self._buffer: LogBuffer[bytes] | None = None
         self._is_open = False
-        self._end = 0  # of what is in the file, but for `END`
-        # Two clocks: one that never jumps, and what it says of the epoch.
+        self._end = 0  # bytes of the file before `END`
+        # A monotonic clock, and its offset from the epoch.
         self._epoch = time.time_ns() - time.perf_counter_ns()
-        self._thread = threading.get_ident()
         self._phase: span | None = None
         if path is not None:
             self._buffer = LogBuffer(
@@ -66,27 +65,18 @@ class Spans:
                 limit=MAX_WAITING_BYTES,
             )
         _current = self
-        faults.listeners.append(self._pass)
-        self._pass("start", None)
 
-    def _pass(self, site: str, step: int | None) -> None:
-        """One phase ends, and another one begins."""
-        if threading.get_ident() != self._thread:
-            return  # what is written in the background
-        name = faults.activity(site)
-        if step is None and self._phase is not None and name == self._phase.name:
-            return
+    def begin_phase(self, name: str, step: int | None) -> None:
+        """End the current phase and begin another; ``step``: the new step, else None."""
         if self._phase is not None:
             self._phase.__exit__()
         self.step = self.step if step is None else step
         self._phase = span(name).__enter__()
-        if site == "record":
-            self.flush()
 
-    def note(self, name: str, began: int, args: dict[str, Any]) -> None:
-        """A span ends, in Chrome's trace format; ``began``: on the clock that never jumps."""
+    def add(self, name: str, began: int, args: dict[str, Any]) -> None:
+        """Add a span from ``began``, in monotonic nanoseconds, until now."""
         if self._path is not None:
-            # Whole microseconds keep spans inside of others.
+            # Rounding to microseconds keeps nested spans nested.
             start = (self._epoch + began) // 1000
             end = (self._epoch + time.perf_counter_ns()) // 1000
             event = {"name": name, "ph": "X", "ts": start, "dur": end - start}
@@ -96,14 +86,14 @@ class Spans:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is noted."""
+        """Write all waiting events."""
         if self._buffer is None or not self._events:
             return
         self._buffer.write("".join(f",\n{encode(event)}" for event in self._events).encode())
         self._events.clear()
 
     def _write(self, text: bytes) -> None:
-        """Write some events over the old end of the file."""
+        """Write events over the old end of the file."""
         assert self._path is not None
         if not self._is_open:
             self._open(self._path)
@@ -117,7 +107,7 @@ class Spans:
         self._is_open = self._end <= FILE_BYTES
 
     def _open(self, path: Path) -> None:
-        """Continue the file that is there, unless it is full, or torn where a rank was killed."""
+        """Open the file for appending; rename one that is full, or torn by a kill."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             text = path.read_bytes() if path.stat().st_size <= FILE_BYTES else b""
@@ -125,29 +115,30 @@ class Spans:
                 self._end = len(text) - len(END)
                 return
             os.replace(path, path.with_suffix(".old.json"))
-        about = {"name": f"rank {self._rank} (times of the host)"}
+        about = {"name": f"rank {self._rank} (host times)"}
         head = {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": about}
         text = b"[\n" + json.dumps(head).encode()
         replace_bytes(path, text + END)
         self._end = len(text)
 
     def close(self) -> None:
-        """End the phase that goes on, and write what is left."""
+        """End the current phase and write the remaining events."""
         global _current
-        faults.listeners.remove(self._pass)
         if self._phase is not None:
             self._phase.__exit__()
-        _current = None
+            self._phase = None
+        if _current is self:
+            _current = None
         self.flush()
         if self._buffer is not None:
             self._buffer.close()
 
 
-_current: Spans | None = None
+_current: SpanWriter | None = None
 
 
 class span:
-    """What happens inside is a span of that name."""
+    """Context manager: record its body as a span."""
 
     __slots__ = ("_args", "_began", "_range", "name")
 
@@ -155,44 +146,54 @@ class span:
         self.name, self._args = name, args
 
     def __enter__(self) -> Self:
-        on = _current is not None and _current.ranges
-        self._range = record_function(self.name) if on else None
-        if self._range is not None:
-            self._range.__enter__()  # type: ignore[no-untyped-call]
+        self._range: Any = None
+        if _current is not None and _current.ranges:
+            from torch.profiler import record_function  # readers of spans need no torch
+
+            self._range = record_function(self.name)
+            self._range.__enter__()
         self._began = time.perf_counter_ns()
         return self
 
     def __exit__(self, *error: object) -> None:
         if _current is not None:
-            _current.note(self.name, self._began, self._args)
+            _current.add(self.name, self._began, self._args)
         if self._range is not None:
             self._range.__exit__(None, None, None)
 
 
 def action(stage: int, kind: str, microbatch: int) -> span:
-    """The span of a forward (F) or backward (B) pass of a stage, or half of one (I, W)."""
+    """Return the span of a stage's action.
+
+    Kinds are forward (F), backward (B), and backward of inputs (I) or weights (W).
+    """
     name = f"{stage}{kind}{microbatch}"
     return span(name, stage=stage, kind=kind, microbatch=microbatch)
 
 
-def set_ranges(on: bool) -> None:
-    """Whether spans that begin from now on are also ranges of torch.profiler."""
+def set_ranges(enabled: bool) -> None:
+    """Set whether later spans are also ranges of torch.profiler."""
     if _current is not None:
-        _current.ranges = on
+        _current.ranges = enabled
 
 
-def spans_path(folder: Path, rank: int) -> Path:
-    """Where rank ``rank`` of the run in ``folder`` writes its spans."""
-    return folder / "spans" / f"rank-{rank}.json"
+def flush_spans() -> None:
+    """Write all waiting events."""
+    if _current is not None:
+        _current.flush()
 
 
-def read_spans(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first.
+def spans_path(run_dir: Path, rank: int) -> Path:
+    """Return the file of a rank's spans."""
+    return run_dir / "spans" / f"rank-{rank}.json"
 
-    An event is a line; one that is being written, or is damaged, is left out, and so is a file that
-    cannot be read.
+
+def read_spans(run_dir: Path, rank: int) -> list[dict[str, Any]]:
+    """Return a rank's spans, those of the renamed file first.
+
+    Damaged events, events that are being written and unreadable files are left out.
     """
-    path = spans_path(folder, rank)
+    path = spans_path(run_dir, rank)
     found = []
     for each in (path.with_suffix(".old.json"), path):
         try:

@@ -1,46 +1,57 @@
-"""What a step reports: pure formulas, and the record that the sinks write."""
+"""Record of a logged step, and the formulas of its metrics."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from weft.config.files import only_finite
-from weft.monitor.goodput import goodput
+from weft.monitor.step_timer import StepTimes, goodput
 
 
 def tflops_per_device(tokens: int, seconds: float, devices: int, flops_per_token: float) -> float:
-    """Model TFLOP/s of one device: the arithmetic that the model needs, without recomputation.
+    """Return the model TFLOP/s of one device, without recomputation.
 
-    As in the PaLM paper's appendix B (Chowdhery et al., 2022): attention is counted without the
-    causal discount.
+    The model's operations are counted as in appendix B of the PaLM paper (Chowdhery et al., 2022):
+    attention without the causal discount.
+
+    Args:
+        tokens: tokens of a step, over all devices.
+        seconds: time of a step.
+        devices: number of devices.
+        flops_per_token: FLOPs of forward and backward for one token.
     """
     return tokens * flops_per_token / seconds / devices / 1e12
 
 
 def device_hours(devices: int, tokens_per_second: float) -> float:
-    """What a billion tokens cost, at so many of the whole job per second."""
+    """Return the device hours per billion tokens, at the tokens/s of all devices."""
     return devices / tokens_per_second * 1e9 / 3600
 
 
 def mfu(tflops: float, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation in [0, 1]: None where the device's peak is unknown."""
+    """Return the model FLOPs utilization in [0, 1]; None if the peak is unknown.
+
+    Args:
+        tflops: model TFLOP/s of one device.
+        peak_flops: dense peak FLOP/s of the device.
+    """
     return None if peak_flops is None else tflops * 1e12 / peak_flops
 
 
 def rank_stats(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] | None:
-    """In what ranks differ: the least, the median and the most of each, and whose the most is.
+    """Return minimum, median, maximum and slowest or fullest rank of several metrics.
 
     Args:
-        table: a row for each rank: seconds for its data, those of computing (on a GPU of a fixed
-            piece of it), anything, and last its peak memory in GiB.
+        table: a row for each rank: seconds of waiting for data, seconds of computing (on a GPU of
+            the fixed work of `weft.monitor.stragglers.Probe`), other columns, peak memory in GiB.
 
     Returns:
-        None where there is one rank only.
+        For each metric ``min``, ``median``, ``max``, and the ``rank`` of the maximum; None for a
+        single rank.
     """
     if len(table) == 1:
         return None
@@ -48,9 +59,9 @@ def rank_stats(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] 
     columns = {"data_seconds": data, "compute_seconds": compute, "memory_peak_gib": memory}
     return {
         name: {
-            "least": min(values),
+            "min": min(values),
             "median": statistics.median(values),
-            "most": max(values),
+            "max": max(values),
             "rank": values.index(max(values)),
         }
         for name, values in columns.items()
@@ -59,59 +70,68 @@ def rank_stats(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step.  Rates and times are means over the steps since the last record."""
+    """Metrics of one logged step.
+
+    Rates and times are means over the steps since the last record.
+    """
 
     step: int
-    loss: float  # nats per token (of dpo, per pair), over the whole global batch
+    loss: float  # nats per token (DPO: per pair), over the global batch
     grad_norm: float  # before clipping
     lr: float
-    tokens: int  # consumed since the run began: of rows that were trained on, filled up or skipped
+    tokens: int  # since the run began, with padding and skipped sequences
     step_seconds: float
-    data_seconds: float  # of step_seconds, waiting for data
+    data_seconds: float  # seconds of step_seconds that waited for data
     tokens_per_second: float
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
-    mfu_causal: float | None  # the same, of attention only the half that a causal mask needs
-    memory_peak_gib: float  # so far, of the fullest rank: see `weft.monitor.device_memory`
+    mfu_causal: float | None  # MFU with only the half of attention that a causal mask needs
+    memory_peak_gib: float  # peak so far on the fullest rank: see `weft.monitor.device_memory`
     time: float  # seconds since the epoch
-    time_breakdown: dict[str, float]  # seconds of the whole run by kind: see `weft.monitor.goodput`
+    time_breakdown: dict[str, float]  # seconds of the run, by `step_timer.KINDS`
     goodput: float  # productive fraction of time_breakdown
-    eval_loss: float | None = None  # of the validation set, in the loss's unit, where evaluated
-    # Steps since the last record that were skipped, taken back, or computed twice.
+    eval_loss: float | None = None  # validation loss, in the unit of the loss
+    # Steps since the last record that were skipped, rewound or computed twice.
     anomalies: list[dict[str, Any]] | None = None
-    straggler_rank: int | None = None  # which slows all others down, where there is one ...
-    straggler_slowdown: float | None = None  # ... and how many times as long it needs
-    predicted_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
-    predicted_step_seconds: float | None = None  # ... and of step_seconds
-    # Of several ranks what they need and have, see `rank_stats`.
-    ranks: dict[str, dict[str, float]] | None = None
-    layer_grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
-    # Of a mixture of experts: tokens of the most loaded expert over the mean, in the worst layer.
-    moe_max_load: float | None = None
-    # Of a mixture the loss of each source: mean since the last record, and of its validation set.
-    source_losses: dict[str, float] | None = None
-    source_eval_losses: dict[str, float] | None = None
-    # What else the objective tells: mean since the last record, and of the validation set.
-    metrics: dict[str, float] | None = None
+    straggler_rank: int | None = None
+    straggler_slowdown: float | None = None  # step time with the straggler over the time without
+    predicted_memory_gib: float | None = None  # the planner's memory_peak_gib
+    predicted_step_seconds: float | None = None  # the planner's step_seconds
+    ranks: dict[str, dict[str, float]] | None = None  # see `rank_stats`
+    layer_grad_norms: dict[str, float] | None = None  # before clipping
+    moe_max_load: float | None = None  # tokens of the most loaded expert over the mean, worst layer
+    loss_by_source: dict[str, float] | None = None  # means since the last record
+    eval_loss_by_source: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None  # of the objective, means since the last record
     eval_metrics: dict[str, float] | None = None
-    best_loss: float | None = None  # the lowest so far: see `DivergenceDetector`
-    diverged_since: int | None = None  # the step, if the run has diverged
+    best_loss: float | None = None  # lowest smoothed loss so far: see `DivergenceDetector`
+    diverged_since: int | None = None  # step, if the run has diverged
 
     @classmethod
-    def of(
+    def create(
         cls,
         *,
         tokens_per_step: int,
-        times: tuple[float, float],
+        times: StepTimes,
         devices: int,
         flops_per_token: float,
         causal_flops_per_token: float,
         peak_flops: float | None,
         **values: Any,
     ) -> Self:
-        """The record of a step that took ``times`` = (seconds, of which waiting for data)."""
-        seconds, data_seconds = times
+        """Create the record of a step.
+
+        Args:
+            tokens_per_step: tokens of the global batch.
+            times: mean times of a step.
+            devices: number of devices.
+            flops_per_token: model FLOPs for one token.
+            causal_flops_per_token: the same, with the causal discount.
+            peak_flops: dense peak FLOP/s of a device, if known.
+            values: the other fields.
+        """
+        seconds = times.step
         rate = tokens_per_step / seconds
         tflops, causal = (
             tflops_per_device(tokens_per_step, seconds, devices, flops)
@@ -119,7 +139,7 @@ class StepRecord:
         )
         return cls(
             step_seconds=seconds,
-            data_seconds=data_seconds,
+            data_seconds=times.data,
             tokens_per_second=rate,
             tokens_per_second_per_device=rate / devices,
             tflops_per_device=tflops,
@@ -131,27 +151,26 @@ class StepRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys; those that have a default only where they have a value.
+        """Return the record as JSON values, without optional fields that are None.
 
-        Of a skipped step loss and gradient norm may be no numbers, which JSON cannot write: null.
+        NaN and Inf, which a skipped step can have, become None.
         """
         optional = {field.name for field in fields(self) if field.default is None}
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
-        for name, prefix in FLAT.items():
+        for name, prefix in KEY_PREFIXES.items():
             record |= {f"{prefix}/{key}": value for key, value in record.pop(name, {}).items()}
         return dict(only_finite(record))
 
 
-# Fields with a number per source or layer, which become one key each: ``loss/<source>``.
-FLAT = {
-    "source_losses": "loss",
-    "source_eval_losses": "eval_loss",
+# Fields whose values become separate keys: ``loss/<source>``, ``grad_norm/<layer>``.
+KEY_PREFIXES = {
+    "loss_by_source": "loss",
+    "eval_loss_by_source": "eval_loss",
     "layer_grad_norms": "grad_norm",
 }
 
-# What of a record trackers plot, under names that their users expect; numbers in a dict get its
-# name and theirs.
-NAMES = {
+# Names of keys in trackers, grouped as users expect; a nested value appends its own name.
+TRACKER_NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
@@ -176,65 +195,19 @@ NAMES = {
 }
 
 
-def scalars(record: StepRecord) -> dict[str, float]:
-    """The numbers of a record by the names of `NAMES`; those without a value are left out."""
-    found: dict[str, float] = {}
+def to_scalars(record: StepRecord) -> dict[str, float]:
+    """Return the finite values of a record by their `TRACKER_NAMES`."""
+    scalars: dict[str, float] = {}
     for key, value in record.to_dict().items():
-        head, slash, inner = key.partition("/")
-        if name := NAMES.get(head + slash):
-            found |= _flat(name + inner, value)
-    return found
+        head, slash, rest = key.partition("/")
+        if name := TRACKER_NAMES.get(head + slash):
+            scalars |= _flatten(name + rest, value)
+    return scalars
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(f"{name}/{key}", each)
+        for key, nested in value.items():
+            yield from _flatten(f"{name}/{key}", nested)
     elif value is not None:
         yield name, value
-
-
-class Clock:
-    """Seconds per step, since it was last restarted.
-
-    `read` and `own` are asked after a step was counted.
-    """
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """What was before does not count."""
-        self._began = time.perf_counter()
-        self._thread = time.thread_time()
-        self._data = self._device = 0.0
-        self._steps = 0
-
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Inside, the host waits for rows."""
-        began = time.perf_counter()
-        yield
-        self._data += time.perf_counter() - began
-
-    @contextmanager
-    def waiting_for_device(self) -> Iterator[None]:
-        """Inside, the host waits for what it has asked the device for."""
-        began = time.perf_counter()
-        yield
-        self._device += time.perf_counter() - began
-
-    def count_step(self) -> None:
-        """A step is done."""
-        self._steps += 1
-
-    def read(self) -> tuple[float, float]:
-        """Mean seconds of a step, and of those the seconds spent waiting for data."""
-        total = time.perf_counter() - self._began
-        return total / self._steps, self._data / self._steps
-
-    def own(self) -> tuple[float, float]:
-        """Mean seconds of a step in which this rank kept the others waiting: for data, that its
-        device did not hide, and computing on the CPU."""
-        data = max(0.0, self._data - self._device)
-        return data / self._steps, (time.thread_time() - self._thread) / self._steps

@@ -1,19 +1,19 @@
-"""Which rank is slow, when all of them need the same time?
+"""Detect a rank that slows down all others.
 
-In synchronous training every rank's step takes as long as the slowest one's: the others wait in
-collectives.  So each measures what it needs before it can be made to wait, in two parts:
+In synchronous training every rank's step takes as long as the slowest rank's, because the others
+wait in collectives.  So each rank measures what it needs before it can be made to wait:
 
-* getting its data, on the wall clock: nobody waits for others there (less what its device still
-  had to do when it was done, because that hides it);
-* computing.  On a CPU the processor time of its main thread, which stands still while it waits (so
-  does what another program takes away: that is noise, on the machines where one trains on CPUs).
-  On a GPU, whose kernels of communication are busy waiting, a probe: a product of matrices of
-  fixed size, which comes after everything that the step has queued.
+- loading its data, in wall-clock time, because that waits for no other rank (minus the time that
+  its device still needed, which hides the loading);
+- computing.  On a CPU this is the processor time of the main thread, which excludes waiting.  It
+  also excludes time that other programs take, which on shared machines is noise.  On a GPU, where
+  communication kernels keep the device busy while they wait, it is a probe: a matrix product of
+  fixed size after the queued work of the step.
 
-The parts are exchanged with every record, and each rank is compared with the median of its peers
-without it: those at the same place of the pipeline and of the sequence, which have as much to do.
-A rank is named when it makes steps 1.5 times as long for three records in a row that span at least
-ten steps; a hiccup is no straggler.
+Ranks exchange both with every record.  Each rank is compared with the median of its peers: the
+other ranks with the same pipeline and context-parallel rank, which have the same amount of work.  A
+rank is reported if it makes steps `RATIO` times as long in `RECORDS` records in a row that span at
+least `STEPS` steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch.distributed as dist
 RATIO, RECORDS, STEPS = 1.5, 3, 10
 
 
-def every_rank(values: Sequence[float]) -> list[list[float]]:
-    """Each rank's values, in the order of the ranks; every rank calls it, with equally many."""
+def gather_rows(values: Sequence[float]) -> list[list[float]]:
+    """Return the values of every rank, in the order of the ranks; a collective."""
     table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
     table[dist.get_rank()] = torch.tensor(values)
     if len(table) > 1:
@@ -40,65 +40,70 @@ def every_rank(values: Sequence[float]) -> list[list[float]]:
     return rows
 
 
-class Stragglers:
-    """The judgement over time."""
+class StragglerDetector:
+    """Compare the ranks over several records."""
 
     def __init__(self) -> None:
-        self._since: list[int] = []  # the steps of the records in which one rank was slow ...
-        self._slow: int | None = None  # ... this one
+        self._rank: int | None = None  # the slowest rank of the last records
+        self._slow_steps: list[int] = []  # the steps of these records
 
-    def judge(
+    def check(
         self,
         step: int,
         step_seconds: float,
         table: Sequence[Sequence[float]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> tuple[int | None, float | None]:
-        """The rank that is slow, and how many times as long steps take for it; else None twice.
+        """Return the straggler, and the slowdown of steps; None, None without one.
 
         Args:
-            table: as `slowest` takes it, per step since the last call.
-            say: told once of every straggler.
+            step: step of the record.
+            step_seconds: mean time of a step since the last record.
+            table: see `find_slowest`; per step since the last record.
+            log: receives one message per straggler.
         """
-        rank, ratio, why = slowest(step_seconds, table)
+        rank, ratio, reason = find_slowest(step_seconds, table)
         if ratio < RATIO:
             rank = None
-        if rank != self._slow:
-            self._slow, self._since = rank, []
+        if rank != self._rank:
+            self._rank, self._slow_steps = rank, []
         if rank is None:
             return None, None
-        known = self._lasts()
-        self._since.append(step)
-        if not self._lasts():
+        was_straggler = self._is_straggler()
+        self._slow_steps.append(step)
+        if not self._is_straggler():
             return None, None
-        if not known:
-            say(f"rank {rank} is slow: {why} makes steps {ratio:.1f} times as long")
+        if not was_straggler:
+            log(f"rank {rank} is slow: {reason} makes steps {ratio:.1f} times as long")
         return rank, ratio
 
-    def _lasts(self) -> bool:
-        since = self._since
-        return len(since) >= RECORDS and since[-1] - since[0] >= STEPS
+    def _is_straggler(self) -> bool:
+        steps = self._slow_steps
+        return len(steps) >= RECORDS and steps[-1] - steps[0] >= STEPS
 
 
-def slowest(step_seconds: float, table: Sequence[Sequence[float]]) -> tuple[int | None, float, str]:
-    """The rank that slows the others down the most, by which factor, and with what.
+def find_slowest(
+    step_seconds: float, table: Sequence[Sequence[float]]
+) -> tuple[int | None, float, str]:
+    """Return the rank that slows the others down most, the factor, and the reason.
 
     Args:
-        table: of each rank the seconds for its data, those of computing, and its place.
+        step_seconds: mean time of a step.
+        table: for each rank its seconds of data loading and of computing, and its coordinates.
     """
-    # Of all with a place the values in order, so that leaving one out costs no new sorting: there
-    # may be thousands of ranks.
-    places: dict[tuple[float, ...], tuple[list[float], list[float]]] = {}
-    for data, compute, *place in table:
-        values = places.setdefault(tuple(place), ([], []))
+    # The sorted values of all peers, so that leaving one out needs no new sorting: there may be
+    # thousands of ranks.
+    peers: dict[tuple[float, ...], tuple[list[float], list[float]]] = {}
+    for data, compute, *coordinates in table:
+        values = peers.setdefault(tuple(coordinates), ([], []))
         values[0].append(data)
         values[1].append(compute)
-    for values in places.values():
+    for values in peers.values():
         values[0].sort()
         values[1].sort()
     worst: tuple[int | None, float, str] = (None, 1.0, "")
-    for rank, (data, compute, *place) in enumerate(table):
-        all_data, all_compute = places[tuple(place)]
+    for rank, (data, compute, *coordinates) in enumerate(table):
+        all_data, all_compute = peers[tuple(coordinates)]
         if len(all_data) == 1:
             continue
         more = data - _median_without(all_data, data)
@@ -106,27 +111,34 @@ def slowest(step_seconds: float, table: Sequence[Sequence[float]]) -> tuple[int 
         by_data = step_seconds / max(step_seconds - more, 1e-9)
         by_compute = compute / usual if usual > 0 else 1.0
         if by_data > worst[1]:
-            worst = rank, by_data, "waiting for its data"
+            worst = rank, by_data, "waiting for data"
         if by_compute > worst[1]:
-            worst = rank, by_compute, "its computing"
+            worst = rank, by_compute, "computing"
     return worst
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of all but one of at least two values."""
-    gone, count = bisect_left(ordered, one), len(ordered) - 1
+    """Return the median of at least two sorted values without ``one`` of them."""
+    removed, count = bisect_left(ordered, one), len(ordered) - 1
 
-    def at(place: int) -> float:
-        return ordered[place + (place >= gone)]
+    def remaining(index: int) -> float:
+        return ordered[index + (index >= removed)]
 
-    return (at((count - 1) // 2) + at(count // 2)) / 2
+    return (remaining((count - 1) // 2) + remaining(count // 2)) / 2
 
 
 class Probe:
-    """How fast a GPU is: a fixed piece of work, which waits its turn and is not waited for."""
+    """Speed of a GPU, measured by a fixed amount of work behind the step.
+
+    The host does not wait for it.
+
+    Args:
+        device: the GPU.
+        size: rows and columns of the matrices.
+        times: number of matrix products.
+    """
 
     def __init__(self, device: torch.device, size: int = 2048, times: int = 8) -> None:
-        """Queue it; ``times`` products of two ``[size, size]`` matrices."""
         a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
         out = torch.empty_like(a)
         event: Any = torch.cuda.Event  # whose constructor has no types
@@ -137,5 +149,5 @@ class Probe:
             event.record()
 
     def seconds(self) -> float:
-        """Of one product: the median, once the device has come past it."""
+        """Return the median seconds of a matrix product, after all are computed."""
         return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(self._events))) / 1000

@@ -1,4 +1,4 @@
-"""Progress of a run on a terminal, and the console that never ends a run."""
+"""Progress of a run on a terminal, and a console whose failures never end a run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ class _QuietConsole(Console):
         self.quiet = True  # the base class ends the process
 
     def print(self, *objects: Any, **options: Any) -> None:
-        shown = (escape_controls(one) if isinstance(one, str) else one for one in objects)
+        escaped = (escape_controls(item) if isinstance(item, str) else item for item in objects)
         try:
-            super().print(*shown, **options)
+            super().print(*escaped, **options)
         except OSError:
-            # A full disk behind a redirection must not end a run, whose files have everything.
-            self.quiet = True
+            self.quiet = True  # such as a full disk; the run's files have the same numbers
 
 
 def quiet_console(file: TextIO, quiet: bool = False) -> Console:
-    """Return a console that escapes control characters, and is silent once its reader is gone."""
+    """Return a console that escapes control characters, and is silent after a failure."""
     return _QuietConsole(file=raw_stream(file), highlight=False, markup=False, quiet=quiet)
 
 
 class Terminal:
-    """A live progress line on a terminal; elsewhere a plain line for each record."""
+    """Live progress line on a terminal; elsewhere one line of text per record."""
 
     def __init__(self, console: Console, steps: int, resumed_step: int) -> None:
         self._console = console
         self._steps = steps
-        self._began = time.monotonic()
-        self._resumed = resumed_step
+        self._start_time = time.monotonic()
+        self._resumed_step = resumed_step
         self._progress: Progress | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._progress = Progress(
@@ -55,6 +54,7 @@ class Terminal:
             self._progress.start()
 
     def write(self, record: StepRecord) -> None:
+        """Show a record."""
         text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
         if record.mfu is not None:
             text += f"  MFU {record.mfu:.1%}"
@@ -62,10 +62,10 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, text=escape_controls(text))
         else:
-            rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
-            left = (self._steps - record.step) / rate
+            elapsed = max(1e-9, time.monotonic() - self._start_time)
+            left = (self._steps - record.step) * elapsed / (record.step - self._resumed_step)
             line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
-            line += f"  lr {record.lr:.2e}  {duration(left)} left"
+            line += f"  lr {record.lr:.2e}  {format_duration(left)} left"
             self._console.print(line, soft_wrap=True)
         if record.eval_loss is not None:
             metrics = record.eval_metrics or {}
@@ -75,18 +75,19 @@ class Terminal:
             self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
+        """Remove the progress line."""
         if self._progress is not None:
             self._progress.stop()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds: ``3725`` is ``'1:02:05'``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
-def shown(path: Path) -> str:
-    """Return a path relative to the working directory, if it is below it."""
-    from_here = os.path.relpath(path)
-    return str(path) if from_here.startswith("..") else from_here
+def display_path(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,7 +1,4 @@
-"""Where records go: a sink is anything with ``write(record)`` and ``close()``.
-
-A run's sinks live on rank 0 only; every other rank has none.
-"""
+"""Sinks: destinations of records, on rank 0."""
 
 from __future__ import annotations
 
@@ -18,91 +15,90 @@ from weft.config.reader import lookup
 from weft.config.schema import Job
 from weft.monitor.jsonl import JsonlFile
 from weft.monitor.log_buffer import LogBuffer
-from weft.monitor.run_report import Report
 from weft.monitor.step_record import StepRecord
 from weft.monitor.terminal import Terminal
 from weft.monitor.tracker_backends import MLflow, TensorBoard, WeightsAndBiases
+from weft.plan.resolve import Plan
 
-BURST_SECONDS = 1.0  # between two bursts of records to a tracker
-CLOSE_SECONDS = 60.0  # that a tracker has at the end for what is left
+BURST_SECONDS = 1.0  # time between two bursts of records
+CLOSE_SECONDS = 60.0  # maximum time for the remaining records at the end
 
 
 class Sink(Protocol):
-    """A destination of records, in the order of the steps."""
+    """Destination of records, which arrive in the order of the steps."""
 
-    def write(self, record: StepRecord) -> None: ...
+    def write(self, record: StepRecord) -> None:
+        """Write a record."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write all waiting records."""
 
 
-MakeSink = Callable[[Path, Job, int], Sink]  # of the run's folder, its job, the step it resumes at
+SinkFactory = Callable[[Path, Job, int], Sink]  # arguments: run directory, job, resumed step
 
 
-def open_sinks(
-    folder: Path, job: Job, steps: int, resumed_step: int, console: Console
-) -> list[Sink]:
-    """The sinks of the run in ``folder``: always its records and the terminal, and what the job
-    asks for.
+def open_sinks(plan: Plan, resumed_step: int, console: Console) -> list[Sink]:
+    """Open ``metrics.jsonl``, the trackers of ``monitor.trackers``, and the terminal.
 
     Raises:
-        WeftError: if a tracker cannot be made at a first start.
+        WeftError: if a tracker cannot be created at the first start of a run.
     """
-    warn = partial(console.print, soft_wrap=True)
-    sinks: list[Sink] = [Jsonl(folder / "metrics.jsonl", resumed_step, warn)]
+    job, run_dir = plan.job, plan.run_path
+    log = partial(console.print, soft_wrap=True)
+    sinks: list[Sink] = [Jsonl(run_dir / "metrics.jsonl", resumed_step, log)]
     for name in job.monitor.trackers:
         sinks.append(
-            BackgroundTracker(name, lookup(name, SINKS), folder, job, resumed_step, console)
+            BackgroundTracker(name, lookup(name, SINKS), run_dir, job, resumed_step, console)
         )
-    sinks.append(Terminal(console, steps, resumed_step))  # its live line hides the cursor
-    if job.monitor.report:
-        sinks.append(Report(folder, warn))
+    # Last, because its progress line hides the cursor.
+    sinks.append(Terminal(console, job.train.steps, resumed_step))
     return sinks
 
 
 class BackgroundTracker:
-    """A tracker: what writes to it costs the step little, and may fail without ending the run.
+    """Tracker with its own writer thread, whose failure does not end the run.
 
-    A thread sends records in bursts: each time that it wakes it takes Python's lock from the step.
-    Every tracker has its own, so that a server which does not answer keeps no other tracker from
-    its records.  Records that it refuses wait (`weft.monitor.log_buffer`); metrics.jsonl has them
-    anyway.
+    The thread sends records in bursts, because it takes Python's interpreter lock from the step
+    whenever it wakes.  Each tracker has its own thread, so a slow server delays no other tracker.
+    A rejected record is sent again later (`weft.monitor.log_buffer`); metrics.jsonl has it anyway.
 
-    A tracker that cannot be made ends a first start, with the reason: then somebody is there to
-    read it.  Later it is tried again, as a record is.
+    If the tracker cannot be created, the first start of a run raises WeftError; a later start tries
+    again with each record.
     """
 
     def __init__(
         self,
         name: str,
-        make: MakeSink,
-        folder: Path,
+        make_sink: SinkFactory,
+        run_dir: Path,
         job: Job,
         resumed_step: int,
         console: Console,
     ) -> None:
-        self._name, self._make = name, partial(make, folder, job, resumed_step)
+        self._name, self._make_sink = name, partial(make_sink, run_dir, job, resumed_step)
         self._sink: Sink | None = None
         self._buffer = LogBuffer[StepRecord](
             name,
             self._send,
             partial(console.print, soft_wrap=True),
-            errors=BaseException,  # SystemExit would end the thread without a word
+            errors=BaseException,  # SystemExit would end the thread silently
         )
         self._end, self._is_late = threading.Event(), False
         self._thread: threading.Thread | None = None
         if resumed_step == 0:
             try:
-                self._sink = self._make()
+                self._sink = self._make_sink()
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                raise WeftError(f"monitor.trackers: {name} cannot start: {why}") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise WeftError(f"monitor.trackers: {name} cannot start: {reason}") from error
 
     def write(self, record: StepRecord) -> None:
+        """Queue a record for the thread."""
         self._buffer.put(record)
         self._thread = self._thread or self._start()
 
     def close(self) -> None:
-        """Write what is left; but a server that is gone must not keep the job for ever."""
+        """Write the remaining records, for at most `CLOSE_SECONDS`."""
         if self._sink is None and self._thread is None:
             return
         self._end.set()
@@ -110,10 +106,10 @@ class BackgroundTracker:
         thread.join(CLOSE_SECONDS)
         if thread.is_alive():
             self._is_late = True
-            self._buffer.drop(TimeoutError(f"it takes longer than {CLOSE_SECONDS:g} s to end"))
+            self._buffer.discard(TimeoutError(f"closing takes longer than {CLOSE_SECONDS:g} s"))
 
     def _start(self) -> threading.Thread:
-        # A daemon: if it hangs it does not keep the process.
+        # A daemon thread, so that the process can end even if it hangs.
         name = f"weft-{self._name}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         thread.start()
@@ -123,26 +119,26 @@ class BackgroundTracker:
         while not self._end.wait(BURST_SECONDS):
             self._buffer.flush()
         self._buffer.flush(now=True)
-        failed = None
+        failure = None
         try:
             if self._sink is not None:
                 self._sink.close()
         except BaseException as error:
-            failed = error
-        if not self._is_late:  # else that was reported
-            self._buffer.drop(failed)
+            failure = error
+        if not self._is_late:  # otherwise already reported
+            self._buffer.discard(failure)
 
     def _send(self, record: StepRecord) -> None:
         if self._sink is None:
-            self._sink = self._make()
+            self._sink = self._make_sink()
         self._sink.write(record)
 
 
 class Jsonl:
-    """One JSON object per line in ``path``, whole after every write.
+    """JSON Lines file, valid after every write.
 
-    A run that resumes goes back to its last checkpoint: records of later steps are dropped, so that
-    the file holds each logged step once; see `weft.monitor.jsonl`.
+    A resumed run removes the records after its checkpoint, so the file has each step once: see
+    `weft.monitor.jsonl`.
     """
 
     def __init__(
@@ -151,13 +147,15 @@ class Jsonl:
         self._file = JsonlFile(path, resumed_step, warn)
 
     def write(self, record: StepRecord) -> None:
+        """Append a record to the file."""
         self._file.append([record.to_dict()])
 
     def close(self) -> None:
+        """Write waiting records, or report that they are lost."""
         self._file.close()
 
 
-SINKS: dict[str, MakeSink] = {
+SINKS: dict[str, SinkFactory] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,

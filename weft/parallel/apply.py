@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.schema import Job
 from weft.models import Family
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
@@ -30,7 +29,7 @@ from weft.plan.float8_rules import find_float8_matrices
 from weft.plan.resolve import Plan
 
 
-def build_model_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
+def build_model_parts(plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
     """Build this rank's parallelized model parts on the meta device.
 
     Gradients are *summed* over the ranks that see different tokens, not averaged: the loss is
@@ -47,7 +46,7 @@ def build_model_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[
         if units is not None:
             assert family.prune_to_stage is not None
             family.prune_to_stage(model, units)
-        parallelize_model(model, job, plan, mesh, family)
+        parallelize_model(model, plan, mesh, family)
         model_parts.append(model)
     return model_parts
 
@@ -61,11 +60,12 @@ def _unit_ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
     return [range(stage.first_unit, stage.end_unit) for stage in stages]
 
 
-def parallelize_model(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
+def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) -> None:
     """Apply the plan's techniques to ``model`` (on the meta device), in place.
 
     The order matters: each step wraps or changes the result of the steps before it.
     """
+    job = plan.job
     blocks = family.blocks(model)
     moe_layers = family.moe_layers(model) if family.moe_layers is not None else []
 

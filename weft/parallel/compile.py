@@ -44,30 +44,40 @@ NO_GRAPH_CAPTURED = (
 )
 
 
-def log_compilation(log: Callable[[str], None]) -> Callable[[], int]:
-    """Log the duration of every compilation from now on, and why it was repeated.
+class CompileLog:
+    """Log the duration of every compilation of this process, and why it was repeated.
 
-    Returns:
-        A function that returns the number of block graphs captured since this call.
+    Args:
+        log: receives the messages.
+        enabled: False if nothing is compiled.
     """
-    started, reasons, num_graphs, num_before = 0.0, collect_recompile_reasons(), 0, 0
 
-    def on_start() -> None:
-        nonlocal started, num_before
-        started, num_before = time.monotonic(), num_captured_graphs()
+    def __init__(self, log: Callable[[str], None], enabled: bool) -> None:
+        self._log, self._must_check = log, enabled
+        self._num_graphs = self._num_before = 0  # captured graphs of blocks
+        self._began = 0.0
+        if enabled:
+            self._reasons = collect_recompile_reasons()
+            register_compile_callbacks(self._on_start, self._on_end)
 
-    def on_end(backward: bool) -> None:
-        nonlocal num_graphs
-        num_graphs += 0 if _labels[-1] else num_captured_graphs() - num_before
-        block_pass = f"the {'backward' if backward else 'forward'} pass of a block"
-        reason = f", again: {reasons[-1]}" if reasons else ""
+    def _on_start(self) -> None:
+        self._began, self._num_before = time.monotonic(), num_captured_graphs()
+
+    def _on_end(self, is_backward: bool) -> None:
+        self._num_graphs += 0 if _labels[-1] else num_captured_graphs() - self._num_before
+        block_pass = f"the {'backward' if is_backward else 'forward'} pass of a block"
+        reason = f", again: {self._reasons[-1]}" if self._reasons else ""
         if reason.endswith("grad_mode"):
             reason = " for evaluation"
-        reasons.clear()
-        log(f"compiled {_labels[-1] or block_pass} in {time.monotonic() - started:.1f} s{reason}")
+        self._reasons.clear()
+        seconds = time.monotonic() - self._began
+        self._log(f"compiled {_labels[-1] or block_pass} in {seconds:.1f} s{reason}")
 
-    register_compile_callbacks(on_start, on_end)
-    return lambda: num_graphs
+    def check(self, blocks: Sequence[nn.Module]) -> None:
+        """Warn if no graph was captured; only the first call, after a step, checks."""
+        if self._must_check and blocks and not self._num_graphs:
+            self._log(f"warning: {NO_GRAPH_CAPTURED}")
+        self._must_check = False
 
 
 _labels = [""]

@@ -39,7 +39,7 @@ def build_pipeline_schedule(
     device: torch.device,
     seq_len: int,
     sequence_parallel: bool,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    loss_fn: Callable[[Tensor, Any], Tensor],
     fused_loss: bool,
 ) -> Any:
     """Build this rank's schedule of torch.distributed.pipelining.
@@ -51,7 +51,8 @@ def build_pipeline_schedule(
         device: device of this rank.
         seq_len: tokens of a full sequence.
         sequence_parallel: stages exchange only this tensor-parallel rank's slice of the sequence.
-        loss_fn: takes the last stage's output and the targets; torch does not scale its result.
+        loss_fn: takes the last stage's output and the microbatch's target, see
+            `weft.parallel.private.run_schedule`; torch does not scale its result.
         fused_loss: the last stage returns hidden states; ``loss_fn`` computes the logits.
 
     Returns:

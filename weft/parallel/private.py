@@ -345,6 +345,42 @@ def set_max_active_stages(num_stages: int) -> AbstractContextManager[None]:
     return patch_attribute(schedules, name, add)
 
 
+def run_schedule(
+    schedule: Any,
+    args: list[tuple[Tensor, ...]],
+    kwargs: list[dict[str, Tensor]],
+    targets: list[Any],
+    losses: list[Tensor],
+) -> None:
+    """Run a pipeline schedule over microbatches; forward only under ``torch.no_grad``.
+
+    The schedule's own ``step`` takes one tensor as target, for all microbatches together.  Here the
+    loss function gets ``targets[i]``, any object, with the output of microbatch i.
+
+    Args:
+        schedule: the schedule.
+        args: positional inputs of each microbatch; empty tuples without the first stage.
+        kwargs: keyword inputs of each microbatch.
+        targets: the second argument of the loss function for each microbatch.
+        losses: receives the losses of all microbatches, if this rank has the last stage.
+
+    Raises:
+        Exception: the error of a stage, which torch wraps in one that hides its message and type.
+    """
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    has_backward = schedule._has_backward and torch.is_grad_enabled()
+    with patch_attribute(schedule, "_has_backward", has_backward):
+        for stage in stages:
+            stage.has_backward = has_backward
+            stage.clear_runtime_states()
+        try:
+            schedule._step_microbatches(args, kwargs, targets, losses, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+
+
 @contextmanager
 def use_forward_only_order(schedule: Any) -> Iterator[None]:
     """Reduce a schedule's order to its forward passes, in this context.

@@ -93,12 +93,12 @@ def cluster_machine(cluster: Cluster) -> Machine:
 # --------------------------------------------------------------------------- summary
 
 
-def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
+def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
     """Format the plan as one screen of text."""
     rows = [
-        ("model", _describe_model(job, plan)),
+        ("model", _describe_model(plan)),
         ("layout", _describe_layout(plan)),
-        ("batch", _describe_batch(job, plan)),
+        ("batch", _describe_batch(plan)),
         ("", _describe_microbatches(plan)),
         ("precision", f"{plan.compute_dtype}, gradients reduced in {plan.reduce_dtype}"),
         *([("float8", describe_float8(plan))] if plan.float8 != "none" else []),
@@ -123,7 +123,8 @@ def describe_machine(plan: Plan, machine: Machine) -> str:
     return f"{nodes:,} nodes of {local} {unit}" if nodes > 1 else f"{local} {unit}"
 
 
-def _describe_model(job: Job, plan: Plan) -> str:
+def _describe_model(plan: Plan) -> str:
+    job = plan.job
     name = f"{job.model.kind}-{job.model.preset}"
     changes = ", ".join(f"{field} {value}" for field, value in job.model.overrides().items())
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
@@ -146,7 +147,8 @@ def _describe_layout(plan: Plan) -> str:
     return f"{' x '.join(axes)} = {plan.world_size:,} ranks{order}"
 
 
-def _describe_batch(job: Job, plan: Plan) -> str:
+def _describe_batch(plan: Plan) -> str:
+    job = plan.job
     return (
         f"{job.train.global_batch_size:,} sequences of {job.train.seq_len:,} tokens: "
         f"{plan.tokens_per_step:,} tokens per step"
@@ -205,8 +207,9 @@ def _describe_pipeline(plan: Plan) -> str:
 # --------------------------------------------------------------------------- memory
 
 
-def estimate_memory_bytes(job: Job, plan: Plan) -> float | None:
+def estimate_memory_bytes(plan: Plan) -> float | None:
     """Estimate the bytes on the fullest rank; None if the family has no units."""
+    job = plan.job
     family = load_family(job.model.kind)
     if family.unit_costs is None:
         return None

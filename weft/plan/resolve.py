@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -127,8 +127,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything derived from a Job; the counts of sequences are per optimizer step."""
+    """A Job and everything derived from it.
 
+    Counts of sequences are per optimizer step.
+    """
+
+    job: Job
     run_dir: str
     device: DeviceType
     world_size: int
@@ -143,6 +147,9 @@ class Plan:
     ep: int  # splits the dp_shard x cp ranks
     mesh_order: str  # a key of `MESH_ORDERS`
     num_threads: int  # CPU threads per rank
+    seq_len: int  # tokens of a sequence
+    num_steps: int  # optimizer steps of the run
+    global_batch_size: int  # sequences
     local_batch_size: int  # sequences per rank
     microbatch_size: int  # sequences per forward pass; the last may have fewer
     world_size_invariant: bool  # unsharded parameters, one sequence per forward pass
@@ -167,6 +174,16 @@ class Plan:
     float8_all_gather: bool  # FSDP gathers the float8 matrices in float8
     float8_emulated: bool  # float8 rounding without float8 speed
     warnings: tuple[str, ...]
+
+    @property
+    def family(self) -> Family:
+        """The model family."""
+        return load_family(self.job.model.kind)
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir)
 
     @property
     def dp_size(self) -> int:
@@ -210,8 +227,10 @@ class Plan:
         return counts.pop() if len(counts) == 1 else None
 
     def to_json(self) -> str:
-        """Return the content of ``plan.json``."""
-        return json.dumps(asdict(self) | {"model": self.model.model_dump()}, indent=2)
+        """Return the content of ``plan.json``, which leaves the job to ``job.toml``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "job"}
+        values["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
+        return json.dumps(values | {"model": self.model.model_dump()}, indent=2)
 
 
 def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
@@ -276,6 +295,10 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     cores_per_rank = max(1, machine.devices // local_world_size)
     axis_order = MESH_ORDERS[parallel.mesh_order]
     plan = Plan(
+        job=job,
+        seq_len=train.seq_len,
+        num_steps=train.steps,
+        global_batch_size=train.global_batch_size,
         run_dir=_run_dir(job, recipe, base or job),
         device=machine.device,
         world_size=world_size,

@@ -213,6 +213,16 @@ def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
         )
         depends = ("activation_checkpoint.mode", "compile.enable")
         yield ConfigError(key, section.every_n_layers, rule, "use 1", depends)
+    if section.mode == "selective" and job.compile.enable and job.parallel.cp > 1:
+        # The saved operators of forward then differ from those of the recomputation.
+        yield ConfigError(
+            "activation_checkpoint.mode",
+            "selective",
+            "does not work with compile.enable under context parallelism, whose communication "
+            "breaks the graph of a block",
+            "use full, none or budget, or compile.enable false",
+            ("compile.enable", "parallel.cp"),
+        )
 
 
 def _check_experts(job: Job, family: Family) -> Iterator[ConfigError]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from weft.config.errors import WeftError
 from weft.config.files import replace_bytes
-from weft.monitor.html import Section, table
-from weft.monitor.run_report import FILE, report_page
+from weft.monitor.html import Section, render_table
 from weft.tools.comparison_result import ComparisonSummary
+from weft.tools.run_report import REPORT_FILE, report_page
 from weft.tools.verdict import percents
 
 
@@ -20,9 +20,9 @@ def write_page(directory: Path, result: ComparisonSummary, log: Callable[[str], 
         return
     try:
         page = report_page(result.runs, title=result.title, sections=make_sections(result))
-        replace_bytes(directory / FILE, page)
+        replace_bytes(directory / REPORT_FILE, page)
     except WeftError as error:  # plotly is not installed
-        log(f"{FILE} was not written: {error}")
+        log(f"{REPORT_FILE} was not written: {error}")
 
 
 def make_sections(result: ComparisonSummary) -> list[Section]:
@@ -32,7 +32,7 @@ def make_sections(result: ComparisonSummary) -> list[Section]:
         sections.append(("Intervals", plot))
     if result.rows:
         numbers = [1, *range(3, len(result.head))]
-        sections.append(("Variants", table(result.head, result.rows, numbers=numbers)))
+        sections.append(("Variants", render_table(result.head, result.rows, numbers=numbers)))
     if result.failures:
         sections.append(("Not compared", _html_list(result.failures)))
     if result.changes:

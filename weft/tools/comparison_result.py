@@ -12,11 +12,11 @@ from typing import Any
 
 from weft.config.files import read_json
 from weft.config.schema import difference, flatten
-from weft.monitor.report_charts import loss_unit
-from weft.monitor.terminal import shown
+from weft.monitor.terminal import display_path
 from weft.plan.placement import AXES
 from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import TrialResult, log_path, trial_dir, trial_seed
+from weft.tools.report_charts import loss_unit
 from weft.tools.trials import Trial, TrialLosses, collect_losses, mean_loss, measure_trial
 from weft.tools.variants import TRIAL_KEYS, Variant
 from weft.tools.verdict import (
@@ -229,7 +229,7 @@ def _format_failures(
     for result in results:
         if result.status:
             label = variants[result.variant].label
-            log = shown(log_path(_run_dir(directory, variants, result)))
+            log = display_path(log_path(_run_dir(directory, variants, result)))
             lines.append(f"{label}: repeat {result.repeat} failed: {result.reason}; log: {log}")
     return lines
 

@@ -25,11 +25,11 @@ from weft.config.files import only_finite, read_json
 from weft.config.schema import Job, difference
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.layer_stats import KINDS, read_statistics
-from weft.monitor.run_reader import job_of
+from weft.monitor.run_reader import read_run_job
 from weft.train.state import checkpoint_dir
 
 RECORD_FIELDS = {"loss": "the loss", "grad_norm": "the gradient norm; the loss matches"}
-STATISTICS = ("count", "mean", "rms", "most", "nonfinite")  # fields of a row of statistics
+STATISTICS = ("count", "mean", "rms", "max_abs", "nonfinite")  # fields of a row of statistics
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
         InvalidConfig: if a directory is not a run, or the runs have no step in common.
         WeftError: if a file cannot be read.
     """
-    jobs = [job_of(run, name) for name, run in (("run_a", run_a), ("run_b", run_b))]
+    jobs = [read_run_job(run, name) for name, run in (("run_a", run_a), ("run_b", run_b))]
     records = [
         {r["step"]: r for r in read_records(run / "metrics.jsonl") if _is_valid(r)}
         for run in (run_a, run_b)
@@ -187,7 +187,9 @@ def _statistics_distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     rms = max(a["rms"], b["rms"])
     mean = abs(a["mean"] - b["mean"]) / rms if a["mean"] != b["mean"] else 0.0
     return max(
-        mean, _relative_difference(a["rms"], b["rms"]), _relative_difference(a["most"], b["most"])
+        mean,
+        _relative_difference(a["rms"], b["rms"]),
+        _relative_difference(a["max_abs"], b["max_abs"]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.config.errors import WeftError
-from weft.config.schema import Job, replace
+from weft.config.schema import replace
 from weft.data.dataset import Dataset, Source
 from weft.data.loader import Batch, build_mixture, evaluation_batches
 from weft.data.prepared_cache import Report, progress_counter
@@ -49,7 +50,6 @@ class SourceLoss(NamedTuple):
 
 def evaluate_sources(
     checkpoint: CheckpointRef,
-    job: Job,
     plan: Plan,
     dataset: Dataset,
     sequences: int,
@@ -76,10 +76,12 @@ def evaluate_sources(
     Raises:
         WeftError: if a source holds preferences, or no token with a loss.
     """
-    model_parts, mesh, family = load_model_parts(checkpoint, job, plan, rank)
+    job = plan.job
+    model_parts, mesh, family = load_model_parts(checkpoint, plan, rank)
     # Evaluate one source at a time.
     eval_job = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
-    engine = TrainStep(model_parts, family, eval_job, plan, mesh, rank.device)
+    eval_plan = dataclasses.replace(plan, job=eval_job)
+    train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
     for source in dataset.sources:
@@ -91,13 +93,13 @@ def evaluate_sources(
             )
         for split in splits:
             single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
-            samples = build_mixture(single, split, job.train.seq_len, job.data, job.train.seed)
+            samples = build_mixture(single, split, plan.seq_len, job.data, job.train.seed)
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
             total = min(sequences, sum(map(len, samples.sources)))
             advance = progress_counter(report, f"evaluating {source.name}, {split}", total)
-            mean = engine.evaluate(_with_progress(batches, plan.dp_size, advance))
+            mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance))
             predicted, read = _count_targets(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         if tokens == 0:

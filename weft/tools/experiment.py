@@ -32,7 +32,7 @@ from weft.config.errors import ConfigError
 from weft.config.files import replace_text, write_json
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
-from weft.monitor.terminal import duration
+from weft.monitor.terminal import format_duration
 from weft.tools.comparison_dir import (
     COMPARISON,
     TrialResult,
@@ -51,7 +51,7 @@ from weft.tools.comparison_result import (
     summarize_comparison,
 )
 from weft.tools.variants import Variant
-from weft.train.run_dir import owning
+from weft.train.run_dir import lock_directory
 
 
 def compare(
@@ -77,7 +77,7 @@ def compare(
     open_comparison(directory, variants)  # check before anything is written
     rule = "another process is comparing in this directory"
     in_use = ConfigError("--out", str(directory), rule, "wait for it")
-    with owning(directory, in_use), StopSignals() as signals:
+    with lock_directory(directory, in_use), StopSignals() as signals:
         previous, looks = open_comparison(directory, variants)
         results = completed_trials(directory, variants, previous)  # failed trials run again
         repeats = max((result.repeat for result in results), default=0)
@@ -197,7 +197,7 @@ def format_time_left(variants: Sequence[int], results: Sequence[TrialResult]) ->
         return ""
     by_variant = {v: [r.seconds for r in finished if r.variant == v] for v in set(variants)}
     seconds = [fmean(by_variant[v] or [r.seconds for r in finished]) for v in variants]
-    return f", about {duration(sum(seconds))} left"
+    return f", about {format_duration(sum(seconds))} left"
 
 
 def run_trial(recipe: Path, run: Path, seed: int, signals: StopSignals) -> tuple[int, str, float]:

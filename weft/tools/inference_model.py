@@ -62,6 +62,9 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     paths = [path]
     if (run_dir / "job.toml").is_file():
         job, _, problems = read_job(str(run_dir / "job.toml"))
+        if problems:
+            rule = f"has a damaged job.toml ({problems[0]})"
+            raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
         if is_run:
             paths = list_checkpoints(checkpoint_dir(job.checkpoint.dir, path))[-1:]
     if (
@@ -74,8 +77,8 @@ def find_checkpoint(path: Path) -> CheckpointRef:
             [ConfigError("checkpoint", str(path), rule, "train first: weft train demo")]
         )
     config, model_problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
-    if problems or model_problems:
-        raise InvalidConfig(problems + model_problems)
+    if model_problems:
+        raise InvalidConfig(model_problems)
     return CheckpointRef(paths[0], run_dir, job, config)
 
 
@@ -189,12 +192,13 @@ class LanguageModel:
 
 
 def load_model_parts(
-    checkpoint: CheckpointRef, job: Job, plan: Plan, rank: Rank
+    checkpoint: CheckpointRef, plan: Plan, rank: Rank
 ) -> tuple[list[nn.Module], Mesh, Family]:
     """Load this rank's model parts from a checkpoint, in any layout."""
-    family = load_family(job.model.kind)
+    job = plan.job
+    family = plan.family
     mesh = build_mesh(plan)
-    model_parts = build_model_parts(job, plan, mesh, family)
+    model_parts = build_model_parts(plan, mesh, family)
     for part in model_parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     if (base := find_base_checkpoint(checkpoint)) is not None:
@@ -203,11 +207,11 @@ def load_model_parts(
     return model_parts, mesh, family
 
 
-def load_model(checkpoint: CheckpointRef, job: Job, plan: Plan, rank: Rank) -> LanguageModel:
+def load_model(checkpoint: CheckpointRef, plan: Plan, rank: Rank) -> LanguageModel:
     """Load the model over the ranks of a plan of `plan_inference` for generation."""
     if plan.world_size == 1:
         return load_local_model(checkpoint, rank.device)
-    (part,), mesh, family = load_model_parts(checkpoint, job, plan, rank)
+    (part,), mesh, family = load_model_parts(checkpoint, plan, rank)
     return LanguageModel(
         part, family, checkpoint.config, mesh.get_group("tp") if plan.tp > 1 else None
     )

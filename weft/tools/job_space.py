@@ -417,12 +417,12 @@ def make_case(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
         degrees = tuple(f"parallel.{axis}" for axis in AXES)
         rule = f"needs more than {ranks} ranks"
         raise InvalidConfig([ConfigError("--ranks", plan.world_size, rule, depends=degrees)])
-    return shrink(job, plan, ranks, steps, list(overrides))
+    return shrink(plan, ranks, steps, list(overrides))
 
 
 def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideMap:
     """Draw a layout that the job can resume in."""
-    model, overrides = case.job.model, OverrideMap()
+    model, overrides = case.plan.job.model, OverrideMap()
     _add_layout(overrides, ranks, rng)
     excluded = (*DEGREES, "compile.enable", "pipeline.layers_per_stage")
     for key in dict.fromkeys(key for key, _ in list_techniques().values()):

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from weft.config.errors import WeftError
-from weft.monitor.process import die_with_parent, on_one_host
+from weft.monitor.process import die_with_parent, single_host_env
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ def _rank_main(
         faulthandler.enable(log_file)
         faulthandler.dump_traceback_later(timeout, file=log_file)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ |= on_one_host("cpu")
+        os.environ |= single_host_env("cpu")
         torch.set_num_threads(1)
         message: tuple[Any, ...]
         try:

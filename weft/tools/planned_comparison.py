@@ -21,18 +21,18 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, write_json
 from weft.config.schema import Job
 from weft.estimate.forecast import Forecast, device_spec, forecast
-from weft.monitor.html import document, table
-from weft.monitor.run_report import FILE
+from weft.monitor.html import render_document, render_table
 from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
+from weft.tools.run_report import REPORT_FILE
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
 from weft.tools.verify import format_layout
-from weft.train.run_dir import unwritable
+from weft.train.run_dir import unwritable_error
 from weft.train.setup import detect_machine
 
 MIN_DIFFERENCE = 0.15  # |ratio - 1| from which a direction is conclusive
@@ -113,7 +113,7 @@ def compare_plans(
             continue
         log(f"plan {number} of {len(variants)}: {variant.label}")
         machine = next(machine for plan, machine in machines if plan is variant.plan)
-        planned.append(_predict(variant.label, variant.job, variant.plan, machine))
+        planned.append(_predict(variant.label, variant.plan, machine))
     head, rows = make_table(planned, price)
     verdict = make_verdict(planned)
     reasons = [f"{variant.label}: {variant.reason}" for variant in planned if variant.reason]
@@ -123,13 +123,13 @@ def compare_plans(
     if directory is not None:
         title = f"planned: {'; '.join(variant.label for variant in planned)}"
         body = [f"<h1>{escape(title)}</h1>", *_paragraphs(verdict)]
-        body += [table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
+        body += [render_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(directory / COMPARISON, record, indent=2)
-            replace_bytes(directory / FILE, document(title, "\n".join(body)))
+            replace_bytes(directory / REPORT_FILE, render_document(title, "\n".join(body)))
         except OSError as error:
-            raise unwritable(directory, error) from error
+            raise unwritable_error(directory, error) from error
     return record, sum(variant.speed is not None for variant in planned)
 
 
@@ -149,9 +149,9 @@ def _paragraphs(lines: Sequence[str]) -> list[str]:
     return [f"<p>{escape(line)}</p>" for line in lines]
 
 
-def _predict(label: str, job: Job, plan: Plan, machine: Machine) -> PlannedVariant:
+def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
     try:
-        prediction = forecast(job, plan, machine, device_spec(plan, machine))
+        prediction = forecast(plan, machine, device_spec(plan, machine))
     except Exception as error:  # tracing a user's model may fail
         reason = f"cannot be predicted: {type(error).__name__}: {error}"
         return PlannedVariant(label, plan, None, reason)

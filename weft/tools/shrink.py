@@ -61,12 +61,10 @@ class Case:
     """A small layout, and one process that trains the same model."""
 
     recipe_sizes: dict[str, int]  # of the recipe's mesh axes
-    job: Job
     plan: Plan
-    reference_job: Job
     reference_plan: Plan
-    shrunk: dict[str, tuple[Any, Any]]  # key: (value in the recipe, value in ``job``)
-    notes: tuple[str, ...]  # features of the recipe's layout that ``job`` lacks, and why
+    shrunk: dict[str, tuple[Any, Any]]  # key: (value in the recipe, value in ``plan.job``)
+    notes: tuple[str, ...]  # features of the recipe's layout that ``plan`` lacks, and why
 
 
 def plan_for_recipe(job: Job) -> Plan:
@@ -99,7 +97,7 @@ def plan_for_recipe(job: Job) -> Plan:
     return resolve(job, machine)
 
 
-def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Case:
+def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Case:
     """Return the smallest case of a job's layout.
 
     Args:
@@ -112,8 +110,9 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     Raises:
         InvalidConfig: if the layout does not fit in ``ranks``.
     """
+    job = plan.job
     notes: list[str] = []
-    sizes = _shrink_degrees(job, plan, ranks, notes)
+    sizes = _shrink_degrees(plan, ranks, notes)
     small = plan.num_params <= TEST_PARAMS and plan.tokens_per_step <= TEST_TOKENS
     unchanged = small and sizes == plan.axis_sizes
     small_job = replace(
@@ -122,8 +121,8 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         # Verification reads no text, but the rules require a tokenizer that fits.
         data={"tokenizer": "train", "vocab_size": 257},
         optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
-        parallel={**sizes, **_shrink_parallel(job, plan, sizes, unchanged, notes)},
-        pipeline={} if unchanged else _shrink_pipeline(job, plan, sizes, notes),
+        parallel={**sizes, **_shrink_parallel(plan, sizes, unchanged, notes)},
+        pipeline={} if unchanged else _shrink_pipeline(plan, sizes, notes),
         precision=PrecisionSection(compute_dtype="float32").model_dump()
         | {name: value for name, value in job.precision if f"precision.{name}" in keep},
         **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
@@ -138,11 +137,11 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         notes.append("compile.enable: off; to compile, add --compile.enable true")
     machine = _make_machine(small_job, sizes, notes)
     problems: list[ConfigError] = []
-    candidates = _candidates(job, plan, small_job, sizes, steps)
+    candidates = _candidates(plan, small_job, sizes, steps)
     if unchanged:
         candidates = itertools.chain([({"steps": steps}, {})], candidates)
     for batch, fields in candidates:
-        threshold = _param_persistence_threshold(job, plan, fields)
+        threshold = _param_persistence_threshold(plan, fields)
         candidate = replace(
             small_job,
             train=batch,
@@ -170,11 +169,9 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         reference_plan = resolve(reference_job, Machine("cpu", devices=1, world_size=1))
         return Case(
             recipe_sizes=plan.axis_sizes,
-            job=candidate,
             plan=small_plan,
-            reference_job=reference_job,
             reference_plan=reference_plan,
-            shrunk=_list_changes(job, plan, candidate, small_plan),
+            shrunk=_list_changes(plan, small_plan),
             notes=tuple(notes),
         )
     raise InvalidConfig(problems)
@@ -190,9 +187,7 @@ LAYOUT_KEYS = (
 )
 
 
-def plan_resume_layout(
-    case: Case, layout: Sequence[tuple[str, str]], ranks: int
-) -> tuple[Job, Plan]:
+def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> Plan:
     """Plan another layout of a case, from one process with some keys changed.
 
     Args:
@@ -216,7 +211,7 @@ def plan_resume_layout(
     changes: dict[str, dict[str, Any]] = {}
     for section, key in (name.split(".") for name, _ in layout):
         changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)
-    job = replace(case.reference_job, **changes)
+    job = replace(case.reference_plan.job, **changes)
     if job.parallel.dp_shard in ("auto", "fit"):
         job = replace(job, parallel={"dp_shard": 1})
     assert isinstance(job.parallel.dp_shard, int)
@@ -225,39 +220,39 @@ def plan_resume_layout(
         raise InvalidConfig([ConfigError(option, world, f"needs more than {ranks} ranks")])
     job = replace(job, run={"nproc_per_node": world})
     notes: list[str] = []
-    return job, resolve(job, _make_machine(job, degrees_of(job.parallel), notes))
+    return resolve(job, _make_machine(job, degrees_of(job.parallel), notes))
 
 
-def match_float8(runs: Sequence[tuple[Job, Plan]]) -> tuple[list[tuple[Job, Plan]], list[str]]:
+def match_float8(plans: Sequence[Plan]) -> tuple[list[Plan], list[str]]:
     """Exclude the matrices that not all of the compared runs multiply in float8.
 
     Tensor parallelism may leave a shard whose size float8 does not allow.  Such a matrix stays in
     high precision in that layout only, which is a choice of precision and no error of the layout.
 
     Returns:
-        The runs, and the names of the excluded matrices.
+        The plans, and the names of the excluded matrices.
 
     Raises:
         InvalidConfig: if no matrix remains.
     """
-    family = load_family(runs[0][0].model.kind)
+    family = load_family(plans[0].job.model.kind)
     names = [
-        {matrix.name for matrix in find_float8_matrices(job.precision, p.model, family, p.tp)}
-        for job, p in runs
+        {matrix.name for matrix in find_float8_matrices(p.job.precision, p.model, family, p.tp)}
+        for p in plans
     ]
     common = set.intersection(*names)
     if all(found == common for found in names):
-        return list(runs), []
+        return list(plans), []
     if not common:
         rule = "multiplies no matrix that all of the compared layouts multiply in float8"
-        raise InvalidConfig([ConfigError("precision.float8", runs[0][0].precision.float8, rule)])
+        raise InvalidConfig([ConfigError("precision.float8", plans[0].job.precision.float8, rule)])
     matched = []
-    for (job, plan), found in zip(runs, names, strict=True):
+    for plan, found in zip(plans, names, strict=True):
         if extra := sorted(found - common):
-            exclude = (*job.precision.float8_exclude, *extra)
-            job = replace(job, precision={"float8_exclude": exclude})
+            exclude = (*plan.job.precision.float8_exclude, *extra)
+            job = replace(plan.job, precision={"float8_exclude": exclude})
             plan = resolve(job, _make_machine(job, plan.axis_sizes, []))
-        matched.append((job, plan))
+        matched.append(plan)
     return matched, sorted(set.union(*names) - common)
 
 
@@ -269,8 +264,9 @@ def degrees_of(parallel: ParallelSection) -> dict[str, int]:
     return {axis: int(getattr(parallel, axis)) for axis in AXES}
 
 
-def _shrink_degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:
+def _shrink_degrees(plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:
     """Halve the mesh along its longest axis until it fits in ``ranks``."""
+    job = plan.job
     sizes = dict(plan.axis_sizes)
     # A schedule file has a line for each rank of the pipeline.
     pinned = {"pp"} if is_schedule_file(job.pipeline.schedule) else set()
@@ -292,9 +288,10 @@ def _shrink_degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[
 
 
 def _shrink_parallel(
-    job: Job, plan: Plan, sizes: dict[str, int], unchanged: bool, notes: list[str]
+    plan: Plan, sizes: dict[str, int], unchanged: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Return other keys that depend on degrees (unless ``unchanged``) or hardware."""
+    job = plan.job
     changes: dict[str, Any] = {}
     if job.parallel.async_tp:
         changes["async_tp"] = False
@@ -317,9 +314,8 @@ def _shrink_parallel(
     return changes
 
 
-def _shrink_pipeline(
-    job: Job, plan: Plan, sizes: dict[str, int], notes: list[str]
-) -> dict[str, Any]:
+def _shrink_pipeline(plan: Plan, sizes: dict[str, int], notes: list[str]) -> dict[str, Any]:
+    job = plan.job
     if plan.pipeline is None or sizes["pp"] == 1:
         return {"layers_per_stage": (), "stages_per_rank": "auto"}
     stages_per_rank, layers = job.pipeline.stages_per_rank, job.pipeline.layers_per_stage
@@ -366,7 +362,7 @@ def _make_machine(job: Job, sizes: dict[str, int], notes: list[str]) -> Machine:
 
 
 def _candidates(
-    job: Job, plan: Plan, small_job: Job, sizes: dict[str, int], steps: int
+    plan: Plan, small_job: Job, sizes: dict[str, int], steps: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield batches and model sizes, best first; the last model is the recipe's own."""
     parallel = small_job.parallel
@@ -374,7 +370,7 @@ def _candidates(
     unit *= sizes["tp"] if parallel.sequence_parallel else 1
     if small_job.precision.float8 != "none":
         unit = math.lcm(unit, required_multiple(small_job.precision.float8) * sizes["cp"])
-    seq_len = max(unit, min(SEQ_LEN, job.train.seq_len) // unit * unit)
+    seq_len = max(unit, min(SEQ_LEN, plan.seq_len) // unit * unit)
     models = list(_model_sizes(plan, small_job, sizes, seq_len))
     batch_size = min(2, plan.microbatch_size)
     short = plan.local_batch_size % plan.microbatch_size > 0
@@ -442,8 +438,9 @@ def _model_sizes(
     yield {}
 
 
-def _param_persistence_threshold(job: Job, plan: Plan, fields: dict[str, Any]) -> int:
+def _param_persistence_threshold(plan: Plan, fields: dict[str, Any]) -> int:
     """Return a threshold between gains and matrices if the recipe's is, else 1."""
+    job = plan.job
     limit = job.parallel.param_persistence_threshold
     if not limit or "dim" not in fields:
         return limit
@@ -468,16 +465,14 @@ def _head_counts(
 # --------------------------------------------------------------------------- changes
 
 
-def _list_changes(
-    job: Job, plan: Plan, small_job: Job, small_plan: Plan
-) -> dict[str, tuple[Any, Any]]:
+def _list_changes(plan: Plan, small_plan: Plan) -> dict[str, tuple[Any, Any]]:
     """Return every key that changed; for the model, every field of its configuration."""
     changed = {
         f"model.{name}": (value, getattr(small_plan.model, name))
         for name, value in plan.model
         if value != getattr(small_plan.model, name)
     }
-    for name, (after, before) in difference(small_job, job).items():
+    for name, (after, before) in difference(small_plan.job, plan.job).items():
         section, _, key = name.partition(".")
         if section not in ("run", "data", "model") and key not in AXES:
             changed[name] = (before, after)

@@ -213,44 +213,34 @@ def verify(
         InvalidConfig: if the job has no plan, or its layout does not fit in ``ranks``.
         WeftError: if a rank fails.
     """
-    case = shrink(job, plan_for_recipe(job), ranks, steps, keep)
+    case = shrink(plan_for_recipe(job), ranks, steps, keep)
     resume_case, save_step = case, 0
     if resume:
         if steps < 2:
             rule = "leaves no step after the checkpoint of --resume-layout"
             raise InvalidConfig([ConfigError("--steps", steps, rule, "use 2 or more")])
-        job, plan = plan_resume_layout(case, resume, ranks)
-        resume_case, save_step = replace(case, job=job, plan=plan), steps // 2
-    runs = ((case.reference_job, case.reference_plan), (case.job, case.plan))
-    matched, excluded = match_float8([*runs, (resume_case.job, resume_case.plan)])
+        resume_case = replace(case, plan=plan_resume_layout(case, resume, ranks))
+        save_step = steps // 2
+    matched, excluded = match_float8([case.reference_plan, case.plan, resume_case.plan])
     if excluded:
-        ((reference_job, reference_plan), (job, plan), (resume_job, resume_plan)) = matched
+        reference_plan, plan, resume_plan = matched
         note = f"not in float8, because a shard has a size that float8 does not allow: {excluded}"
-        case = replace(
-            case,
-            job=job,
-            plan=plan,
-            reference_job=reference_job,
-            reference_plan=reference_plan,
-            notes=(*case.notes, note),
-        )
-        resume_case = replace(case, job=resume_job, plan=resume_plan)
+        case = replace(case, plan=plan, reference_plan=reference_plan, notes=(*case.notes, note))
+        resume_case = replace(case, plan=resume_plan)
     log(format_case(case))
 
-    def run(job: Job, plan: Plan, **options: Any) -> list[RankMeasurement]:
-        train = partial(measure_rank, job, plan, directory, **options)
+    def run(plan: Plan, **options: Any) -> list[RankMeasurement]:
+        train = partial(measure_rank, plan, directory, **options)
         return run_ranks(train, plan.world_size, timeout=timeout)
 
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as directory:
-        train = partial(
-            measure_reference, case.reference_job, case.reference_plan, directory, NOISE_RUNS
-        )
+        train = partial(measure_reference, case.reference_plan, directory, NOISE_RUNS)
         ((reference, *noisy),) = run_ranks(train, 1, timeout=timeout)
         limits = compute_limits(reference, noisy, case.plan.compute_dtype)
-        measured = run(case.job, case.plan, corrupt=corrupt, save_step=save_step)
+        measured = run(case.plan, corrupt=corrupt, save_step=save_step)
         report = compare_to_reference(case, reference, measured, limits)
         if resume and report.holds:
-            measured = run(resume_case.job, resume_case.plan, resume_step=save_step)
+            measured = run(resume_case.plan, resume_step=save_step)
             tail = reference._replace(steps=reference.steps[save_step:])
             resumed = compare_to_reference(resume_case, tail, measured, limits)
             report = replace(report, resumed=resumed)
@@ -281,7 +271,7 @@ def compare_to_reference(
         worst = max(gradients, key=lambda name: gradients[name])
         steps.append(
             StepReport(
-                step=case.job.train.steps - len(reference.steps) + i + 1,
+                step=case.plan.num_steps - len(reference.steps) + i + 1,
                 loss_one=expected.loss,
                 loss=loss,
                 loss_difference=_relative_error(loss, expected.loss),
@@ -475,12 +465,12 @@ def format_case(case: Case) -> str:
     """Describe the layout and every shrunk key."""
     recipe, shrunk = format_layout(case.recipe_sizes), format_layout(case.plan.axis_sizes)
     here = "the same" if shrunk == recipe else shrunk
-    ranks = case.plan.world_size
+    ranks, count = case.plan.world_size, case.plan.num_microbatches
     lines = [
         f"recipe: {recipe} -> here: {here}",
         f"compared with one process: {ranks} gloo rank{'s' * (ranks != 1)} on CPU, "
-        f"{case.plan.compute_dtype}, {case.job.train.steps} steps of {case.plan.num_microbatches} "
-        f"microbatch{'es' * (case.plan.num_microbatches != 1)} per rank",
+        f"{case.plan.compute_dtype}, {case.plan.num_steps} steps of "
+        f"{count} microbatch{'es' * (count != 1)} per rank",
     ]
     sections: dict[str, list[str]] = {}
     for name, (before, after) in case.shrunk.items():

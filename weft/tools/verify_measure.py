@@ -41,7 +41,6 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import persistent_buffers, trainable_parameters
-from weft.config.schema import Job
 from weft.data.loader import (
     IGNORE_INDEX,
     Batch,
@@ -55,8 +54,7 @@ from weft.data.loader import (
 )
 from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
-from weft.models import load_family
-from weft.monitor.layer_stats import watching
+from weft.monitor.layer_stats import hook_forward
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
@@ -64,7 +62,6 @@ from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_quantized
 from weft.plan.resolve import Plan
-from weft.train.loop import naming
 from weft.train.setup import Built, Rank, build
 
 # Breaks the layout on a rank, in tests.
@@ -111,7 +108,6 @@ class RankMeasurement(NamedTuple):
 
 
 def measure_rank(
-    job: Job,
     plan: Plan,
     directory: str,
     corrupt: Corruption | None = None,
@@ -132,35 +128,38 @@ def measure_rank(
         save_step: step to save a checkpoint after; 0: none.
         noise_seed: seed of `Noise`; 0: no noise.
     """
+    job = plan.job
     if job.compile.enable:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    built = build(job, plan, rank)
-    params = dict(trainable_parameters(built.parts))
+    built = build(plan, rank)
+    params = dict(trainable_parameters(built.model_parts))
     # Each step changes the biases of experts, too.
-    state: dict[str, Tensor] = params | dict(persistent_buffers(built.parts))
+    state: dict[str, Tensor] = params | dict(persistent_buffers(built.model_parts))
     tensors = _ReferenceTensors(Path(directory) / "one.pt")
     checkpoints = Path(directory) / "checkpoints"
     if resume_step:
-        load_checkpoint(checkpoint_path(checkpoints, resume_step), built.parts, built.optimizer)
+        load_checkpoint(
+            checkpoint_path(checkpoints, resume_step), built.model_parts, built.optimizer
+        )
         tensors.previous = f"params {resume_step}"
     initial = tensors.compare(tensors.previous, state.items())
     if corrupt is not None:
         corrupt(built, plan)
-    noise_model = Noise(job, plan, noise_seed) if noise_seed else None
+    noise_model = Noise(plan, noise_seed) if noise_seed else None
     if noise_model is not None:
-        noise_model.register_hooks(built.parts)
-    fingerprints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
-    loader = _loader(job, plan, built.mesh)
+        noise_model.register_hooks(built.model_parts)
+    fingerprints = Fingerprints(built.model_parts, plan.family.blocks)
+    loader = _loader(plan, built.mesh)
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
 
     steps = []
-    for step in range(resume_step + 1, job.train.steps + 1):
-        samples = (step - 1) * job.train.global_batch_size
+    for step in range(resume_step + 1, plan.num_steps + 1):
+        samples = (step - 1) * plan.global_batch_size
         batches = [_mask_targets(batch) for batch in loader.get_microbatches(samples)]
         batch_sizes = [len(batch.tokens_BT) for batch in batches]
-        with naming(f"step {step}"), fingerprints.record(batch_sizes) as forward:
-            loss = built.engine.forward_backward(batches)
+        with note_errors(f"in step {step}"), fingerprints.record(batch_sizes) as forward:
+            loss = built.train_step.forward_backward(batches)
         dist.all_reduce(loss)
         if noise_model is not None:
             noise_model.perturb_gradients(params.values(), noise_model.reduce_eps)
@@ -169,36 +168,41 @@ def measure_rank(
         if noise_model is not None:  # rounding in the optimizer, which Muon amplifies
             noise_model.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
         norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
-        lr = learning_rate(step, job.train.steps, job.optim, built.decay)
+        lr = learning_rate(step, plan.num_steps, job.optim, built.lr_decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
         if noise_model is not None:
             noise_model.perturb_optimizer_states(built.optimizer)
-        built.engine.balance.reduce_loads()
-        built.engine.balance.step()
+        built.train_step.balance.reduce_loads()
+        built.train_step.balance.step()
         built.optimizer.zero_grad()
         updates = tensors.compare_updates(f"params {step}", state)
         steps.append(StepMeasurement(loss.item(), norm.item(), forward, gradients, updates))
         if step == save_step:
-            with naming("the checkpoint"):
+            with note_errors("in the checkpoint"):
                 manager = CheckpointManager(checkpoints, keep_latest=1)
-                samples = step * job.train.global_batch_size
-                manager.save(built.parts, built.optimizer, {"step": step, "samples": samples})
+                samples = step * plan.global_batch_size
+                manager.save(built.model_parts, built.optimizer, {"step": step, "samples": samples})
                 manager.wait()
-    try:
-        eval_loss = built.engine.evaluate(_validation_batches(job, plan, built.mesh))
-    except Exception as error:
-        error.add_note("during evaluation")
-        raise
+    with note_errors("during evaluation"):
+        eval_loss = built.train_step.evaluate(_validation_batches(plan, built.mesh))
     tensors.save()
     return RankMeasurement(list(params), initial, steps, eval_loss, tensors.max_param_error)
 
 
-def measure_reference(
-    job: Job, plan: Plan, directory: str, noise_runs: int
-) -> list[RankMeasurement]:
+@contextmanager
+def note_errors(location: str) -> Iterator[None]:
+    """Add the location to errors in this context."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(location)
+        raise
+
+
+def measure_reference(plan: Plan, directory: str, noise_runs: int) -> list[RankMeasurement]:
     """Train the reference once without noise and ``noise_runs`` times with it."""
-    return [measure_rank(job, plan, directory, noise_seed=seed) for seed in range(noise_runs + 1)]
+    return [measure_rank(plan, directory, noise_seed=seed) for seed in range(noise_runs + 1)]
 
 
 # --------------------------------------------------------------------------- noise
@@ -223,7 +227,8 @@ class Noise:
       are powers of two.
     """
 
-    def __init__(self, job: Job, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int) -> None:
+        job = plan.job
         self._generator = torch.Generator().manual_seed(seed)
         self._compute_eps = torch.finfo(getattr(torch, plan.compute_dtype)).eps
         reduce_eps = torch.finfo(getattr(torch, plan.reduce_dtype)).eps
@@ -445,7 +450,7 @@ class Fingerprints:
                     sums.squares + x_ND.square().sum(0).numpy(),
                 )
 
-        with watching(self._blocks, batch_sizes, add):
+        with hook_forward(self._blocks, batch_sizes, add):
             yield recorded
 
 
@@ -470,13 +475,14 @@ def sums_distance(actual: ActivationSums, expected: ActivationSums) -> float:
 # --------------------------------------------------------------------------- data
 
 
-def _random_samples(job: Job, plan: Plan, stream_id: int, sequences: int) -> Mixture:
+def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
     """Draw ``sequences`` samples from the seed."""
+    job = plan.job
     generator = np.random.default_rng([job.train.seed, stream_id])
-    size = sequences * job.train.seq_len + 1
+    size = sequences * plan.seq_len + 1
     tokens = generator.integers(1, plan.model.vocab_size, size)
     tokens[generator.random(size) < 1 / MEAN_DOCUMENT_TOKENS] = SEPARATOR
-    stream, seq_len = TokenStream([tokens]), job.train.seq_len
+    stream, seq_len = TokenStream([tokens]), plan.seq_len
     if job.data.format == "preferences":  # two answers of half a sequence each
         answers = 2 * sequences
         starts = np.arange(answers) * (seq_len // 2)
@@ -488,21 +494,23 @@ def _random_samples(job: Job, plan: Plan, stream_id: int, sequences: int) -> Mix
     return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])
 
 
-def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
+def _loader(plan: Plan, mesh: Mesh) -> Loader:
     """Return the training loader over random samples, each of them read once."""
+    job = plan.job
     return Loader(
-        _random_samples(job, plan, 0, job.train.steps * job.train.global_batch_size),
+        _random_samples(plan, 0, plan.num_steps * plan.global_batch_size),
         seed=job.train.seed,
-        global_batch_size=job.train.global_batch_size,
+        global_batch_size=plan.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
     )
 
 
-def _validation_batches(job: Job, plan: Plan, mesh: Mesh) -> Iterator[Batch]:
+def _validation_batches(plan: Plan, mesh: Mesh) -> Iterator[Batch]:
+    job = plan.job
     batches = evaluation_batches(
-        _random_samples(job, plan, 1, job.train.eval_sequences),
+        _random_samples(plan, 1, job.train.eval_sequences),
         num_sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,

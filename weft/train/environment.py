@@ -3,8 +3,8 @@
 A launcher starts one process per rank (torchrun, mpirun, ``srun`` with one task per GPU):
 `ClusterEnvironment.rank` then has torchrun's variables.  Or it starts one process per node, which
 starts the ranks of its node: `ClusterEnvironment.nodes` and `ClusterEnvironment.rendezvous` then
-say how many nodes there are and where they rendezvous.  A process without any of these variables is
-a run of its own on one node.
+have the number of nodes and the rendezvous endpoint.  A process without any of these variables is a
+separate run on one node.
 
 The first source in this order decides:
 
@@ -20,7 +20,7 @@ host           nothing: one node
 =============  ===================================================================================
 
 ``PET_*`` in a pod of Kubernetes (Kubeflow's TrainJob) are reported as kubernetes.  A child of
-torchrun, which has ``LOCAL_RANK``, is a rank whatever ``run.nodes`` says.  Without ``LOCAL_RANK``,
+torchrun, which has ``LOCAL_RANK``, is a rank for any ``run.nodes``.  Without ``LOCAL_RANK``,
 ``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which also sets ``PET_*``), and flags
 have priority.
 
@@ -86,7 +86,9 @@ def detect_environment(
     """Detect the place of this process in a run.
 
     Args:
-        nodes, rendezvous: ``run.nodes`` and ``run.rendezvous``.
+        environment: environment variables.
+        nodes: ``run.nodes``.
+        rendezvous: ``run.rendezvous``.
 
     Raises:
         InvalidConfig: names the variables that are missing or contradict each other.
@@ -384,6 +386,7 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Clus
     """Return the environment of a rank, after a check of its variables.
 
     Args:
+        source: the source of the variables; see above.
         values: values by torchrun's names.
         names: names of these variables in the environment, for errors; empty: the same.
 
@@ -419,7 +422,7 @@ def _integer(
     high: int | None = None,
     default: int | None = None,
 ) -> int:
-    """Return an integer variable; 0, and an error, if it is not in [``low``, ``high``]."""
+    """Return an integer variable; if it is not in [low, high], add an error, return 0."""
     text = environment.get(name)
     if text is None:
         if default is None:

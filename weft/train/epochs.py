@@ -1,4 +1,4 @@
-"""How often a run sees each sequence of its text, and a warning when that is too often."""
+"""Number of epochs of each data source, and a warning about too many."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
 
-# Passes over the same text up to which repeated data are worth nearly as much as new data:
-# Muennighoff et al., "Scaling Data-Constrained Language Models", arXiv:2305.16264.
-MOST_EPOCHS = 4.0
+# Up to this number of epochs, repeated data are worth nearly as much as new data: Muennighoff et
+# al., "Scaling Data-Constrained Language Models", arXiv:2305.16264.
+MAX_EPOCHS = 4.0
 
 
-def epochs_of(job: Job, text: Dataset, samples: Mixture) -> Iterator[tuple[str, int, float]]:
-    """Each source's name, its sequences, and how often the whole run sees each of them.
+def count_epochs(job: Job, dataset: Dataset, mixture: Mixture) -> Iterator[tuple[str, int, float]]:
+    """Yield each source's name, number of sequences, and epochs in the whole run.
 
     Args:
-        samples: the train samples of ``text``.
+        job: the job.
+        dataset: its dataset.
+        mixture: the training sequences of the dataset.
     """
-    needed = job.train.steps * job.train.global_batch_size
-    for source, rows in zip(text.sources, samples.sources, strict=True):
-        name = source.name if text.shares else Path(source.store.manifest.source).name
-        yield name, len(rows), source.share * needed / max(1, len(rows))
+    num_needed = job.train.steps * job.train.global_batch_size
+    for source, sequences in zip(dataset.sources, mixture.sources, strict=True):
+        name = source.name if dataset.shares else Path(source.store.manifest.source).name
+        yield name, len(sequences), source.share * num_needed / max(1, len(sequences))
 
 
-def epoch_warnings(job: Job, text: Dataset, samples: Mixture) -> Iterator[str]:
-    """Name every source that a run would see more than `MOST_EPOCHS` times."""
-    for name, count, epochs in epochs_of(job, text, samples):
-        if epochs > MOST_EPOCHS:
+def epoch_warnings(job: Job, dataset: Dataset, mixture: Mixture) -> Iterator[str]:
+    """Yield a warning for every source with more than `MAX_EPOCHS` epochs."""
+    for name, count, epochs in count_epochs(job, dataset, mixture):
+        if epochs > MAX_EPOCHS:
             yield (
                 f"the run sees {name} {epochs:,.1f} times (epochs): it has {count:,} sequences of "
                 f"{job.train.seq_len:,} tokens, and {epochs * count:,.0f} are trained on. From "
-                f"about {MOST_EPOCHS:g} epochs on repeated data teach less and less. Use more "
+                f"about {MAX_EPOCHS:g} epochs on repeated data teach less and less. Use more "
                 "text, a smaller train.steps or train.global_batch_size"
-                + (", or a smaller weight in data.mixture." if text.shares else ".")
+                + (", or a smaller weight in data.mixture." if dataset.shares else ".")
             )

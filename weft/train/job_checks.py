@@ -1,10 +1,11 @@
-"""Check a job before anything starts: files, names, directories, and the run that it resumes.
+"""Check a job before it starts: files, names, directories, and its earlier run.
 
 `weft.plan` has the rules about layouts; this module has the checks that need the file system.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace as changed
+from itertools import chain
 from pathlib import Path
 
 from weft.checkpoint.manifest import (
@@ -68,7 +70,8 @@ def prepare_job(
     """Read, check and plan a job.
 
     Args:
-        recipe, overrides: see `read_job`.
+        recipe: name or path of the recipe.
+        overrides: keys and values of the command line.
         problems: errors that the command line already has.
 
     Returns:
@@ -78,8 +81,8 @@ def prepare_job(
     Raises:
         InvalidConfig: with every mistake in the recipe, the overrides, the plan and the files.
     """
-    job, base, found = read_job(recipe, overrides)
-    problems = [*problems, *found]
+    job, base, read_problems = read_job(recipe, overrides)
+    problems = [*problems, *read_problems]
     if any(problem.key in ("recipe", "extends") for problem in problems):
         raise InvalidConfig(problems)  # other checks would judge defaults
     job, base = _absolute_paths(job), _absolute_paths(base)
@@ -90,7 +93,8 @@ def prepare_job(
         plan = resolve_nodes(apply_environment(job), detect_machine(job.run.device), recipe, base)
     except InvalidConfig as error:
         later += error.problems
-    later += {str(found): found for found in _check_files(job, plan)}.values()
+    found = chain(_check_files(job), _check_tokenizer(job.data.tokenizer, plan))
+    later += {str(problem): problem for problem in found}.values()
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     later += _check_restarts(job.resilience.time_limit)
@@ -102,7 +106,7 @@ def prepare_job(
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems or plan is None:
         raise InvalidConfig(problems)
-    return job, base, plan
+    return job, base, dataclasses.replace(plan, job=job)
 
 
 def _absolute_paths(job: Job) -> Job:
@@ -138,7 +142,7 @@ def _absolute_paths(job: Job) -> Job:
     )
 
 
-def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
+def _check_files(job: Job) -> Iterator[ConfigError]:
     if not job.data.mixture:
         yield from check_path(job.data.path)
     elif job.data.path != STDLIB:
@@ -163,15 +167,20 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
         if "://" in value:
             remedy = "use a local directory; only checkpoint.dir may be s3://bucket/prefix"
             yield ConfigError(key, value, "is not a directory", remedy)
-    if job.data.tokenizer != "train":
-        try:
-            tokenizer, _ = load_tokenizer(job.data.tokenizer)
-        except InvalidConfig as error:
-            yield from error.problems
-        else:
-            if plan is not None:
-                yield from _check_vocabulary(job, plan, required_vocab_size(tokenizer))
     yield from check_names(job)
+
+
+def _check_tokenizer(value: str, plan: Plan | None) -> Iterator[ConfigError]:
+    """Yield errors of ``data.tokenizer``, and of the vocabulary if there is a plan."""
+    if value == "train":
+        return
+    try:
+        tokenizer, _ = load_tokenizer(value)
+    except InvalidConfig as error:
+        yield from error.problems
+    else:
+        if plan is not None:
+            yield from _check_vocabulary(plan, required_vocab_size(tokenizer))
 
 
 def _check_restarts(limit: float) -> Iterator[ConfigError]:
@@ -234,7 +243,8 @@ def check_names(job: Job) -> Iterator[ConfigError]:
             yield ConfigError(name, value, str(error), suggest(value, table))
 
 
-def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[ConfigError]:
+def _check_vocabulary(plan: Plan, entries: int) -> Iterator[ConfigError]:
+    job = plan.job
     if entries > plan.model.vocab_size:
         rule = f"has {entries} entries, but model.vocab_size is {plan.model.vocab_size}"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
@@ -242,7 +252,7 @@ def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[ConfigErro
 
 
 def check_writable(key: str, value: str) -> Iterator[ConfigError]:
-    """Check that a path can be written, by an invisible file in its nearest existing parent."""
+    """Check that a path can be written, with a hidden file in its nearest parent."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(value)  # a name that is too long is seen here
@@ -287,20 +297,21 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
             yield ConfigError(name, ours, rule, remedy)
 
 
-def check_text(job: Job, plan: Plan, text: Dataset) -> None:
+def check_text(plan: Plan, text: Dataset) -> None:
     """Check that the data fits the model, and is the data of the newest checkpoint.
 
     Raises:
         InvalidConfig: if the data has no full sequence, if the vocabulary of the model is too
             small, or if the newest checkpoint was trained on other data.
     """
-    problems = list(_check_vocabulary(job, plan, text.vocab_size))
+    job = plan.job
+    problems = list(_check_vocabulary(plan, text.vocab_size))
     for source in text.sources:
         what = f"the training set of {source.name}" if job.data.mixture else "the training set"
         tokens = source.store.manifest.train.tokens
         if source.store.manifest.kind == "text":
-            problems += check_length(tokens, job.train.seq_len, what)
-        problems += check_conversations(source.store, job.train.seq_len, job.data)
+            problems += check_length(tokens, plan.seq_len, what)
+        problems += check_conversations(source.store, plan.seq_len, job.data)
     for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")

@@ -1,45 +1,55 @@
-"""Training, from the first batch to the last checkpoint.  Read this file first.
+"""The training loop.  Read this file first.
 
-``train`` is what every rank runs, and it reads like a list of what happens in a step.
-There is nothing else to know: no trainer object, no callbacks, no hidden state.  What
-can be computed again is not stored: the learning rate follows from the step, the batch
-from the number of samples consumed, and so a run that was killed goes on from its last
-checkpoint as if nothing had happened.
+Every rank runs `train`.  There is no trainer object and no callback: `Run` (`weft.train.run`) lists
+the parts of a run, `TrainState` is what a step changes except weights and optimizer state.
+
+*Not stored.*  The learning rate follows from the step, and the batch from the number of consumed
+samples, so a run that is killed resumes from its newest checkpoint with the same numbers.
+
+*Collectives.*  Comments mark them: all ranks of a replica group must call them in the same order.
+What decides which calls follow (`Votes`, `Suspicion`, `Anomaly`, `Due`, a lost group) is therefore
+equal on all of these ranks.  Without ``resilience.lighthouse`` a run is one replica group.
+
+*Loss.*  `TrainStep` divides the summed loss of each microbatch by the number of target tokens of
+the global batch, over all ranks and replica groups.  Losses and gradients are then summed, never
+averaged.
+
+*NaN and Inf.*  `optimizer_step` never applies such a step: the optimizer reads a flag on the
+device, so that no host waits.  What the run does then depends on ``resilience.on_anomaly``:
+
+    stop     raise at the next logged step, before anything is recorded or saved
+    skip     compute the step again; if it is bad again, count it without an update
+    rewind   compute the step again; if it is bad again, load the newest checkpoint and skip the
+             data since then
+
+``skip`` and ``rewind`` treat spikes alike, and the host waits for the device in every step.  With
+``stop`` it waits only to log a step, to evaluate, to save and to compare replicas.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from torch import Tensor
-from torch.nn import Parameter
 
-from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.replica_check import compare_replicas
-from weft.checkpoint.save_schedule import CheckpointSchedule
-from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import WeftError
-from weft.config.schema import Job
 from weft.data.dataset import Dataset
-from weft.data.loader import Batch, Loader, Prefetcher, build_mixture
-from weft.data.token_store import SplitName
-from weft.models import load_family
-from weft.monitor.anomaly import AnomalyDetector, StepResult, gather
-from weft.monitor.autograd_anomaly import naming_backward
-from weft.monitor.device_memory import OutOfMemory, is_out_of_memory, out_of_memory
-from weft.monitor.faults import fault_point as reach
-from weft.monitor.faults import install_faults
-from weft.monitor.log_buffer import tolerate
-from weft.monitor.profiler import Profile
-from weft.monitor.signals import RankConsensus
-from weft.monitor.spans import Spans, span, spans_path
+from weft.data.loader import Batch
+from weft.monitor.anomaly import Anomaly, StepResult, reduce_result
+from weft.monitor.autograd_anomaly import trace_backward_nan
+from weft.monitor.device_memory import is_out_of_memory, out_of_memory
+from weft.monitor.faults import fault_point
+from weft.monitor.signals import Votes
+from weft.monitor.spans import span
+from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import (
     clip_grads_with_norm,
     compute_grad_norm,
@@ -47,289 +57,288 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.optim.schedule import learning_rate
-from weft.parallel.compile import NO_GRAPH_CAPTURED, describe_graph_break, log_compilation
+from weft.parallel.compile import describe_graph_break
 from weft.plan.resolve import Plan
-from weft.train.epochs import epoch_warnings
-from weft.train.metric_logger import Journal, MetricLogger, TrainingError, due
-from weft.train.reference_logprobs import with_references
-from weft.train.replica_groups import join
-from weft.train.run_dir import write_plan
-from weft.train.setup import Rank, build, open_statistics
-from weft.train.state import checkpoint_dir, resume, rewind
+from weft.train.metric_logger import TrainingError, is_due
+from weft.train.run import Run, open_run
+from weft.train.setup import Rank
+from weft.train.state import TrainState, checkpoint_dir, rewind
 from weft.train.step import batch_to, validation_batches
 
-# Of reading a batch, on this rank alone; not RuntimeError, which torch and CUDA raise.
+# Errors of reading a batch, after which this rank can still compute.  Not RuntimeError, which torch
+# and CUDA raise: it ends the run at once.
 DATA_ERRORS = (OSError, WeftError, LookupError, ValueError)
+GC_STEPS = 50  # steps between garbage collections, on all ranks at once
 
-GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
 
+def train(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> bool:
+    """Train until ``train.steps``, from the newest checkpoint if there is one.
 
-def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> bool:
-    """Train until ``train.steps``, from the newest checkpoint of the run if there is one.
-
-    On a signal or at ``resilience.time_limit`` the step is finished and a checkpoint saved.
-
-    Args:
-        text: what to train on, tokenised.
-        rank: this process, in a process group that is already up.
-        console: where rank 0 shows progress; the other ranks show nothing.
-
-    Returns:
-        Whether all steps are done; the same on every rank.
+    A stop signal or ``resilience.time_limit`` ends the loop after a step, which is saved.  Rank 0
+    shows progress on ``console``.  Returns True if all steps are done, equal on all ranks.
     """
-    folder, steps, seed = Path(plan.run_dir), job.train.steps, job.train.seed
-    install_faults(job.resilience.faults, rank.rank, folder / "logs")
-    spans = Spans(spans_path(folder, rank.rank) if job.monitor.spans else None, rank.rank)
-    journal = Journal(folder, rank, console)
-    say = journal.say
+    with open_run(plan, dataset, rank, console) as run:
+        state, batches = run.initial_state, list[Batch]()
+        while state.step < plan.num_steps:
+            with error_context(run, state):
+                state = sync_replicas(run, state)  # collective; another group may be ahead
+                step, samples = state.step + 1, state.samples + plan.global_batch_size
+                run.profiler.advance(step)  # collective when a profile ends
 
-    # ---- what is trained, and from where on
-    graphs = log_compilation(say) if job.compile.enable else None
-    with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
-        built = build(job, plan, rank)
-    parts, mesh, engine, optimizer, decay = built
-    params = [param for _, param in trainable_parameters(parts)]
-    home = checkpoint_dir(job.checkpoint.dir, folder)
-    at = resume(home, job.checkpoint.local_dir, parts, optimizer, say)
-
-    # ---- on what
-    splits: tuple[SplitName, ...] = ("train", "validation")
-    samples_in = {
-        split: build_mixture(text, split, job.train.seq_len, job.data, seed) for split in splits
-    }
-    if engine.objective.references:
-        samples_in = with_references(job, plan, text, samples_in, engine, mesh, at.step, say)
-    loader = Loader(
-        samples_in["train"],
-        seed=seed,
-        global_batch_size=job.train.global_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=plan.dp_size,
-        microbatch_size=plan.microbatch_size,
-    )
-    ahead = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
-
-    def warn(text: str) -> None:
-        journal.note("warning", at.step, text, warning=True)
-
-    # ---- and what goes on around it
-    groups = join(job, plan, text, rank, say)
-    statistics = open_statistics(job, plan, mesh, parts)
-    recorder = MetricLogger(job, plan, text, rank, built, statistics, journal)
-    section = job.checkpoint
-    saver = CheckpointManager(
-        home,
-        section.keep_latest,
-        async_save=section.async_save,
-        local_dir=section.local_dir,
-        log=warn,
-    )
-    saves = CheckpointSchedule(section, at.step, say)
-    profile = Profile(job, plan, rank.device, say)
-    wishes = RankConsensus(job.resilience.time_limit)
-    watch = AnomalyDetector(job.resilience, at.watch, statistics.where)
-    stages = mesh.get_group("pp") if plan.pp > 1 else None
-    check, first = job.resilience.replica_check, at.step
-    blocks = [block for part in parts for block in load_family(job.model.kind).blocks(part)]
-    batches: list[Batch] = []
-    failure: Exception | None = None
-
-    def compute(step: int, batches: list[Batch]) -> StepResult:
-        """Loss and gradients of a step, and what all ranks have to know of them."""
-        drop(params)  # there are some if it is computed again
-        rows = [len(batch.tokens_BT) for batch in batches]
-        named: AbstractContextManager[None] = nullcontext()
-        if job.debug.autograd_anomaly:
-            named = naming_backward(statistics.layers, rows)
-        with statistics.forward(step, rows), named:
-            share = engine.forward_backward(batches, groups.sum)
-        reach("gradients", (param.grad for param in params))
-        losses = [
-            share,
-            *(sums for sums in (engine.loss_by_source, engine.metrics) if sums is not None),
-        ]
-        losses += engine.balance.reduce_loads()
-        groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
-        with span("gradient norm"):
-            norms = compute_grad_norm(params, stages)
-        return gather(share, *norms)
-
-    def update(trial: StepResult) -> None:
-        """Weights, unless loss or gradients are not finite: then not, and nobody waits to see."""
-        with span("clip"):
-            clip_grads_with_norm(params, trial.norm, job.optim.max_grad_norm)
-        with span("optimizer"):
-            bad = ~trial.told.isfinite().all()
-            masked_step(optimizer, bad)
-            engine.balance.step(bad)
-
-    def no_memory(error: Exception) -> OutOfMemory:
-        """What took it."""
-        states = (value for of in optimizer.state.values() for value in of.values())
-        held: dict[str, list[Tensor]] = {
-            "parameters": [param for part in parts for param in part.parameters()],
-            "gradients": [param.grad for param in params if param.grad is not None],
-            "optimizer": [state for state in states if isinstance(state, Tensor)],
-        }
-        told = out_of_memory(job, plan, rank.device, held, error)
-        told.transient = at.step > first
-        return told
-
-    def evaluate() -> float:
-        return engine.evaluate(validation_batches(job, plan, samples_in["validation"], mesh))
-
-    with (
-        rare_garbage(),
-        closing(spans),
-        closing(groups),
-        closing(saver),
-        closing(ahead),
-        closing(recorder),
-        profile,
-    ):
-        if rank.rank == 0:
-            repeated = epoch_warnings(job, text, samples_in["train"])
-            with tolerate(folder / "plan.json", say):
-                write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
-        recorder.open_at(at.step)
-        resumed = f"goes on from step {at.step}" if at.step else "starts"
-        journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
-        recorder.spent("restoring")
-        while at.step < steps:
-            at = groups.meet(at, parts, optimizer)
-            if groups.takes_over:
-                saver.acquire_lease(at.step)
-            step = at.step + 1
-            if profile.turns(step):
-                recorder.spent("productive")
-                profile.turn()
-                recorder.spent("saving")
-            with naming(f"step {step}", no_memory):
-                try:
-                    with recorder.clock.waiting_for_data():
-                        reach("step", step=step)
-                        rows = ahead.get_microbatches(at.samples, groups.place, groups.count)
-                        batches = [batch_to(batch, rank.device) for batch in rows]
-                except DATA_ERRORS as error:
-                    # The other ranks compute: so does this one, on the batch before, and nobody
-                    # applies it.  Other replica groups would: they go on without this one instead.
-                    if not batches or job.resilience.lighthouse != "none":
-                        raise
-                    failure = error
-                wishes.ask(saver.should_retry(), saver.is_saving(), failed=failure is not None)
-
-                reach("forward_backward")
-                trial, anomaly = watch.examine(step, partial(compute, step, batches))
-                stop, again, busy, failed = wishes.answer()
-                if not groups.committed():
-                    continue  # a group was lost: with those that are left, the same step again
-                if failed:
-                    drop(params)
-                    watch.check()  # nothing is saved after a step that was not finite
-                    if check:
-                        compare_replicas(parts, optimizer)
-                    warn(f"a rank has no data for step {step}: saving step {at.step}, then ending")
-                    saver.save_final(parts, optimizer, at.manifest(plan, text))
-                    if failure is not None:
-                        failure.add_note(f"step {at.step} is saved")
-                        raise failure
+                batches, data_error = next_batch(run, state, batches)
+                run.consensus.post(  # collective, in the background; includes stop signals
+                    retry_save=run.checkpoints.should_retry(),
+                    is_saving=run.checkpoints.is_saving(),
+                    has_no_data=data_error is not None,
+                )
+                result = forward_backward(run, step, batches)  # collective
+                votes = run.consensus.wait()
+                if not run.replicas.committed():  # collective
+                    continue  # a replica group was lost: repeat the step with the others
+                if votes.has_no_data:
+                    end_without_data(run, state, data_error)  # collective; raises on that rank
                     break
-                samples = at.samples + job.train.global_batch_size
-                if anomaly is not None:
-                    recorder.anomaly(anomaly, step, range(at.samples, samples))
+
+                anomaly = None
+                if suspicion := run.anomalies.check(step, result):
+                    # The same weights and batch again: a hardware fault does not recur, and then
+                    # the second result counts.
+                    first = result
+                    result = forward_backward(run, step, batches)  # collective
+                    if not run.replicas.committed():  # collective
+                        continue
+                    anomaly = run.anomalies.classify(suspicion, first, result)  # collective
+                    run.metrics.log_anomaly(anomaly, step, range(state.samples, samples))
                 if anomaly is not None and anomaly.action == "rewind":
-                    drop(params)
-                    back = rewind(home, section.local_dir, saver, parts, optimizer, say)
-                    watch.restore(back.watch)
-                    recorder.went_back(back)
-                    at = replace(back, samples=samples)  # past those that were bad
+                    # The step goes back, the samples do not: the data since then is skipped.
+                    state = replace(load_newest_checkpoint(run), samples=samples)  # collective
                     continue
 
-                stopping = stop or step == steps
-                saving = stopping or again or (groups.leads and saves.is_due(step))
-                keeping = groups.leads and not busy and saves.is_local_due(step)
-                evaluating = due(step, job.train.eval_interval, steps)
-                recording = recorder.due(step) or evaluating or saving or keeping
-
-                recorder.look_at_gradients(step, recording)
-                lr = learning_rate(step, steps, job.optim, decay)
-                set_learning_rate(optimizer, lr)
-                if anomaly is None or anomaly.action != "skip":
-                    update(trial)
-                    recorder.count()
-                drop(params)
-                statistics.parameters(step)
-                at = replace(at, step=step, samples=samples, watch=watch.state())
-                recorder.clock.count_step()
-                if graphs is not None:
-                    if blocks and not graphs():
-                        say(f"warning: {NO_GRAPH_CAPTURED}")
-                    graphs = None
-                if step % GARBAGE_STEPS == 0:
-                    gc.collect(1)
-
-                if check and (saving or due(step, check, steps)):
-                    compare_replicas(parts, optimizer)
-                if check and due(step, check, steps):
-                    groups.compare(parts, optimizer)
-                if not recording:
-                    continue
-
-                held = evaluate if evaluating else None
-                seconds = recorder.write(at, lr, trial, watch, groups.count, held)
-                if groups.leads and (saving or keeping):
-                    if stopping:
-                        saver.save_final(parts, optimizer, at.manifest(plan, text))
-                    else:
-                        saver.save(parts, optimizer, at.manifest(plan, text), persistent=saving)
-                    watch.saved()
-                if groups.leads and saving:
-                    saves.record_save(step, saver.blocking_seconds, saver.write_seconds, seconds)
-                    cost = f"saving it held training up for {saver.blocking_seconds:.2g} s"
-                    journal.note("checkpoint", step, cost)
-                recorder.spent("saving")
-                if stop:
+                due = find_due(run, step, votes)
+                lr = optimizer_step(run, step, result, anomaly, due)  # collective if logged
+                state = replace(
+                    state, step=step, samples=samples, anomaly_state=run.anomalies.state()
+                )
+                compare_weights(run, step, due)  # collective
+                if due.log:
+                    log_and_save(run, state, lr, result, due)  # collective
+                if due.stop:
                     break
-        if at.step >= steps:
-            journal.note("end", at.step, f"all {steps} steps are done")
-        else:
-            journal.note("stop", at.step, "stopped and saved")
-    return at.step >= steps
+        is_complete = state.step >= plan.num_steps
+        end = f"all {plan.num_steps} steps are done" if is_complete else "stopped and saved"
+        run.events.add("end" if is_complete else "stop", state.step, end)
+    return is_complete
 
 
-def drop(params: list[Parameter]) -> None:
-    """Let go of gradients."""
-    for param in params:
+def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResult:
+    """Compute loss and gradients of a step, summed over all ranks; a collective.
+
+    It replaces gradients, losses by source, metrics and expert loads, so a step can be computed
+    twice.  Only `optimizer_step` changes weights.
+    """
+    enter_phase("forward_backward")
+    fault_point("forward_backward")
+    zero_grad(run)
+    train_step, sizes = run.built.train_step, [len(batch.tokens_BT) for batch in batches]
+    nan_tracer: AbstractContextManager[None] = nullcontext()
+    if run.plan.job.debug.autograd_anomaly:
+        nan_tracer = trace_backward_nan(run.layer_stats.layers, sizes)
+    with run.layer_stats.record_forward(step, sizes), nan_tracer:
+        # Sums the number of targets over the replica groups, and gradients inside this group.
+        loss = train_step.forward_backward(batches, run.replicas.sum)
+    enter_phase("update")
+    fault_point("gradients", (param.grad for param in run.params))
+    sums = [loss, train_step.loss_by_source, train_step.metrics, *train_step.balance.reduce_loads()]
+    grads = (param.grad for param in run.params)
+    run.replicas.sum(tensor for tensor in chain(sums, grads) if tensor is not None)  # in place
+    with span("gradient norm"):
+        norms = compute_grad_norm(run.params, run.built.pp_group)
+    return reduce_result(loss, *norms)
+
+
+def optimizer_step(
+    run: Run, step: int, result: StepResult, anomaly: Anomaly | None, due: Due
+) -> float:
+    """Clip gradients and update weights, unless skipped; return the learning rate."""
+    optim, optimizer = run.plan.job.optim, run.built.optimizer
+    run.metrics.record_grad_norms(step, due.log)
+    lr = learning_rate(step, run.plan.num_steps, optim, run.built.lr_decay)
+    set_learning_rate(optimizer, lr)
+    if anomaly is None or anomaly.action != "skip":
+        with span("clip"):
+            clip_grads_with_norm(run.params, result.grad_norm, optim.max_grad_norm)
+        with span("optimizer"):
+            is_bad = ~result.loss_and_norm.isfinite().all()  # the host does not know it yet
+            masked_step(optimizer, is_bad)
+            run.built.train_step.balance.step(is_bad)
+        run.metrics.add_step()
+    zero_grad(run)
+    run.layer_stats.record_parameters(step)
+    run.timer.complete_step(step)
+    run.compile_log.check(run.blocks)
+    if step % GC_STEPS == 0:
+        gc.collect(1)
+    return lr
+
+
+class Due(NamedTuple):
+    """Actions after a step; equal on all ranks of a replica group."""
+
+    stop: bool  # the run ends after this step
+    save: bool  # a checkpoint, by the leading replica group
+    save_local: bool  # the same, into the local directories of the nodes
+    evaluate: bool
+    log: bool
+
+
+def find_due(run: Run, step: int, votes: Votes) -> Due:
+    """Return the actions after ``step``.
+
+    A stop implies a save; a save and an evaluation imply logging.  A failed save is retried after
+    the next step.  A local save waits for a save in progress.
+    """
+    is_leader = run.replicas.is_leader
+    stop = votes.stop or step == run.plan.num_steps
+    save = stop or votes.retry_save or (is_leader and run.checkpoints.is_due(step))
+    save_local = is_leader and not votes.is_saving and run.checkpoints.is_local_due(step)
+    evaluate = is_due(step, run.plan.job.train.eval_interval, run.plan.num_steps)
+    log = save or save_local or evaluate or run.metrics.is_due(step)
+    return Due(stop, save, save_local, evaluate, log)
+
+
+def sync_replicas(run: Run, state: TrainState) -> TrainState:
+    """Agree on the replica groups of the next step; return their newest state."""
+    state = run.replicas.sync(state, run.built.model_parts, run.built.optimizer)
+    if run.replicas.became_leader:
+        run.checkpoints.acquire_lease(state.step)
+    return state
+
+
+def next_batch(
+    run: Run, state: TrainState, last: list[Batch]
+) -> tuple[list[Batch], Exception | None]:
+    """Return this rank's microbatches of the next step, on its device.
+
+    If they cannot be read, return the last ones and the error: the other ranks compute the step,
+    so this rank must take part in its collectives; then no rank applies it.  The first step has no
+    last batch, and other replica groups would apply the step, so in both cases raise the error;
+    other groups continue without this one.
+    """
+    enter_phase("data", step=state.step + 1)
+    try:
+        fault_point("step")
+        batches = run.data.get_microbatches(state.samples, run.replicas.index, run.replicas.count)
+        return [batch_to(batch, run.rank.device) for batch in batches], None
+    except DATA_ERRORS as error:
+        if not last or run.plan.job.resilience.lighthouse != "none":
+            raise
+        return last, error
+
+
+def zero_grad(run: Run) -> None:
+    """Delete all gradients."""
+    for param in run.params:
         param.grad = None
 
 
-@contextmanager
-def rare_garbage() -> Iterator[None]:
-    """Inside, Python looks for garbage only when it is told to.
+def compare_weights(run: Run, step: int, due: Due) -> None:
+    """Compare copies of weights and optimizer state; a collective.
 
-    By itself it does so whenever enough was allocated, on each rank at another time, and all wait
-    for the one.
+    Data-parallel copies are compared every ``resilience.replica_check`` steps and before every
+    save, replica groups only at the interval.  An interval of 0 turns both off.
     """
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    interval, model_parts = run.plan.job.resilience.replica_check, run.built.model_parts
+    is_interval = interval > 0 and is_due(step, interval, run.plan.num_steps)
+    if is_interval or (interval and due.save):
+        compare_replicas(model_parts, run.built.optimizer)
+    if is_interval:
+        run.replicas.compare(model_parts, run.built.optimizer)
+
+
+def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due: Due) -> None:
+    """Record the step, evaluate and save, where due; a collective.
+
+    Recording comes first, because it raises after a NaN or Inf.  Of several replica groups, only
+    the leader saves.
+    """
+    evaluate = partial(evaluate_validation_set, run) if due.evaluate else None
+    step_seconds = run.metrics.log(
+        state, lr, result.loss_and_norm, run.anomalies, run.replicas.count, evaluate
+    )
+    if not (run.replicas.is_leader and (due.save or due.save_local)):
+        return
+    run.checkpoints.save_step(
+        run.built.model_parts,
+        run.built.optimizer,
+        state.manifest(run.plan, run.dataset),
+        persistent=due.save,
+        is_final=due.stop,
+        step_seconds=step_seconds,
+    )
+    run.anomalies.reset_rewinds()
+    if due.save:
+        blocking = f"{run.checkpoints.blocking_seconds:.2g} s"
+        run.events.add("checkpoint", state.step, f"the save blocked training for {blocking}")
+
+
+def evaluate_validation_set(run: Run) -> float:
+    """Return the mean validation loss; a collective."""
+    batches = validation_batches(run.plan, run.validation_set, run.built.mesh)
+    return run.built.train_step.evaluate(batches)
+
+
+def load_newest_checkpoint(run: Run) -> TrainState:
+    """Load the newest checkpoint in the middle of a run; a collective."""
+    zero_grad(run)
+    section = run.plan.job.checkpoint
+    home = checkpoint_dir(section.dir, run.plan.run_path)
+    model_parts, optimizer = run.built.model_parts, run.built.optimizer
+    state = rewind(home, section.local_dir, run.checkpoints, model_parts, optimizer, run.log)
+    run.anomalies.restore(state.anomaly_state)
+    run.metrics.rewind(state)
+    return state
+
+
+def end_without_data(run: Run, state: TrainState, error: Exception | None) -> None:
+    """Save before a step for which a rank has no data; that rank raises its error."""
+    zero_grad(run)
+    run.anomalies.wait()  # raises if an earlier step had a NaN or Inf
+    if run.plan.job.resilience.replica_check:
+        compare_replicas(run.built.model_parts, run.built.optimizer)
+    text = f"a rank has no data for step {state.step + 1}: saving step {state.step}, then ending"
+    run.events.add("warning", state.step, text, warning=True)
+    manifest = state.manifest(run.plan, run.dataset)
+    run.checkpoints.save_final(run.built.model_parts, run.built.optimizer, manifest)
+    if error is not None:
+        error.add_note(f"step {state.step} is saved")
+        raise error
 
 
 @contextmanager
-def naming(where: str, no_memory: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
-    """Errors inside tell where they happened; ``no_memory`` says what to raise without memory."""
+def error_context(run: Run, state: TrainState) -> Iterator[None]:
+    """Add the step to errors, and explain graph breaks and exhausted memory."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"in {where}")
-        if why := describe_graph_break(error):
-            rule = "a block cannot be compiled as one graph"
-            raise TrainingError(f"compile.enable = true: {rule}: {why}; use false") from error
-        if no_memory is not None and is_out_of_memory(error):
-            told = no_memory(error)
-            told.add_note(f"in {where}")
-            raise told from error
+        where = f"in step {state.step + 1}"
+        error.add_note(where)
+        if reason := describe_graph_break(error):
+            raise TrainingError(
+                f"compile.enable=true: a block cannot be compiled as one graph: {reason}. Set "
+                "compile.enable=false."
+            ) from error
+        if is_out_of_memory(error):
+            states = (
+                value for each in run.built.optimizer.state.values() for value in each.values()
+            )
+            held: dict[str, list[Tensor]] = {
+                "parameters": [p for part in run.built.model_parts for p in part.parameters()],
+                "gradients": [param.grad for param in run.params if param.grad is not None],
+                "optimizer": [value for value in states if isinstance(value, Tensor)],
+            }
+            explained = out_of_memory(run.plan, run.rank.device, held, error)
+            # The launcher restarts the ranks if earlier steps had enough memory.
+            explained.transient = state.step > run.initial_state.step
+            explained.add_note(where)
+            raise explained from error
         raise

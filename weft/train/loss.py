@@ -1,14 +1,13 @@
-"""The loss, as a sum: it is divided once, by the valid tokens of the whole global batch.
+"""Cross-entropy, also fused with the output layer, as a sum over tokens.
 
-A mean of means would weigh a token by the microbatch and rank that it happens to be in,
-and would make the loss depend on the layout.
+The caller divides the sum once, by the target tokens of the global batch.  A mean of means would
+weigh a token by its microbatch and rank, so the loss would depend on the layout.
 
-Logits are the largest thing in a step: of 8,192 tokens and Llama 3.1's vocabulary 4 GiB in float32,
-and as much for their gradient.  `linear_cross_entropy` computes them, the loss and the
-gradients for some tokens at a time, so they are never there as a whole, and nothing is computed
-twice.
+Logits are the largest tensor of a step: for 8,192 tokens and Llama 3.1's vocabulary they need 4 GiB
+in float32, and their gradient needs as much.  `linear_cross_entropy` computes logits, loss and
+gradients for some tokens at a time, so that not all logits exist at once, and computes none twice.
 
-Shapes in names: B rows, T tokens of a row, N = B T, D model width, V vocabulary.
+Shapes in names: B sequences, T tokens of a sequence, N = B T, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +23,14 @@ from weft.data.loader import IGNORE_INDEX
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy of each token in nats: float32 (B, T), 0 where there is no loss.
+    """Compute the cross-entropy of each token in nats, in float32.
 
     Args:
-        logits_BTV: any floating dtype; computed in float32.
-        targets_BT: int64; IGNORE_INDEX where there is no loss.
+        logits_BTV: any floating dtype.
+        targets_BT: int64; `IGNORE_INDEX`: no target.
+
+    Returns:
+        float32 (B, T); 0 without a target.
     """
     losses_N = F.cross_entropy(
         logits_BTV.float().flatten(0, 1),
@@ -39,89 +41,103 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return losses_N.view_as(targets_BT)
 
 
-CHUNK_BYTES = 512 << 20  # of float32 logits that are there at a time
+CHUNK_BYTES = 512 << 20  # maximum size of float32 logits that exist at once
 
 
 def chunk_tokens(tokens: int, vocab_size: int) -> int:
-    """For how many tokens to compute logits at a time, so that they stay below `CHUNK_BYTES`.
+    """Return the number of tokens whose logits fit into `CHUNK_BYTES`.
 
     Returns:
-        ``tokens`` if all at once; else the largest power of two.
+        ``tokens`` if all fit; else the largest power of two.
     """
-    most = max(1, CHUNK_BYTES // (4 * vocab_size))
-    return tokens if tokens <= most else 1 << (most.bit_length() - 1)
+    limit = max(1, CHUNK_BYTES // (4 * vocab_size))
+    return tokens if tokens <= limit else 1 << (limit.bit_length() - 1)
 
 
 def linear_cross_entropy(
     x_BTD: Tensor,
     weight_VD: Tensor,
     targets_BT: Tensor,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    size: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of ``x @ weight.T``, of which only ``size`` tokens' logits are there at a time.
+    """Compute the loss of ``x @ weight.T``, with the logits of a chunk at a time.
 
     Args:
-        loss_of: the loss of each token, ``[1, n]``, of logits ``[1, n, V]`` and targets ``[1, n]``.
+        x_BTD: input of the output layer.
+        weight_VD: weight of the output layer, any floating dtype.
+        targets_BT: int64.
+        loss_fn: returns the loss of each token, (1, n), of logits (1, n, V) and targets (1, n).
+        chunk_size: number of tokens of a chunk.
 
     Returns:
-        The sum, a float32 scalar; and the loss of each token, float32 (B, T), which no gradient
-        goes through.
+        The sum of the losses, a float32 scalar; and the loss of each token, float32 (B, T), without
+        gradient.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-    wanted = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     losses_N = torch.empty(len(targets_N), device=x_ND.device)
-    gradients = _in_chunks(x_ND, weight_VD, targets_N, loss_of, size, wanted, losses_N)
+    gradients = _compute_chunks(
+        x_ND, weight_VD, targets_N, loss_fn, chunk_size, needs_grad, losses_N
+    )
     total, losses_BT = losses_N.sum(), losses_N.view_as(targets_BT)
-    if not wanted:
+    if not needs_grad:
         return total, losses_BT
-    # Two, so that a schedule which computes gradients of inputs and of weights apart can part them:
-    # torch 2.11 cannot where they meet in a function of somebody else's.
-    of_x, *of_weight = gradients
-    total = _Known.apply(total, x_ND, of_x)  # type: ignore[no-untyped-call]
-    for gradient in of_weight:
+    # Separate functions for input and weight: torch 2.11 cannot split a custom function with both
+    # for a pipeline schedule that computes gradients of inputs and of weights separately.
+    grad_x, *grad_weights = gradients
+    total = _KnownGradient.apply(total, x_ND, grad_x)  # type: ignore[no-untyped-call]
+    for gradient in grad_weights:
         zero = torch.zeros_like(losses_N[0])
-        total = total + _Known.apply(zero, weight_VD, gradient)  # type: ignore[no-untyped-call]
+        total = total + _KnownGradient.apply(  # type: ignore[no-untyped-call]
+            zero, weight_VD, gradient
+        )
     return total, losses_BT
 
 
 @torch.no_grad()
-def _in_chunks(
+def _compute_chunks(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    loss_of: Any,
-    size: int,
-    wanted: bool,
+    loss_fn: Any,
+    chunk_size: int,
+    needs_grad: bool,
     losses_N: Tensor,
 ) -> list[Tensor]:
-    """Writes ``losses_N``; if they are ``wanted`` returns the gradients of their sum, computed
-    while the logits are there: of ``x_ND``, and of the weight unless it is frozen."""
+    """Write ``losses_N``, and compute the gradients of their sum chunk by chunk.
+
+    Returns:
+        The gradient of ``x_ND``; unless it is frozen, that of the weight in float32.  An empty list
+        without ``needs_grad``.
+    """
     columns = (x_ND, targets_N, losses_N)
-    parts = zip(*(torch.split(column, size) for column in columns), strict=True)
-    if not wanted:
-        for x, targets, losses in parts:
-            losses.copy_(loss_of(F.linear(x, weight_VD)[None], targets[None])[0])
+    chunks = zip(*(torch.split(column, chunk_size) for column in columns), strict=True)
+    if not needs_grad:
+        for x, targets, losses in chunks:
+            losses.copy_(loss_fn(F.linear(x, weight_VD)[None], targets[None])[0])
         return []
     grad_x_ND = torch.empty_like(x_ND)
-    # In float32: a sum over many chunks.
+    # In float32, because it is a sum over many chunks.
     sums = [torch.zeros_like(weight_VD, dtype=torch.float32)] * weight_VD.requires_grad
     weight = weight_VD.detach().requires_grad_(weight_VD.requires_grad)
-    for (x, targets, losses), grad_x in zip(parts, torch.split(grad_x_ND, size), strict=True):
+    for (x, targets, losses), grad_x in zip(
+        chunks, torch.split(grad_x_ND, chunk_size), strict=True
+    ):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            found = loss_of(F.linear(x, weight)[None], targets[None])[0]
-            loss = found.sum()
-        here, *of_weight = torch.autograd.grad(loss, (x, *[weight] * len(sums)))
-        grad_x.copy_(here)
-        for total, gradient in zip(sums, of_weight, strict=True):
+            chunk_losses = loss_fn(F.linear(x, weight)[None], targets[None])[0]
+            loss = chunk_losses.sum()
+        chunk_grad_x, *grad_weights = torch.autograd.grad(loss, (x, *[weight] * len(sums)))
+        grad_x.copy_(chunk_grad_x)
+        for total, gradient in zip(sums, grad_weights, strict=True):
             total += gradient
-        losses.copy_(found.detach())
+        losses.copy_(chunk_losses.detach())
     return [grad_x_ND, *sums]
 
 
-class _Known(torch.autograd.Function):
-    """A scalar whose gradient is known."""
+class _KnownGradient(torch.autograd.Function):
+    """Scalar with a given gradient with respect to a tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a run tells while it trains: notes, seconds, and a record of some of its steps.
+"""Record metrics of steps, on the terminal, in ``metrics.jsonl`` and in trackers.
 
-Every rank has a `MetricLogger` and makes the same calls, because much of a record is of all ranks;
-only the first one writes.  Of what comes with every step the host waits for the device in
-`Recorder.write` alone; docs/observing.md has the exceptions.
+Every rank has a `MetricLogger` and makes the same calls, because most metrics are reduced over all
+ranks; only rank 0 writes.  The host waits for the device in `MetricLogger.log` only;
+docs/observing.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -11,296 +11,274 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
 from weft.config.errors import WeftError
-from weft.config.schema import Job
 from weft.data.dataset import Dataset
-from weft.models import load_family
-from weft.monitor.anomaly import Anomaly, AnomalyDetector, DivergenceDetector, StepResult
-from weft.monitor.device_memory import expected_of, memory_peak_gib
-from weft.monitor.event_log import EventLog, Kind
-from weft.monitor.faults import fault_point as reach
-from weft.monitor.goodput import Ledger
-from weft.monitor.heartbeat import measured
-from weft.monitor.jsonl import MAX_STEP, Tail, add_anomalies, read_tail
-from weft.monitor.layer_grad_norms import LayerNorms
+from weft.monitor.anomaly import Anomaly, AnomalyDetector, DivergenceDetector
+from weft.monitor.device_memory import memory_peak_gib, read_prediction
+from weft.monitor.event_log import EventLog
+from weft.monitor.faults import fault_point
+from weft.monitor.heartbeat import record_step_seconds
+from weft.monitor.jsonl import Tail, add_anomalies, read_tail
+from weft.monitor.layer_grad_norms import LayerGradNorms
 from weft.monitor.layer_stats import LayerStats
 from weft.monitor.log_buffer import tolerate
-from weft.monitor.source_losses import RunningMean, SourceLosses, listed
-from weft.monitor.step_record import Clock, StepRecord, rank_stats
-from weft.monitor.stragglers import Probe, Stragglers, every_rank
+from weft.monitor.source_losses import RunningMean, SourceLosses, to_list
+from weft.monitor.spans import flush_spans
+from weft.monitor.step_record import StepRecord, rank_stats
+from weft.monitor.step_timer import StepTimer, enter_phase
+from weft.monitor.stragglers import Probe, StragglerDetector, gather_rows
 from weft.monitor.trackers import Sink, open_sinks
-from weft.plan.resolve import Plan
 from weft.train.setup import Built, Rank
 from weft.train.state import TrainState
 
 
 class TrainingError(WeftError):
-    """The run cannot go on; the message says why, for people."""
-
-
-class Journal:
-    """Notes and seconds of a run, from its first moment on."""
-
-    def __init__(self, folder: Path, rank: Rank, console: Console) -> None:
-        self.folder, self.console, self._first = folder, console, rank.rank == 0
-        self._events = EventLog(folder, self.say)
-        self.ledger = Ledger(self.tail().last)
-
-    def say(self, text: str) -> None:
-        """On the terminal."""
-        if self._first:
-            self.console.print(text, soft_wrap=True)
-
-    def note(self, kind: Kind, step: int, text: str, warning: bool = False) -> None:
-        """Something happened after ``step``; on the terminal only if it is a warning."""
-        if self._first:
-            self._events.note(kind, step, text)
-        if warning:
-            self.say(f"warning: {text}")
-
-    def tail(self, step: int = MAX_STEP) -> Tail:
-        """Return what the run has recorded around ``step``, on the rank that writes."""
-        path = self.folder / "metrics.jsonl"
-        return read_tail(path, step) if self._first else Tail(None, None, [])
-
-    def flush(self) -> None:
-        """Write events that could not be written before."""
-        self._events.flush()
-
-    def close(self) -> None:
-        """Report events that are lost; later ones still can be noted."""
-        self._events.close()
+    """The run cannot continue; the message says why."""
 
 
 class MetricLogger:
-    """Records of steps.
+    """Metrics of the steps that are recorded.
 
     Args:
-        built: what is trained.
-        statistics: of layers, for the steps that somebody has asked for.
+        built: the model and its training step.
+        dataset: its sources have a loss each.
+        layer_stats: statistics of chosen steps.
+        timer: the clock of this rank.
+        events: the event log.
+        console: where rank 0 shows progress.
     """
 
     def __init__(
         self,
-        job: Job,
-        plan: Plan,
-        text: Dataset,
-        rank: Rank,
         built: Built,
-        statistics: LayerStats,
-        journal: Journal,
+        dataset: Dataset,
+        rank: Rank,
+        layer_stats: LayerStats,
+        timer: StepTimer,
+        events: EventLog,
+        console: Console,
     ) -> None:
-        self._job, self._plan, self._rank, self._journal = job, plan, rank, journal
-        self._statistics, self._engine = statistics, built.engine
-        engine = built.engine
-        self._place = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
-        self._stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-        self._layers: LayerNorms | None = None
-        if job.monitor.layer_grad_norms:
-            blocks = load_family(job.model.kind).blocks
-            self._layers = LayerNorms(built.parts, blocks, plan.pp)
-        self._sources = SourceLosses(text.shares, rank.device)
-        self._metrics = RunningMean(engine.objective.metrics, rank.device)
-        self._stragglers = Stragglers()
-        of_tokens = job.train.objective == "next_token"
-        self._learning = DivergenceDetector(math.log(plan.model.vocab_size) if of_tokens else None)
-        self._expected = expected_of(journal.folder)
-        self._anomalies: list[dict[str, Any]] = []  # that are not recorded yet
-        self._recorded: list[dict[str, Any]] = []  # that are, of steps that may be done again
-        self._norms: list[Tensor] = []
-        self._worst: list[Tensor] = []
+        self._plan = plan = built.plan
+        self._rank, self._timer, self._events, self._console = rank, timer, events, console
+        self._layer_stats, self._train_step = layer_stats, built.train_step
+        self._path = plan.run_path / "metrics.jsonl"
+        self._coordinates = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
+        self._pp_group = built.mesh.get_group("pp") if plan.pp > 1 else None
+        self._layer_grad_norms: LayerGradNorms | None = None
+        if plan.job.monitor.layer_grad_norms:
+            blocks = plan.family.blocks
+            self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks, plan.pp)
+        self._sources = SourceLosses(dataset.shares, rank.device)
+        self._metrics = RunningMean(built.train_step.objective.metrics, rank.device)
+        self._stragglers = StragglerDetector()
+        is_next_token = plan.job.train.objective == "next_token"
+        self._divergence = DivergenceDetector(
+            math.log(plan.model.vocab_size) if is_next_token else None
+        )
+        self._predicted = read_prediction(plan.run_path)
+        self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
+        self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
+        self._extra: list[Tensor] = []  # of the step, for the wait of the host
+        self._num_norms = 0
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
-        self.clock = Clock()
 
-    def open_at(self, step: int) -> None:
-        """Begin, or go back to ``step``: what was written of later ones is taken back."""
+    def open(self, step: int) -> None:
+        """Continue the records after ``step``; records of later steps are dropped."""
         self._stack.close()
-        tail = self._journal.tail(step)
-        self._journal.ledger.back_to(tail.last, tail.kept)
-        self._learning.back_to(tail.kept)
-        # An anomaly stays in the records though its step is taken back: see `drop_later`.
-        self._recorded += tail.anomalies
-        if tail.kept is None:
-            self._anomalies[:0] = tail.anomalies
-            self._recorded = []
-        self._statistics.back_to(step, self._journal.say)
-        self._sources.forget()
-        self._metrics.forget()
+        tail = read_tail(self._path, step) if self._rank.rank == 0 else Tail(None, None, [])
+        self._timer.rewind(step, tail.last, tail.current)
+        self._divergence.restore(tail.current)
+        # An anomaly stays in the records even if its step is dropped: see `drop_later`.
+        self._recorded_anomalies += tail.anomalies
+        if tail.current is None:
+            self._new_anomalies[:0] = tail.anomalies
+            self._recorded_anomalies = []
+        self._layer_stats.open(step, self._events.log)
+        self._sources.reset()
+        self._metrics.reset()
         if self._rank.rank == 0:
-            console = self._journal.console
-            self._sinks = open_sinks(
-                self._journal.folder, self._job, self._job.train.steps, step, console
-            )
+            self._sinks = open_sinks(self._plan, step, self._console)
         for sink in self._sinks:
             self._stack.enter_context(closing(sink))
 
     def close(self) -> None:
-        """End the sinks."""
+        """Close the trackers and files."""
         self._stack.close()
-        if self._anomalies and self._rank.rank == 0:
-            path = self._journal.folder / "metrics.jsonl"
-            with tolerate(path, self._journal.say):
-                add_anomalies(path, self._anomalies)
-        self._statistics.close()
-        self._journal.close()
+        if self._new_anomalies and self._rank.rank == 0:
+            with tolerate(self._path, self._events.log):
+                add_anomalies(self._path, self._new_anomalies)
+        self._layer_stats.close()
+        self._events.close()
 
-    def spent(self, kind: str) -> None:
-        """The time until now was of this kind, and not of a step."""
-        self._journal.ledger.spent(kind)
-        self.clock.restart()
+    def log_anomaly(self, anomaly: Anomaly, step: int, samples: range) -> None:
+        """Report an anomaly in the step that trains on ``samples``."""
+        self._events.add("anomaly", step - 1, f"step {step}: {anomaly}", warning=True)
+        self._new_anomalies.append(anomaly.to_dict(step, samples[0], samples[-1]))
 
-    def anomaly(self, found: Anomaly, step: int, samples: range) -> None:
-        """A step that does not count, or only the second time; ``samples``: that it was of."""
-        self._journal.note("anomaly", step - 1, f"step {step}: {found}", warning=True)
-        self._anomalies.append(found.to_dict(step, samples[0], samples[-1]))
+    def rewind(self, state: TrainState) -> None:
+        """Continue from an earlier state, because of the last anomaly."""
+        self._new_anomalies[-1] |= {"first_sample": state.samples, "back_to": state.step}
+        self.open(state.step)
 
-    def went_back(self, to: TrainState) -> None:
-        """Over the last anomaly."""
-        self._anomalies[-1] |= {"first_sample": to.samples, "back_to": to.step}
-        self.open_at(to.step)
-        self.spent("lost")
-
-    def due(self, step: int) -> bool:
-        """Whether ``step`` is to be recorded, whatever else happens after it."""
-        job = self._job
+    def is_due(self, step: int) -> bool:
+        """Return True if ``step`` is recorded: see ``monitor.log_interval``."""
+        job = self._plan.job
         return (
             step == 1
-            or due(step, job.monitor.log_interval, job.train.steps)
-            or bool(self._anomalies)
+            or is_due(step, job.monitor.log_interval, self._plan.num_steps)
+            or bool(self._new_anomalies)
         )
 
-    def look_at_gradients(self, step: int, recording: bool) -> None:
-        """Before they are clipped."""
-        self._norms = [self._layers()] if self._layers and recording else []
-        self._worst = self._engine.balance.max_load_ratio(self._stages) if recording else []
-        self._statistics.gradients(step)
+    def record_grad_norms(self, step: int, will_log: bool) -> None:
+        """Measure gradients before they are clipped; a collective if the step is recorded."""
+        self._extra, self._num_norms = [], 0
+        if will_log:
+            self._extra += self._train_step.balance.max_load_ratio(self._pp_group)
+        self._num_ratios = len(self._extra)
+        if will_log and self._layer_grad_norms is not None:
+            self._extra.append(self._layer_grad_norms.compute_norms())
+            self._num_norms = len(self._layer_grad_norms.names)
+        self._layer_stats.record_gradients(step)
 
-    def count(self) -> None:
-        """The step counts, and so do the means of its batch."""
-        self._sources.add(self._engine.loss_by_source)
-        self._metrics.add(self._engine.metrics)
+    def add_step(self) -> None:
+        """Count a step that was applied, in the means over its batches."""
+        self._sources.add(self._train_step.loss_by_source)
+        self._metrics.add(self._train_step.metrics)
 
-    def write(
+    def log(
         self,
-        at: TrainState,
+        state: TrainState,
         lr: float,
-        trial: StepResult,
-        watch: AnomalyDetector,
-        groups: int,
+        loss_and_norm: Tensor,
+        detector: AnomalyDetector,
+        num_replicas: int,
         evaluate: Callable[[], float] | None,
     ) -> float:
-        """Record the step that has just been done; every rank calls it.
+        """Record the step that has just been completed; a collective.
 
         Args:
-            lr, trial: of the step.
-            watch: ends the run here if a step since the last record was not finite.
-            groups: replica groups that took part.
-            evaluate: gives the loss of the validation set, if that is to be told, too.
+            state: the state after the step.
+            lr: learning rate of the step.
+            loss_and_norm: of the step, see `StepResult`.
+            detector: ends the run if a step since the last record had a NaN or Inf.
+            num_replicas: replica groups that took part in the step.
+            evaluate: returns the validation loss; None: it is not recorded.
 
         Returns:
-            Mean seconds of a step since the last record.
+            Mean seconds per step since the last record.
         """
         plan, device = self._plan, self._rank.device
-        # Here the host waits for the device.
-        reach("record")
+        enter_phase("device")
+        fault_point("record")
+        flush_spans()
         probe = Probe(device) if device.type == "cuda" else None
-        with self.clock.waiting_for_device():
-            means = (*self._sources.since(), *self._metrics.since())
-            values = watch.check(trial.told, *self._worst, *self._norms, *means)
-        reach("tell")
-        loss, grad_norm, *more = values
-        moe_max_load = more.pop(0) if self._worst else None
-        layers = self._layers.names if self._layers else []
-        norms, more = more[: len(layers)], more[len(layers) :]
-        of_sources, of_metrics = more[: len(self._sources)], more[len(self._sources) :]
-        times = self.clock.read()
-        self._journal.ledger.spent("productive")
-        measured(times[0])
-        data_seconds, compute_seconds = self.clock.own()
-        if probe:
-            compute_seconds = probe.seconds()
-        table = every_rank((data_seconds, compute_seconds, *self._place, memory_peak_gib(device)))
-        diverged = self._learning.check(at.step, loss, grad_norm, at.step >= self._job.train.steps)
+        means = (*self._sources.take_means(), *self._metrics.take_means())
+        loss, grad_norm, *extra = detector.wait(loss_and_norm, *self._extra, *means)
+        enter_phase("log")
+        fault_point("gather")
+        values = iter(extra)
+        moe_max_load = next(values) if self._num_ratios else None
+        layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
+        layer_norms = [next(values) for _ in range(self._num_norms)]
+        source_means = [next(values) for _ in range(len(self._sources))]
+        metric_means = list(values)
+        times = self._timer.measure()
+        record_step_seconds(times.step)
+        compute_seconds = probe.seconds() if probe else times.cpu
+        memory = memory_peak_gib(device)
+        table = gather_rows((times.stall, compute_seconds, *self._coordinates, memory))
+        diverged = self._divergence.check(state.step, loss, grad_norm, state.step >= plan.num_steps)
         if diverged is not None and diverged.begins:
-            self._journal.note("divergence", at.step, str(diverged), warning=True)
-        slow = partial(self._journal.note, "slow rank", at.step, warning=True)
-        straggler_rank, straggler_slowdown = self._stragglers.judge(
-            at.step, times[0], [row[:-1] for row in table], slow
+            self._events.add("divergence", state.step, str(diverged), warning=True)
+        straggler_rank, straggler_slowdown = self._stragglers.check(
+            state.step,
+            times.step,
+            [row[:-1] for row in table],
+            partial(self._events.add, "slow rank", state.step, warning=True),
         )
-        record = StepRecord.of(
-            step=at.step,
+        validation = self._evaluate(state.step, evaluate) if evaluate else {}
+        record = StepRecord.create(
+            step=state.step,
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,
-            tokens=at.samples * self._job.train.seq_len,
+            tokens=state.samples * plan.seq_len,
             tokens_per_step=plan.tokens_per_step,
             times=times,
-            devices=plan.world_size * groups,
+            devices=plan.world_size * num_replicas,
             flops_per_token=plan.flops_per_token,
             causal_flops_per_token=plan.causal_flops_per_token,
             peak_flops=plan.peak_flops,
             memory_peak_gib=max(row[-1] for row in table),
-            anomalies=self._new_anomalies(at.step) or None,
+            anomalies=self._take_anomalies(state.step) or None,
             straggler_rank=straggler_rank,
             straggler_slowdown=straggler_slowdown,
-            predicted_memory_gib=self._expected.get("memory_gib"),
-            predicted_step_seconds=self._expected.get("step_seconds"),
+            predicted_memory_gib=self._predicted.get("memory_gib"),
+            predicted_step_seconds=self._predicted.get("step_seconds"),
             ranks=rank_stats(table),
             moe_max_load=moe_max_load,
-            layer_grad_norms=dict(zip(layers, norms, strict=True)) or None,
-            source_losses=self._sources.named(of_sources),
-            metrics=self._metrics.named(of_metrics),
-            best_loss=self._learning.best,
+            layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
+            loss_by_source=self._sources.by_name(source_means),
+            metrics=self._metrics.by_name(metric_means),
+            best_loss=self._divergence.best,
             diverged_since=None if diverged is None else diverged.since,
-            **(self._validation_metrics(at.step, evaluate) if evaluate else {}),
-            time_breakdown=dict(self._journal.ledger.seconds),
+            time_breakdown=self._timer.time_breakdown(),
+            **validation,
         )
-        self._anomalies = []
         for sink in self._sinks:
             sink.write(record)
-        self._journal.flush()
-        return times[0]
+        self._events.flush()
+        return times.step
 
-    def _new_anomalies(self, step: int) -> list[dict[str, Any]]:
-        """Return those that are not recorded yet: a resumed run may meet the same ones again."""
+    def _take_anomalies(self, step: int) -> list[dict[str, Any]]:
+        """Return the new anomalies without those that an earlier start has recorded."""
         new = []
-        for one in self._anomalies:
-            if one not in self._recorded:
-                new.append(one)
-                self._recorded.append(one)
-        self._recorded = [one for one in self._recorded if one["step"] > step]
+        for anomaly in self._new_anomalies:
+            if anomaly not in self._recorded_anomalies:
+                new.append(anomaly)
+                self._recorded_anomalies.append(anomaly)
+        self._recorded_anomalies = [a for a in self._recorded_anomalies if a["step"] > step]
+        self._new_anomalies = []
         return new
 
-    def _validation_metrics(self, step: int, evaluate: Callable[[], float]) -> dict[str, Any]:
-        """Of a record what tells of the validation set."""
-        reach("evaluate")
-        loss = finite(evaluate(), "validation loss")
-        losses = self._sources.named(listed(self._sources.means(self._engine.loss_by_source)))
-        if losses:  # a source may have had fewer sequences than its share
+    def _evaluate(self, step: int, evaluate: Callable[[], float]) -> dict[str, Any]:
+        """Evaluate; return the fields of the record."""
+        enter_phase("evaluate")
+        fault_point("evaluate")
+        loss = check_finite(evaluate(), "validation loss")
+        losses = self._sources.by_name(
+            to_list(self._sources.reduce_means(self._train_step.loss_by_source))
+        )
+        if losses:  # a source may have fewer validation sequences than its share
             loss = self._sources.mean(losses)
-        metrics = self._metrics.named(listed(self._metrics.means(self._engine.metrics)))
-        self._journal.ledger.spent("evaluating")
-        self._journal.note("evaluation", step, f"validation loss {loss:.4f}")
-        return {"eval_loss": loss, "source_eval_losses": losses, "eval_metrics": metrics}
+        metrics = self._metrics.by_name(
+            to_list(self._metrics.reduce_means(self._train_step.metrics))
+        )
+        enter_phase("log")
+        self._events.add("evaluation", step, f"validation loss {loss:.4f}")
+        return {"eval_loss": loss, "eval_loss_by_source": losses, "eval_metrics": metrics}
 
 
-def due(step: int, interval: int, last: int) -> bool:
-    """Whether something that happens every ``interval`` steps (0: never) and at the end is due."""
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Return True every ``interval`` steps (0: never), and at the last step."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def finite(value: float, what: str) -> float:
-    """``value``; nothing is recorded or saved once it is not a number any more."""
+def check_finite(value: float, what: str) -> float:
+    """Return ``value``.
+
+    Raises:
+        TrainingError: if it is NaN or Inf, so that nothing more is recorded or saved.
+    """
     if not math.isfinite(value):
         raise TrainingError(
-            f"the {what} is {value}; nothing of this step was recorded or saved: "
-            "try a lower --optim.lr, or --precision.compute_dtype float32"
+            f"the {what} is {value}; nothing of this step was recorded or saved. Try a lower "
+            "--optim.lr, or --precision.compute_dtype float32"
         )
     return value

@@ -1,25 +1,25 @@
-"""What a run minimises, as a function of each token's loss.
+"""Objectives: what a run minimizes, as a function of each token's loss.
 
-Every layout gives the engine the same thing: the cross-entropy of each token of a microbatch, whole
-on every rank of a tensor-parallel group, on the ranks that have the last stage.  An objective makes
-of them a loss for each row, and says how much each row counts; the engine divides the sum over all
-rows of the global batch by the sum of those counts, once.  So an objective knows nothing of ranks,
-microbatches and stages, and cannot depend on them, as long as it looks at one row at a time.  What
-belongs together is therefore put into one row: see `weft.data.loader.Pairs`.
+In every layout `TrainStep` computes the cross-entropy of each token of a microbatch, on the ranks
+that have the last stage and the same on all ranks of a tensor-parallel group.  An objective turns
+it into a loss per sequence, and returns how much each sequence counts.  `TrainStep` divides the sum
+over the global batch by the sum of these counts, once.  An objective therefore knows no ranks,
+microbatches or stages, as long as it computes each sequence alone; what belongs together is in one
+sequence: see `weft.data.loader.Pairs`.
 
-*DPO* (Rafailov et al., arXiv:2305.18290, equation 7) wants the chosen answer y to gain more
-probability against the initial model than the rejected one z does:
+*DPO* (Rafailov et al., arXiv:2305.18290, equation 7) raises the probability of the chosen answer y
+against the initial model more than that of the rejected answer z:
 
     -log sigmoid(beta ((log p(y) - log p0(y)) - (log p(z) - log p0(z))))
 
-log p of an answer is minus the sum of its tokens' losses.  log p0 does not change while training:
-`weft.train.reference_logprobs` asks the initial model once, before the first step, and keeps two
-numbers for each pair in the run's folder, so that no second model takes memory or time afterwards.
+The log-probability of an answer is minus the sum of its tokens' losses.  log p0 does not change
+during training: `weft.train.reference_logprobs` computes it once, before the first step, and saves
+two numbers per pair in the run directory, so no second model needs memory or time.
 
-One of your own is a function that ``train.objective = "module:function"`` names: it takes the
-section `train` and returns an `Objective`.
+A user's objective is a function that takes the section `train` and returns an `Objective`;
+``train.objective = "module:function"`` names it.
 
-Shapes: B rows, T tokens of a row, M metrics.
+Shapes: B sequences, T tokens of a sequence, M metrics.
 """
 
 from __future__ import annotations
@@ -36,72 +36,72 @@ from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch
 
 
-class Losses(NamedTuple):
-    """Of each row: its loss, summed over what it counts for, (B,); and metrics, summed likewise,
-    (B, M), which no gradient goes through."""
+class SequenceLosses(NamedTuple):
+    """Loss and metrics of each sequence, as sums over what the sequence counts for."""
 
     loss_B: Tensor
-    metrics_BM: Tensor
+    metrics_BM: Tensor  # without gradient
 
 
 class Objective(NamedTuple):
     """An objective.
 
     Attributes:
-        counts: how much each row counts: its targets, or 1 for a pair; (B,), 0 without targets.
-        losses: of each token's cross-entropy in nats, float32 (B, T), 0 where there is no target.
-        metrics: names of what `Losses.metrics_BM` has; each is told as a mean over the counts.
-        sums_tokens: the loss of a row is the sum of its tokens' losses, and nothing else.  Only
-            then may logits be computed for some tokens at a time, and rows be cut over ranks.
-        references: whether batches need the initial model's log-probabilities.
+        counts: returns how much each sequence counts, (B,): its targets, or 1 for a pair; 0
+            without targets.
+        losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target.
+        metrics: names of the metrics; weft logs each as a mean over the counts.
+        is_token_sum: True if a sequence's loss is the sum of its tokens' losses.  Only then can
+            logits be computed for some tokens at a time, and sequences be split over ranks.
+        needs_references: True if batches need log-probabilities of the initial model.
     """
 
     counts: Callable[[Batch], Tensor]
-    losses: Callable[[Tensor, Batch], Losses]
+    losses: Callable[[Tensor, Batch], SequenceLosses]
     metrics: tuple[str, ...] = ()
-    sums_tokens: bool = False
-    references: bool = False
+    is_token_sum: bool = False
+    needs_references: bool = False
 
 
 def next_token(section: TrainSection) -> Objective:
-    """The mean cross-entropy of all targets, in nats per token."""
+    """Return the mean cross-entropy of all targets, in nats per token."""
 
-    def losses(losses_BT: Tensor, batch: Batch) -> Losses:
+    def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         loss_B = losses_BT.sum(1)
-        return Losses(loss_B, loss_B.new_empty(len(loss_B), 0))
+        return SequenceLosses(loss_B, loss_B.new_empty(len(loss_B), 0))
 
-    return Objective(targets_of_rows, losses, sums_tokens=True)
+    return Objective(count_targets, losses, is_token_sum=True)
 
 
-def targets_of_rows(batch: Batch) -> Tensor:
-    """Targets with a loss: int64 (B,)."""
+def count_targets(batch: Batch) -> Tensor:
+    """Return the number of targets of each sequence, int64 (B,)."""
     return (batch.targets_BT != IGNORE_INDEX).sum(1)
 
 
 def dpo(section: TrainSection) -> Objective:
-    """Direct preference optimisation, in nats per pair."""
+    """Return direct preference optimization, in nats per pair."""
     beta = section.dpo_beta
 
-    def losses(losses_BT: Tensor, batch: Batch) -> Losses:
+    def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         assert batch.references_B2 is not None
-        rewards_B2 = beta * (answers(losses_BT, batch) - batch.references_B2)
+        rewards_B2 = beta * (answer_logprobs(losses_BT, batch) - batch.references_B2)
         margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
-        count_B = pairs(batch)
-        told = (margin_B, (margin_B > 0).float(), rewards_B2[:, 0], rewards_B2[:, 1])
-        metrics_BM = torch.stack(told, dim=1).detach() * count_B[:, None]
-        return Losses(-F.logsigmoid(margin_B) * count_B, metrics_BM)
+        count_B = count_pairs(batch)
+        metrics = (margin_B, (margin_B > 0).float(), rewards_B2[:, 0], rewards_B2[:, 1])
+        metrics_BM = torch.stack(metrics, dim=1).detach() * count_B[:, None]
+        return SequenceLosses(-F.logsigmoid(margin_B) * count_B, metrics_BM)
 
     names = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
-    return Objective(pairs, losses, names, references=True)
+    return Objective(count_pairs, losses, names, needs_references=True)
 
 
-def pairs(batch: Batch) -> Tensor:
-    """1 for each row that is a pair, 0 for one that only fills a batch: int64 (B,)."""
+def count_pairs(batch: Batch) -> Tensor:
+    """Return 1 for each sequence that is a pair, 0 for padding, int64 (B,)."""
     return (batch.targets_BT != IGNORE_INDEX).any(1).long()
 
 
-def answers(losses_BT: Tensor, batch: Batch) -> Tensor:
-    """Log-probabilities of the chosen and the rejected answer of each row: (B, 2)."""
+def answer_logprobs(losses_BT: Tensor, batch: Batch) -> Tensor:
+    """Return the log-probabilities of the chosen and the rejected answer, (B, 2)."""
     assert batch.documents_BT is not None
     both = [(losses_BT * (batch.documents_BT == document)).sum(1) for document in (0, 1)]
     return -torch.stack(both, dim=1)
@@ -111,5 +111,5 @@ OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {"next_token": next
 
 
 def build_objective(section: TrainSection) -> Objective:
-    """The objective that ``train.objective`` names."""
+    """Return the objective of ``train.objective``."""
     return lookup(section.objective, OBJECTIVES)(section)

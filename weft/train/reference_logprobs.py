@@ -1,7 +1,8 @@
-"""What the initial model thinks of each pair of answers, asked once and kept.
+"""Log-probabilities of preference pairs under the initial model.
 
-Two numbers for each pair lie in the run's folder, in a file that is named after the pairs: a run
-that goes on reads them, as its model is not the initial one any more.
+They are computed once and saved in the run directory: two numbers per pair, in a file whose name
+has the hash of the pairs.  A resumed run reads
+the file, because its model is no longer the initial one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -20,104 +20,109 @@ from xxhash import xxh3_64_hexdigest
 
 from weft.checkpoint.manifest import CheckpointError
 from weft.config.files import write_durably
-from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.token_store import SplitName
-from weft.parallel.mesh import Mesh
-from weft.plan.resolve import Plan
-from weft.train.objectives import Losses, answers, pairs
-from weft.train.step import TrainStep
+from weft.train.objectives import SequenceLosses, answer_logprobs, count_pairs
+from weft.train.setup import Built
 
 
 def with_references(
-    job: Job,
-    plan: Plan,
-    text: Dataset,
+    built: Built,
+    dataset: Dataset,
     mixtures: dict[SplitName, Mixture],
-    engine: TrainStep,
-    mesh: Mesh,
     step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[SplitName, Mixture]:
-    """The mixtures, whose samples are `Pairs`, with the initial model's log-probabilities.
+    """Add log-probabilities of the initial model to mixtures of `Pairs`.
 
-    Every rank calls it.
+    Every rank calls this function.
 
     Args:
-        mixtures: by split.
-        step: that the engine's model is at; they are computed at 0, and read later.
+        built: the model.
+        dataset: the dataset of the mixtures.
+        mixtures: mixtures by split.
+        step: completed steps: the file is written at step 0 and read later.
+        log: receives a message before the computation.
 
     Raises:
-        CheckpointError: they are gone.
+        CheckpointError: if the file is missing after step 0.
     """
-    made_of = [text.fingerprint, job.train.seq_len, job.data.overlong]
-    name = f"references-{xxh3_64_hexdigest(repr(made_of).encode())}.npy"
-    file = Path(plan.run_dir) / name
-    lengths = [len(of) for mixture in mixtures.values() for of in mixture.sources]
-    # One decision for all ranks, of which others may not see the folder.
-    kept: list[Tensor | None] = [None]
+    job = built.plan.job
+    content_key = [dataset.fingerprint, built.plan.seq_len, job.data.overlong]
+    name = f"references-{xxh3_64_hexdigest(repr(content_key).encode())}.npy"
+    file = built.plan.run_path / name
+    lengths = [len(samples) for mixture in mixtures.values() for samples in mixture.sources]
+    # Rank 0 decides, because other ranks may not see the directory.
+    saved: list[Tensor | None] = [None]
     if dist.get_rank() == 0 and file.exists():
-        kept[0] = torch.from_numpy(np.load(file))
-    dist.broadcast_object_list(kept, src=0)
-    found = kept[0]
-    if found is None and step:
-        rule = "is gone, which has the initial model's log-probabilities"
-        raise CheckpointError(f"{file}: {rule}; put it back, or start again in another --run.dir")
-    if found is None:
-        say(f"asking the initial model for the log-probabilities of {sum(lengths):,} pairs")
-        each = [
-            log_probs(engine, cast(Pairs, of), plan, mesh)
+        saved[0] = torch.from_numpy(np.load(file))
+    dist.broadcast_object_list(saved, src=0)
+    references = saved[0]
+    if references is None and step:
+        raise CheckpointError(
+            f"{file}: the log-probabilities of the initial model are missing. Restore the file, or "
+            "start again with another --run.dir."
+        )
+    if references is None:
+        log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")
+        computed = [
+            log_probs(built, cast(Pairs, samples))
             for mixture in mixtures.values()
-            for of in mixture.sources
+            for samples in mixture.sources
         ]
-        found = torch.cat(each).cpu()
+        references = torch.cat(computed).cpu()
         if dist.get_rank() == 0:
             content = io.BytesIO()
-            np.save(content, found.numpy())
+            np.save(content, references.numpy())
             file.parent.mkdir(parents=True, exist_ok=True)
             write_durably(file, content.getbuffer())
-    parts = iter(torch.split(found, lengths))
+    chunks = iter(torch.split(references, lengths))
     return {
         split: Mixture(
-            [replace(cast(Pairs, of), references=next(parts)) for of in mixture.sources],
+            [replace(cast(Pairs, pairs), references=next(chunks)) for pairs in mixture.sources],
             mixture.shares,
         )
         for split, mixture in mixtures.items()
     }
 
 
-def log_probs(engine: TrainStep, samples: Pairs, plan: Plan, mesh: Mesh) -> Tensor:
-    """Log-probabilities of both answers of all pairs, in nats: float32 (pairs, 2), on all ranks.
+def log_probs(built: Built, samples: Pairs) -> Tensor:
+    """Compute the log-probabilities of both answers of all pairs.
 
-    An evaluation like any other, in which each row carries its number.
+    Every rank calls this function and gets all pairs.  In this evaluation each sequence has its
+    index in place of references.
+
+    Returns:
+        float32 (pairs, 2), in nats.
     """
-    found = torch.zeros(len(samples), 2, device=engine.device)
-    numbers_N2 = torch.arange(len(samples), dtype=torch.float64)[:, None].expand(-1, 2)
+    train_step = built.train_step
+    result = torch.zeros(len(samples), 2, device=train_step.device)
+    indices_N2 = torch.arange(len(samples), dtype=torch.float64)[:, None].expand(-1, 2)
 
-    def keep(losses_BT: Tensor, batch: Batch) -> Losses:
-        if engine.tells:
-            whole_B = pairs(batch).bool()  # others only fill the batch
-            numbers_B2 = cast(Tensor, batch.references_B2)
-            found[numbers_B2[whole_B, 0].long()] = answers(losses_BT, batch)[whole_B]
+    def record_answers(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
+        if train_step.owns_loss:
+            is_pair_B = count_pairs(batch).bool()  # the other sequences pad the batch
+            indices_B2 = cast(Tensor, batch.references_B2)
+            result[indices_B2[is_pair_B, 0].long()] = answer_logprobs(losses_BT, batch)[is_pair_B]
         loss_B = losses_BT.sum(1)
-        return Losses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
+        return SequenceLosses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
-    objective, by_source = engine.objective, engine.loss_by_source
-    engine.objective = objective._replace(losses=keep)
-    engine.loss_by_source = None  # of one source, which is not told which it is
+    objective, by_source = train_step.objective, train_step.loss_by_source
+    train_step.objective = objective._replace(losses=record_answers)
+    train_step.loss_by_source = None
     try:
-        engine.evaluate(
+        train_step.evaluate(
             evaluation_batches(
-                Mixture([replace(samples, references=numbers_N2)]),
+                Mixture([replace(samples, references=indices_N2)]),
                 num_sequences=len(samples),
-                dp_rank=mesh.dp_rank,
-                dp_size=plan.dp_size,
-                microbatch_size=plan.microbatch_size,
+                dp_rank=built.mesh.dp_rank,
+                dp_size=built.plan.dp_size,
+                microbatch_size=built.plan.microbatch_size,
             )
         )
     finally:
-        engine.objective, engine.loss_by_source = objective, by_source
+        train_step.objective, train_step.loss_by_source = objective, by_source
     if dist.get_world_size() > 1:
-        dist.all_reduce(found)
-    return found
+        dist.all_reduce(result)
+    return result

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it, and what is written there about where it runs."""
+"""Lock of a run directory, and the description of the plan and machine in it."""
 
 from __future__ import annotations
 
@@ -23,37 +23,42 @@ from weft.train.setup import detect_machine
 
 
 @contextmanager
-def owning(folder: Path, taken: ConfigError, shared: bool = False) -> Iterator[None]:
-    """Hold a folder's lock: two processes that write into it would undo each other's work.
+def lock_directory(directory: Path, in_use: ConfigError, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a directory that only one process may write to.
 
-    The kernel frees it when the process ends, however that happens.
+    The kernel releases the lock when the process ends.
 
     Args:
-        taken: what to say if another process holds it.
-        shared: with others that hold it shared.
+        directory: the directory; created if it does not exist.
+        in_use: the error if another process holds the lock.
+        shared: True: share the lock with other processes that share it.
+
+    Raises:
+        InvalidConfig: if another process holds the lock.
+        WeftError: if the directory cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("a+")
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(directory, error) from error
     with file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidConfig([taken]) from error
+            raise InvalidConfig([in_use]) from error
         yield
 
 
-def unwritable(folder: Path, error: OSError) -> WeftError:
-    """What to say of a folder that turned out not to take what was written."""
-    return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
+def unwritable_error(directory: Path, error: OSError) -> WeftError:
+    """Return the error that a file in a directory cannot be written."""
+    return WeftError(f"{error.filename or directory}: cannot be written: {error.strerror}")
 
 
-def write_plan(folder: Path, plan: Plan) -> None:
-    """``plan.json`` and ``environment.json``: what was derived, and what it ran on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / "plan.json", plan.to_json() + "\n")
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    """Write ``plan.json``, and ``environment.json`` with software and hardware."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_text(run_dir / "plan.json", plan.to_json() + "\n")
     environment: dict[str, Any] = {
         "weft": weft.__version__,
         "torch": torch.__version__,
@@ -66,25 +71,27 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "command": sys.argv,
         "git": _git_commit(),
     }
-    write_json(folder / "environment.json", environment, indent=2)
+    write_json(run_dir / "environment.json", environment, indent=2)
 
 
 def _memory_gib(device: str) -> float | None:
-    """Of one GPU, or of the host; None if there is no GPU."""
+    """Return the memory of one GPU or of the host; None if there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
     return (detect_machine(device).memory_bytes or 0) / GIB
 
 
 def _git_commit() -> str | None:
-    """The commit of weft's own checkout ('-dirty' with changes), None where it is installed or
-    there is no git."""
-    folder = Path(weft.__file__).parent.parent
-    if not (folder / ".git").exists():
+    """Return the commit of weft's checkout, with '-dirty' if it has changes.
+
+    None if weft is installed as a package, or git is not available.
+    """
+    checkout = Path(weft.__file__).parent.parent
+    if not (checkout / ".git").exists():
         return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None

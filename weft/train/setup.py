@@ -1,7 +1,7 @@
-"""From a Plan to live objects: ranks, devices, model and optimizer.
+"""Build a Plan on this rank: process group, device, model and optimizer.
 
-Who a process is among others is asked here, in `weft.train.environment`, `weft.train.job_checks`
-and by the launchers only.
+Environment variables of a launcher are read here, in `weft.train.environment`, in
+`weft.train.job_checks` and in `weft.cluster` only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from torch.optim import Optimizer
 from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import lookup
-from weft.config.schema import Job
-from weft.models import load_family
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
-from weft.monitor.layer_stats import LayerStats, layers_of
+from weft.monitor.layer_stats import LayerStats, select_layers
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_model_parts
@@ -42,19 +40,19 @@ from weft.parallel.private_hooks import configure_flight_recorder
 from weft.plan.resolve import Machine, Plan
 from weft.train.step import TrainStep
 
-# --------------------------------------------------------------------------- before anything starts
+# --------------------------------------------------------------------------- before the start
 
 
 def joined() -> bool:
-    """Whether a launcher (torchrun and its like) has already made this process a rank."""
+    """Return True if a launcher such as torchrun has made this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def detect_machine(device: str) -> Machine:
-    """What there is to run on; ``device`` is the value of ``run.device``.
+    """Return the hardware of this host; ``device`` is the value of ``run.device``.
 
     Raises:
-        InvalidConfig: if cuda is asked for and there is none.
+        InvalidConfig: if ``device`` is cuda and there is none.
     """
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
@@ -77,9 +75,9 @@ def detect_machine(device: str) -> Machine:
 
 
 def _capability() -> tuple[int, int]:
-    found = torch.cuda.get_device_capability(0)
-    # AMD counts otherwise: its 9.4 (MI300) is the first with float8.
-    return (0, 0) if torch.version.hip and found < (9, 4) else found
+    capability = torch.cuda.get_device_capability(0)
+    # AMD numbers its devices differently: 9.4 (MI300) is the first with float8.
+    return (0, 0) if torch.version.hip and capability < (9, 4) else capability
 
 
 # --------------------------------------------------------------------------- the ranks
@@ -87,7 +85,7 @@ def _capability() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the others."""
+    """Rank and device of this process."""
 
     rank: int
     local_rank: int
@@ -95,14 +93,14 @@ class Rank:
     device: torch.device
 
 
-def _meeting() -> dict[str, Any]:
-    """Where the ranks meet, as arguments of init_process_group; empty: as torch does it."""
+def _rendezvous() -> dict[str, Any]:
+    """Return arguments of init_process_group; none if torch's own rendezvous suffices."""
     if not joined():
-        alone: Any = dist
-        return {"store": alone.HashStore(), "rank": 0, "world_size": 1}
+        untyped: Any = dist
+        return {"store": untyped.HashStore(), "rank": 0, "world_size": 1}
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return {}  # the launcher has a store
+        return {}  # the launcher serves the store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = create_tcp_store(host, port, rank == 0, size)
     return {"store": store, "rank": rank, "world_size": size}
@@ -110,27 +108,28 @@ def _meeting() -> dict[str, Any]:
 
 @contextmanager
 def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
-    """Join the process group (of one, if need be) and leave it at the end.
+    """Initialize the process group, also of one process; destroy it at the end.
 
     Args:
-        deterministic: whether all that is computed inside is the same to the bit every time.
+        plan: decides the device and the number of threads.
+        deterministic: give the same bits every time, or raise an error.
     """
     if deterministic:
-        be_deterministic()
+        enable_determinism()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    meeting = _meeting()
+    rendezvous = _rendezvous()
     configure_flight_recorder(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
-        # A scheduler may show each rank nothing but its own GPU.
+        # A scheduler may make only its own GPU visible to each rank.
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-        # gloo beside NCCL: what ranks tell each other about checkpoints needs no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
+        # gloo in addition to NCCL, for collectives of checkpoints on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(plan.num_threads)
         keep_freed_memory()
-        dist.init_process_group("gloo", **meeting)
+        dist.init_process_group("gloo", **rendezvous)
     try:
         with fastest_attention(device, deterministic):
             yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
@@ -138,13 +137,13 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         dist.destroy_process_group()
 
 
-def be_deterministic() -> None:
-    """Let operators give the same bits every time, or raise where they cannot; before CUDA starts.
+def enable_determinism() -> None:
+    """Make operators give the same bits every time, or raise an error.
 
-    What is not initialised is not filled: nothing of weft's reads it, and it costs time.
+    Call this function before CUDA starts.  Uninitialized memory is not filled, because weft never
+    reads it and filling costs time.
     """
-    # Two buffers of a size that does not depend on timing: NVIDIA's cuBLAS documentation, 'Results
-    # reproducibility'.
+    # Two workspaces of fixed size: NVIDIA's cuBLAS documentation, 'Results reproducibility'.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -155,11 +154,11 @@ def be_deterministic() -> None:
 def fastest_attention(
     device: torch.device, deterministic: bool = False
 ) -> AbstractContextManager[None]:
-    """In this context attention without a mask takes the fastest kernel that is there.
+    """Return a context in which attention without a mask uses the fastest kernel.
 
-    By itself PyTorch prefers FlashAttention 2, which was written for Ampere; from Hopper on
-    cuDNN's is faster.  What a kernel cannot do goes to the next.  Of those with a backward pass
-    that gives the same bits every time, FlashAttention is.
+    PyTorch prefers FlashAttention 2, which was written for Ampere; from Hopper on cuDNN's kernel is
+    faster.  A kernel that does not support an input passes it to the next.  FlashAttention is the
+    kernel whose backward pass is deterministic.
     """
     if deterministic and device.type == "cuda":
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
@@ -171,84 +170,102 @@ def fastest_attention(
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees: the next one needs it again.
+    """Make glibc keep the memory that a step frees, for the next step.
 
-    glibc gives blocks of some MiB, and the end of its heap, back to the system as soon as they are
-    free, and to have them again costs a page fault for every 4 KiB: with FSDP up to a tenth of a
-    step.  Only the kernel's count of what is resident is larger for it, not its peak.  CUDA has an
-    allocator of torch's own, which does so anyway; other C libraries have no such switch.
+    glibc returns blocks of some MiB, and the end of its heap, to the system as soon as they are
+    free.  Allocating them again costs a page fault per 4 KiB, with FSDP up to a tenth of a step.
+    The resident memory grows, its peak does not.  On CUDA torch's own allocator keeps memory; other
+    C libraries have no such option.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         trim_threshold, mmap_threshold = -1, -3  # of <malloc.h>
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        mallopt(mmap_threshold, 32 << 20)  # the maximum
 
 
-# --------------------------------------------------------------------------- what is trained
+# --------------------------------------------------------------------------- the model
 
 
 class Built(NamedTuple):
-    """What this rank trains."""
+    """Model, training step and optimizer of this rank."""
 
-    parts: list[nn.Module]  # of the model: one, or one for each of its pipeline stages
+    plan: Plan
+    model_parts: list[nn.Module]  # the model, or one part for each of this rank's pipeline stages
     mesh: Mesh
-    engine: TrainStep
+    train_step: TrainStep
     optimizer: Optimizer
-    decay: Decay
+    lr_decay: Decay  # of the learning rate, by ``optim.schedule``
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The pipeline-parallel group; None without pipeline parallelism."""
+        return self.mesh.get_group("pp") if self.plan.pp > 1 else None
 
 
-def build(job: Job, plan: Plan, rank: Rank) -> Built:
-    """Model, optimizer and learning-rate decay of this rank.
+def build(plan: Plan, rank: Rank) -> Built:
+    """Build the model, the optimizer and the training step of this rank.
 
     The initial weights are the same in every layout.
     """
+    job = plan.job
     random.seed(job.train.seed)
     torch.manual_seed(job.train.seed)
-    family = load_family(job.model.kind)
+    family = plan.family
     mesh = build_mesh(plan)
     name_groups(axis_by_group_name(mesh))
-    parts = build_model_parts(job, plan, mesh, family)
-    for part in parts:
+    model_parts = build_model_parts(plan, mesh, family)
+    for part in model_parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
 
-    def own(name: str) -> Init:
+    def get_init(name: str) -> Init:
         return family.get_init(name, plan.model)
 
     init_params(
-        chain(trainable_parameters(parts), frozen_parameters(parts), persistent_buffers(parts)),
+        chain(
+            trainable_parameters(model_parts),
+            frozen_parameters(model_parts),
+            persistent_buffers(model_parts),
+        ),
         job.train.seed,
-        lambda name: adapter_init(name, own),
+        lambda name: adapter_init(name, get_init),
     )
     optimizer = build_optimizer(
-        trainable_parameters(parts),
+        trainable_parameters(model_parts),
         job.optim,
         lookup(job.optim.name, OPTIMIZERS),
         family.has_weight_decay,
-        {param for part in parts for block in family.blocks(part) for param in block.parameters()},
+        {
+            param
+            for part in model_parts
+            for block in family.blocks(part)
+            for param in block.parameters()
+        },
     )
-    engine = TrainStep(parts, family, job, plan, mesh, rank.device)
-    return Built(parts, mesh, engine, optimizer, lookup(job.optim.schedule, SCHEDULES))
+    train_step = TrainStep(model_parts, family, plan, mesh, rank.device)
+    decay = lookup(job.optim.schedule, SCHEDULES)
+    return Built(plan, model_parts, mesh, train_step, optimizer, decay)
 
 
 def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
-    """Give the parameters of a part on the meta device their memory, uninitialised."""
+    """Allocate uninitialized memory for the parameters of a part on the meta device."""
     part.to_empty(device="cpu" if cpu_offload else device)
-    if cpu_offload:  # parameters travel to the device when they are used, buffers stay there
+    if cpu_offload:  # FSDP copies parameters to the device on use; buffers stay on the device
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
 
-def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> LayerStats:
-    """This rank's statistics of the steps of ``debug.layer_stats_steps``."""
-    blocks = load_family(job.model.kind).blocks
-    stages = (
-        plan.pipeline.stages_on_rank(mesh.coordinates["pp"]) if plan.pipeline is not None else [0]
-    )
+def open_layer_stats(built: Built) -> LayerStats:
+    """Return this rank's statistics of the steps of ``debug.layer_stats_steps``."""
+    plan, model_parts = built.plan, built.model_parts
+    blocks = plan.family.blocks
+    stages = [0]
+    if plan.pipeline is not None:
+        stages = plan.pipeline.stages_on_rank(built.mesh.coordinates["pp"])
     layers = [
-        (stage, layers_of(part, set(blocks(part))))
-        for stage, part in zip(stages, parts, strict=True)
+        (stage, select_layers(part, set(blocks(part))))
+        for stage, part in zip(stages, model_parts, strict=True)
     ]
-    path = Path(plan.run_dir) / "statistics.jsonl"
-    params = dict(trainable_parameters(parts))
-    return LayerStats(job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)
+    path = plan.run_path / "statistics.jsonl"
+    params = dict(trainable_parameters(model_parts))
+    return LayerStats(plan.job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)

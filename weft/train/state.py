@@ -1,4 +1,4 @@
-"""How far a run is, and where its checkpoints let it go on."""
+"""The state of a run, and how it is restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -33,187 +33,205 @@ from weft.plan.resolve import Plan
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is: optimizer steps done, and sequences consumed.
+    """State that changes with every step, except weights and optimizer state.
 
-    ``samples`` alone decides which data comes next, whatever the batch and the layout become.
-    ``watch`` is what the watch for anomalies knows: see `weft.monitor.anomaly`.  ``base`` is the
-    name of the checkpoint beside the run's own that has the weights which are not trained; empty if
-    there are none, or if they follow from the seed.
+    Attributes:
+        step: completed optimizer steps.
+        samples: sequences that were consumed or skipped.  This alone decides which data is next,
+            for any batch size and layout.
+        anomaly_state: see `weft.monitor.anomaly.AnomalyDetector.state`.
+        base: name of the checkpoint with the frozen parameters; empty if there are none, or if they
+            follow from the seed.
     """
 
     step: int
     samples: int
-    watch: Mapping[str, Any] = field(default_factory=dict)
+    anomaly_state: Mapping[str, Any] = field(default_factory=dict)
     base: str = ""
 
-    def manifest(self, plan: Plan, text: Dataset) -> dict[str, Any]:
-        """What a checkpoint says of itself, as JSON values."""
+    def manifest(self, plan: Plan, dataset: Dataset) -> dict[str, Any]:
+        """Return the manifest of a checkpoint without its table of contents: JSON values."""
         return {
             "step": self.step,
             "samples": self.samples,
-            "watch": self.watch,
+            "anomaly_state": self.anomaly_state,
             **({"base": self.base} if self.base else {}),
-            "data": text.fingerprint,
+            "data": dataset.fingerprint,
             "mesh": plan.axis_sizes,
             "weft": weft.__version__,
             "torch": torch.__version__,
         }
 
 
-def checkpoint_dir(value: str, run: Path) -> Path:
-    """Where the checkpoints of the run in folder ``run`` lie, by the value of checkpoint.dir."""
-    return run / "checkpoints" if value == "auto" else open_directory(value)
+def checkpoint_dir(value: str, run_dir: Path) -> Path:
+    """Return the directory of a run's checkpoints; ``value``: ``checkpoint.dir``."""
+    return run_dir / "checkpoints" if value == "auto" else open_directory(value)
 
 
 def resume(
-    folder: Path,
-    local: str,
-    parts: list[nn.Module],
+    directory: Path,
+    local_dir: str,
+    model_parts: list[nn.Module],
     optimizer: Optimizer,
-    warn: Callable[[str], None],
-    frozen: bool = True,
+    log: Callable[[str], None],
+    load_frozen: bool = True,
 ) -> TrainState:
-    """Load the newest intact checkpoint of a run; return where the run is then.
+    """Load the newest intact checkpoint of a run; return its state.
 
-    Damaged checkpoints are renamed once an intact one is loaded, never before: until then they are
-    all that is left of the run.  Weights that are not trained come from the checkpoint of step 0,
-    which has all weights.
+    Damaged checkpoints are renamed after an intact one is loaded, never before: until then they
+    are all that is left of the run.  Frozen parameters come from the checkpoint of step 0, which
+    has all parameters.
 
     Args:
-        folder: the run's checkpoints. local: the value of checkpoint.local_dir; the nodes' state is
-        taken if it is as new or newer.
-        warn: called with what is damaged, on every rank.
-        frozen: load the weights that are not trained, too.
+        directory: directory of the run's checkpoints.
+        local_dir: ``checkpoint.local_dir``; local checkpoints are used if they are as new or newer.
+        model_parts: this rank's parts of the model.
+        optimizer: the optimizer.
+        log: receives warnings, on every rank.
+        load_frozen: also load the frozen parameters.
 
     Raises:
         CheckpointError: if the run has trained steps and none of its checkpoints is intact: every
             time, until a person decides to start over.
     """
-    # One decision for all ranks, each of which might see the folder at another moment.
-    found, resumed, lost = run_on_rank_0(lambda: _survey(folder), f"{folder}: could not be read")
-    base = base_checkpoint(found, parts)
-    if frozen and base is None and any(True for _ in frozen_parameters(parts)):
-        rule = "the weights that adapters are trained to are random: there is no checkpoint"
-        warn(f"{rule} of step 0, as weft import makes one")
-    if base is not None and frozen:
-        load_frozen_params(base, parts)
-    at_home = [path for path in found if path != base]
-    # Before the first one it is not known whether what lies there is of the same model and text.
-    on_nodes = local_run_dir(local, folder) if at_home or resumed else None
-    kept = list_local_steps(on_nodes, folder) if on_nodes else []
+    # Rank 0 decides, because ranks could see the directory at different moments.
+    found, resumed, lost = run_on_rank_0(
+        lambda: _survey(directory), f"{directory}: could not be read"
+    )
+    base = base_checkpoint(found, model_parts)
+    if load_frozen and base is None and any(True for _ in frozen_parameters(model_parts)):
+        log(
+            "the adapters are trained on random weights, because there is no checkpoint of step 0, "
+            "which weft import creates"
+        )
+    if base is not None and load_frozen:
+        load_frozen_params(base, model_parts)
+    persistent = [path for path in found if path != base]
+    # Without a persistent checkpoint, local ones could be of another model or text.
+    run_local_dir = local_run_dir(local_dir, directory) if persistent or resumed else None
+    local_steps = list_local_steps(run_local_dir, directory) if run_local_dir else []
     sources: list[_Source] = [
         *(
             _Source(checkpoint_step(path), "", partial(load_checkpoint, path), path)
-            for path in at_home
+            for path in persistent
         ),
         *(
             _Source(
                 step,
-                f"step {step} kept by the nodes: ",
-                partial(load_local_checkpoint, on_nodes, step, epoch),
+                f"local checkpoint of step {step}: ",
+                partial(load_local_checkpoint, run_local_dir, step, epoch),
             )
-            for step, epoch in kept
-            if on_nodes is not None
+            for step, epoch in local_steps
+            if run_local_dir is not None
         ),
     ]
     damaged: list[Path] = []
     for source in sorted(sources, key=lambda each: (each.step, each.path is None), reverse=True):
         if source.step == 0 and (lost or resumed):
-            break  # initial weights are none of the work
+            break  # initial weights are no replacement for trained ones
         try:
-            manifest = source.load(parts, optimizer)
+            manifest = source.load(model_parts, optimizer)
         except CheckpointError as error:
             if source.path is not None and not isinstance(error, DamagedCheckpoint):
-                raise  # it cannot be read, which says nothing of what was written
+                raise  # it cannot be read, which says nothing about its content
             lost.append(f"{source.name}{error}")
             damaged += [source.path] if source.path is not None else []
-            warn(f"damaged: {error}; taking the one before")
+            log(f"damaged: {error}; trying the checkpoint before it")
             continue
-        dist.barrier()  # nobody reads the damaged ones any more
+        dist.barrier()  # no rank reads the damaged ones any more
         if dist.get_rank() == 0:
             for path in damaged:
                 quarantine(path, "damaged")
         if source.step < resumed:
-            rule = f"the run was resumed at step {resumed} before, and no checkpoint of it is left"
-            warn(f"warning: {rule}: resuming at step {source.step}")
-        return _position(manifest, base)
+            log(
+                f"warning: the run was resumed at step {resumed} before, and no later checkpoint "
+                f"is left: resuming at step {source.step}"
+            )
+        return _state_of(manifest, base)
     if resumed and not lost:
         lost.append(f"the run was resumed at step {resumed}, and no checkpoint of it is left")
     if lost:
-        raise CheckpointError(_refusal(folder, lost))
+        raise CheckpointError(_no_intact_checkpoint(directory, lost))
     return TrainState(0, 0, base="" if base is None else base.name)
 
 
 class _Source(NamedTuple):
-    """A state that a run may be resumed from."""
+    """A checkpoint from which a run can resume."""
 
     step: int
-    name: str  # for people, where the error does not have it
+    name: str  # prefix of its error messages
     load: Callable[[list[nn.Module], Optimizer], Mapping[str, Any]]
-    path: Path | None = None  # None: on the nodes
+    path: Path | None = None  # None: a local checkpoint
 
 
-def _survey(folder: Path) -> tuple[list[Path], int, list[str]]:
-    """Return the run's checkpoints, newest first, and what else shows that the run has trained.
+def _survey(directory: Path) -> tuple[list[Path], int, list[str]]:
+    """Survey the checkpoints of a run, and other evidence that it has trained.
 
     Returns:
-        The checkpoints; the step of the newest lease; what was renamed as damaged.
+        The checkpoints, newest first; the step of the newest lease; the damaged checkpoints that
+        were renamed.
     """
     renamed = [
         f"{path}: renamed by an earlier start because it is damaged"
-        for path in list_quarantined(folder)
+        for path in list_quarantined(directory)
     ]
-    return list_checkpoints(folder)[::-1], resumed_step(folder), renamed
+    return list_checkpoints(directory)[::-1], resumed_step(directory), renamed
 
 
-def _refusal(folder: Path, lost: Sequence[str]) -> str:
-    """Return the message for a run whose work is there and cannot be loaded."""
+def _no_intact_checkpoint(directory: Path, lost: Sequence[str]) -> str:
+    """Return the message for a run none of whose checkpoints can be loaded."""
     listed = "".join(f"\n  {each}" for each in lost)
     return (
-        f"{folder}: none of the run's checkpoints is intact; nothing was started, renamed or "
-        f"deleted:{listed}\n  Put an intact copy back. Or give this work up: `weft rollback "
+        f"{directory}: none of the run's checkpoints is intact; nothing was started, renamed or "
+        f"deleted:{listed}\n  Restore an intact copy. Or give up this work: `weft rollback "
         "RUN_DIR 0`, and the same command starts the run from step 1. Or use another --run.dir."
     )
 
 
-def base_checkpoint(found: Sequence[Path], parts: Sequence[nn.Module]) -> Path | None:
-    """Of a run's checkpoints the one of step 0, if this model has weights that are not trained."""
-    if not any(True for _ in frozen_parameters(parts)):
+def base_checkpoint(found: Sequence[Path], model_parts: Sequence[nn.Module]) -> Path | None:
+    """Return the checkpoint of step 0 if the model has frozen parameters, else None."""
+    if not any(True for _ in frozen_parameters(model_parts)):
         return None
     return next((path for path in found if checkpoint_step(path) == 0), None)
 
 
-def _position(manifest: Mapping[str, Any], base: Path | None) -> TrainState:
-    name, there = manifest.get("base", ""), "" if base is None else base.name
-    if name != there:
-        rule = f"step {manifest['step']} has adapters to the weights of {name or 'the seed'}"
-        remedy = "put it back" if name else "take it away"
-        raise CheckpointError(
-            f"{rule}, and {name or there} is {'not ' * bool(name)}there; {remedy}"
-        )
-    return TrainState(manifest["step"], manifest["samples"], manifest.get("watch", {}), name)
+def _state_of(manifest: Mapping[str, Any], base: Path | None) -> TrainState:
+    """Return the state in a manifest.
+
+    Raises:
+        CheckpointError: if its adapters belong to other frozen parameters than ``base``.
+    """
+    name, found = manifest.get("base", ""), "" if base is None else base.name
+    if name != found:
+        rule = f"step {manifest['step']} has adapters for the weights of {name or 'the seed'}"
+        state = f"{name} is missing; restore it" if name else f"{found} is there; remove it"
+        raise CheckpointError(f"{rule}, but {state}")
+    anomaly_state = manifest.get("anomaly_state", {})
+    return TrainState(manifest["step"], manifest["samples"], anomaly_state, name)
 
 
 def rewind(
-    folder: Path,
-    local: str,
-    saver: CheckpointManager,
-    parts: list[nn.Module],
+    directory: Path,
+    local_dir: str,
+    checkpoints: CheckpointManager,
+    model_parts: list[nn.Module],
     optimizer: Optimizer,
-    warn: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> TrainState:
-    """`resume` in the middle of a run, which goes on from there on a branch of its own.
+    """Load the newest checkpoint in the middle of a run.
+
+    The run continues on a new branch.
 
     Raises:
-        CheckpointError: if there is none after step 0: early trouble has a cause that samples do
-            not cure.
+        CheckpointError: if there is none after step 0: skipping samples does not cure a failure of
+            the first steps.
     """
-    saver.close()
-    at = resume(folder, local, parts, optimizer, warn, frozen=False)
-    if at.step == 0:
+    checkpoints.close()
+    state = resume(directory, local_dir, model_parts, optimizer, log, load_frozen=False)
+    if state.step == 0:
         rule = "there is no checkpoint after step 0 to rewind to yet"
         raise CheckpointError(
-            f"{folder}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
+            f"{directory}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
         )
-    saver.acquire_lease(at.step)
-    return at
+    checkpoints.acquire_lease(state.step)
+    return state

@@ -1,17 +1,24 @@
-"""Forward and backward over one global batch, and the same without gradients, in any layout."""
+"""Forward and backward over one global batch, and evaluation, in any layout.
+
+The loss is a sum over targets, divided once by the number of targets in the global batch.  It
+therefore does not depend on how tokens are spread over ranks and microbatches: a loss travels as a
+sum and a count until that division.
+
+Shapes: B sequences of a microbatch, T tokens of a sequence on this rank, V vocabulary on this rank,
+M metrics of the objective, S sources of a mixture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.config.schema import Job
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
@@ -21,214 +28,227 @@ from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
-from weft.parallel.private import use_forward_only_order
+from weft.parallel.private import run_schedule, use_forward_only_order
 from weft.parallel.private_hooks import wrap_pipeline_actions
 from weft.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from weft.plan.resolve import Plan
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
-from weft.train.objectives import Losses, build_objective
+from weft.train.objectives import SequenceLosses, build_objective
+
+
+class Microbatch(NamedTuple):
+    """Tokens of one forward pass on this rank, and the divisor of their summed loss."""
+
+    batch: Batch
+    divisor: Tensor | float
 
 
 class TrainStep:
-    """This rank's parts of the model, and how a batch goes through them.
+    """Forward and backward of this rank's model parts.
 
-    The loss is a sum, divided once by what the whole global batch counts for (of next tokens, its
-    valid targets): so it cannot depend on how tokens are spread over ranks and microbatches.
+    Attributes:
+        owns_loss: True on the ranks whose loss is part of the sum over ranks.  Ranks without the
+            last stage have no loss; tensor-parallel ranks compute the same loss, so the first
+            owns it.
+        loss_by_source: float32 (S, 2): summed loss in nats and its count (tokens, or pairs) for
+            each source, on this rank, of the last global batch.  None without a mixture.
+        metrics: float32 (M, 2): sum and count of each metric of the objective.  None without any.
+        balance: the biases of the experts.
     """
 
     def __init__(
         self,
-        parts: list[nn.Module],
+        model_parts: list[nn.Module],
         family: Family,
-        job: Job,
         plan: Plan,
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
-        self.parallel = job.parallel
+        job = plan.job
+        self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
         self.objective = build_objective(job.train)
-        self._divisor: Tensor | float = 1.0
-        self.schedule: Any = None
-        tokens = plan.microbatch_size * job.train.seq_len // plan.cp
-        self._chunk = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
-        headless = (
-            self._chunk < tokens
+        self._load_balance = job.parallel.cp_load_balance
+        tokens = plan.microbatch_size * plan.seq_len // plan.cp
+        self._chunk_tokens = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
+        fused_loss = (
+            self._chunk_tokens < tokens
             and family.enable_fused_loss is not None
-            and self.objective.sums_tokens
+            and self.objective.is_token_sum
         )
-        has_last_stage, last_part = True, parts[-1]
+        self.schedule: Any = None
+        has_last_stage, last_part = True, model_parts[-1]
         if plan.pipeline is not None:
             self.schedule = build_pipeline_schedule(
-                parts,
+                model_parts,
                 plan,
                 mesh.get_group("pp"),
                 device,
-                job.train.seq_len,
+                plan.seq_len,
                 job.parallel.sequence_parallel,
                 self._loss,
-                headless,
+                fused_loss,
             )
-            mine = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
-
-            def around(place: int, kind: str, microbatch: int) -> AbstractContextManager[Any]:
-                if kind == "F":
-                    self._microbatch = microbatch
-                evaluating = not torch.is_grad_enabled()
-                return nullcontext() if evaluating else action(mine[place], kind, microbatch)
-
-            wrap_pipeline_actions(self.schedule, around)
-            last = len(plan.pipeline.stages) - 1
-            has_last_stage = last in mine
-            last_part = parts[mine.index(last)] if has_last_stage else last_part
-        self._weight: Callable[[], Tensor] | None = None
-        if headless and has_last_stage:
+            stages = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
+            wrap_pipeline_actions(
+                self.schedule,
+                lambda index, kind, microbatch: (
+                    action(stages[index], kind, microbatch)
+                    if torch.is_grad_enabled()
+                    else nullcontext()
+                ),
+            )
+            has_last_stage = len(plan.pipeline.stages) - 1 in stages
+            if has_last_stage:
+                last_part = model_parts[stages.index(len(plan.pipeline.stages) - 1)]
+        self._head_weight: Callable[[], Tensor] | None = None
+        if fused_loss and has_last_stage:
             assert family.enable_fused_loss is not None
-            self._weight = family.enable_fused_loss(last_part)
-        self._gathers = Float8AllGather(parts) if plan.float8_all_gather else None
-        # Ranks that share matrices compute the same loss: one of them tells it.
-        self.tells = has_last_stage and mesh.coordinates["tp"] == 0
-        # Of a mixture, for each source: the summed loss in nats of this rank's rows of the last
-        # batch, and what they count for (tokens, if it is next tokens).
+            self._head_weight = family.enable_fused_loss(last_part)
+        self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
+        self.owns_loss = has_last_stage and mesh.coordinates["tp"] == 0
         self.loss_by_source: Tensor | None = None
         if len(job.data.mixture) > 1:
             self.loss_by_source = torch.zeros(len(job.data.mixture), 2, device=device)
-        # The same of the objective's metrics.
         self.metrics: Tensor | None = None
         if self.objective.metrics:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
-        self._batches: list[Batch] = []  # the microbatches that are computed
-        self._microbatch = 0  # whose forward pass ran last
         rate = getattr(plan.model, "balance_rate", 0.0)
-        self.balance = ExpertBalancer(parts, family.moe_layers, rate, mesh, device)
+        self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
 
     def forward_backward(
         self,
         batches: Sequence[Batch],
-        over_groups: Callable[[list[Tensor]], None] = lambda tensors: None,
+        sum_over_replicas: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> Tensor:
-        """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``, which
-        is to be empty under ``train.world_size_invariant``.
+        """Add the gradients of the global batch's mean loss to the parameters' ``.grad``.
+
+        Every rank calls this function.  With ``train.world_size_invariant`` it replaces ``.grad``.
 
         Args:
-            batches: the microbatches of this rank's rows, on its device.
-            over_groups: adds up in place over replica groups.
+            batches: this rank's microbatches, on its device.
+            sum_over_replicas: sums tensors in place over the replica groups.
 
         Returns:
-            This rank's share of the mean loss: summed over ranks it is the loss in nats per token
-            (or what else the objective counts).
-            A float32 scalar that has not been waited for.
+            This rank's share of the loss; the sum over ranks is the mean loss in nats per token
+            (DPO: per pair).  A float32 scalar on the device; the host has not waited for it.
         """
-        if self._gathers is not None:
-            self._gathers.update_scales()
-        batches = self._begin(batches)
-        self._forget()
+        if self._float8_gather is not None:
+            self._float8_gather.update_scales()
+        self._reset_metrics()
         self.balance.reset()
+        batches = [self._shard_sequence(batch) for batch in batches]
         count = _sum([self.objective.counts(batch).sum() for batch in batches])
         count = self.mesh.all_reduce_dp_cp(count)
-        over_groups([count])
-        # A batch that counts for nothing has no loss and no gradient.
-        self._divisor = count.clamp(min=1)
+        sum_over_replicas([count])
+        divisor = count.clamp(min=1)  # without targets, loss and gradients are zero
+        microbatches = [Microbatch(batch, divisor) for batch in batches]
         if self.schedule is not None:
-            losses = self._run_schedule(batches, self.schedule.step)
+            losses = self._run_schedule(microbatches)
         elif self.plan.world_size_invariant:
-            losses = self._in_order(batches)
+            losses = self._forward_backward_invariant(microbatches)
         else:
-            losses = []
-            for index, batch in enumerate(batches):
-                last = index == len(batches) - 1
-                for part in self.parts:
-                    set_gradient_sync(part, last, self.plan.gradient_sync)
-                self._microbatch = index
-                with action(0, "F", index):
-                    loss = self._forward(batch)
-                with action(0, "B", index):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
-        return self._told(losses)
+            losses = self._accumulate_gradients(microbatches)
+        return self._local_loss(losses)
 
-    def _in_order(self, rows: Sequence[Batch]) -> list[Tensor]:
-        """Losses and gradients of the global batch's rows, added up from its first to its last.
+    def _accumulate_gradients(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        losses = []
+        for index, microbatch in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            for part in self.model_parts:
+                set_gradient_sync(part, is_last, self.plan.gradient_sync)
+            with action(0, "F", index):
+                loss = self._forward(microbatch)
+            with action(0, "B", index):
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return losses
 
-        Each row is computed by itself and each sum is the same chain of additions on every rank,
-        so that the number of ranks has no part in the result.
+    def _forward_backward_invariant(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Sum losses and gradients over the sequences of the global batch, in their order.
+
+        Each sequence has its own forward and backward pass, and every rank adds the results in the
+        same order, so the number of ranks does not change a bit.
         """
-        (model,) = self.parts
+        (model,) = self.model_parts
         params = [param for param in model.parameters() if param.requires_grad]
         losses, grads = [], []
-        for index, row in enumerate(rows):
-            self._microbatch = index
+        for index, microbatch in enumerate(microbatches):
             with action(0, "F", index):
-                loss = self._forward(row)
+                loss = self._forward(microbatch)
             with action(0, "B", index):
                 grads.append(torch.autograd.grad(loss, params))
             losses.append(loss.detach())
-        everywhere = [torch.stack(losses), *(torch.stack(of) for of in zip(*grads, strict=True))]
-        # The ranks' rows one after the other are the global batch.
-        total, *sums = [_chain(_gathered(part)) for part in everywhere]
-        for param, grad in zip(params, sums, strict=True):
+        local = [torch.stack(losses), *(torch.stack(each) for each in zip(*grads, strict=True))]
+        # The sequences of all ranks, one rank after the other, are the global batch.
+        total_loss, *total_grads = [_sum_in_order(_all_gather(stacked)) for stacked in local]
+        for param, grad in zip(params, total_grads, strict=True):
             param.grad = grad
-        return [total] if dist.get_rank() == 0 else []  # one of them tells it
+        return [total_loss] if dist.get_rank() == 0 else []  # every rank has the same sum
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss of the validation set, in nats per token (of dpo, per pair).
+        """Return the mean loss in nats per token (DPO: per pair).
 
-        Every rank calls it, with equally many batches.
+        Every rank calls this function, with equally many batches.
         """
-        for part in self.parts:
+        for part in self.model_parts:
             part.eval()
-        if self._gathers is not None:
-            self._gathers.update_scales()
-        self._divisor = 1.0
-        self._forget()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        # A pipeline takes as many at a time as it does in training.
-        at_a_time = self.plan.num_microbatches if self.schedule is not None else 1
+        if self._float8_gather is not None:
+            self._float8_gather.update_scales()
+        self._reset_metrics()
+        loss_and_count = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # A pipeline takes as many microbatches at once as in training.
+        count_at_once = self.plan.num_microbatches if self.schedule is not None else 1
         remaining = iter(batches)
-        while some := list(islice(remaining, at_a_time)):
-            here = [batch_to(batch, self.device) for batch in some]
-            if self.schedule is not None:
-                here += [_empty(here[0])] * (at_a_time - len(here))
-            here = self._begin(here)
+        while some := list(islice(remaining, count_at_once)):
+            local = [self._shard_sequence(batch_to(batch, self.device)) for batch in some]
+            microbatches = [Microbatch(batch, 1.0) for batch in local]
             if self.schedule is not None:
                 with use_forward_only_order(self.schedule):
-                    losses = self._run_schedule(here, self.schedule.eval)
+                    losses = self._run_schedule(microbatches)
             else:
-                self._microbatch = 0
-                losses = [self._forward(here[0])]
-            total[0] += self._told(losses)
-            if self.tells:
-                total[1] += torch.stack(
-                    [self.objective.counts(batch).sum() for batch in here]
-                ).sum()
+                losses = [self._forward(microbatches[0])]
+            loss_and_count[0] += self._local_loss(losses)
+            if self.owns_loss:
+                loss_and_count[1] += _sum([self.objective.counts(batch).sum() for batch in local])
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        for part in self.parts:
+            dist.all_reduce(loss_and_count)
+        for part in self.model_parts:
             part.train()
             reshard(part)
-        return (total[0] / total[1].clamp(min=1)).item()
+        return (loss_and_count[0] / loss_and_count[1].clamp(min=1)).item()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        (model,) = self.parts
-        out = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
-        return self._loss(out, batch.targets_BT)
+    def _forward(self, microbatch: Microbatch) -> Tensor:
+        (model,) = self.model_parts
+        batch = microbatch.batch
+        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
+        return self._loss(output, microbatch)
 
-    def _loss(self, out: Tensor, targets_BT: Tensor) -> Tensor:
-        """Of the model's output: logits, or what the product takes that makes them."""
+    def _loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the loss of a microbatch, divided by its divisor.
+
+        Args:
+            output: logits (B, T, V); with the fused loss the hidden states before the head.
+            microbatch: its targets and divisor.
+        """
+        batch = microbatch.batch
         with span("loss"):
-            batch = self._batches[self._microbatch]
-            if self._weight is None:
-                losses = self.objective.losses(self._cross_entropy(out, targets_BT), batch)
+            if self._head_weight is None:
+                losses_BT = self._cross_entropy(output, batch.targets_BT)
+                losses = self.objective.losses(losses_BT, batch)
                 total = losses.loss_B.sum()
             else:
                 total, losses_BT = linear_cross_entropy(
-                    out, self._weight(), targets_BT, self._cross_entropy, self._chunk
+                    output,
+                    self._head_weight(),
+                    batch.targets_BT,
+                    self._cross_entropy,
+                    self._chunk_tokens,
                 )
                 losses = self.objective.losses(losses_BT, batch)
-            if self.tells:
-                self._count(losses, batch)
-            return total / self._divisor
+            if self.owns_loss:
+                self._add_metrics(losses, batch)
+            return total / microbatch.divisor
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
@@ -236,14 +256,14 @@ class TrainStep:
             return vocab_parallel_cross_entropy(logits_BTV, targets_BT, IGNORE_INDEX, group)
         return cross_entropy(logits_BTV, targets_BT)
 
-    def _forget(self) -> None:
+    def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
             if sums is not None:
                 sums.zero_()
 
     @torch.no_grad()
-    def _count(self, losses: Losses, batch: Batch) -> None:
-        """Add the rows of a microbatch to what is told of sources and metrics."""
+    def _add_metrics(self, losses: SequenceLosses, batch: Batch) -> None:
+        """Add a microbatch to ``loss_by_source`` and ``metrics``."""
         if self.loss_by_source is None and self.metrics is None:
             return
         count_B = self.objective.counts(batch)
@@ -251,103 +271,107 @@ class TrainStep:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
             self.metrics[:, 1] += count_B.sum()
         if self.loss_by_source is not None:
-            rows_B2 = torch.stack((losses.loss_B.detach(), count_B), dim=1)
-            numbers = torch.arange(len(self.loss_by_source), device=self.device)
-            of_BS = cast(Tensor, batch.sources_B).unsqueeze(1) == numbers
-            self.loss_by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
+            loss_and_count_B2 = torch.stack((losses.loss_B.detach(), count_B), dim=1)
+            sources_S = torch.arange(len(self.loss_by_source), device=self.device)
+            is_source_BS = cast(Tensor, batch.sources_B).unsqueeze(1) == sources_S
+            by_source_BS2 = is_source_BS.unsqueeze(2) * loss_and_count_B2.unsqueeze(1)
+            self.loss_by_source += by_source_BS2.sum(0)
 
-    def _begin(self, batches: Sequence[Batch]) -> list[Batch]:
-        """This rank's tokens of the microbatches that come next."""
-        self._batches = [self._own_tokens(batch) for batch in batches]
-        return self._batches
-
-    def _told(self, losses: list[Tensor]) -> Tensor:
-        """The sum of ``losses`` where it is this rank that tells it, else zero."""
-        if not (losses and self.tells):
+    def _local_loss(self, losses: list[Tensor]) -> Tensor:
+        """Return the sum of the losses on a rank that owns them, else zero."""
+        if not (losses and self.owns_loss):
             return torch.zeros((), device=self.device)
         return _sum([loss.detach() for loss in losses])
 
-    def _run_schedule(self, batches: list[Batch], run: Any) -> list[Tensor]:
-        """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
-        assert self.plan.pipeline is not None
-        self._batches = padded = [_pad(batch, self.plan.microbatch_size) for batch in batches]
-        columns = {
-            name: torch.cat(column)
-            for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT")
-            if (column := [getattr(batch, name) for batch in padded])[0] is not None
-        }
-        tokens, targets = columns.pop("tokens_BT"), columns.pop("targets_BT")
-        first = 0 in self.plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
+    def _run_schedule(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Run the pipeline schedule; return the losses, if this rank has the last stage.
+
+        Every microbatch of a pipeline has the same shape, and a schedule has a fixed number of
+        them, so sequences without targets are appended.
+        """
+        plan = self.plan
+        assert plan.pipeline is not None
+        padded = [m._replace(batch=_pad(m.batch, plan.microbatch_size)) for m in microbatches]
+        empty = padded[0]._replace(batch=_without_targets(padded[0].batch))
+        padded += [empty] * (plan.num_microbatches - len(padded))
+        has_first = 0 in plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
         losses: list[Tensor] = []
-        run(
-            *([tokens] if first else []),
-            target=targets,
+        run_schedule(
+            self.schedule,
+            args=[(m.batch.tokens_BT,) if has_first else () for m in padded],
+            kwargs=[
+                {
+                    name: column
+                    for name in ("positions_BT", "documents_BT")
+                    if (column := getattr(m.batch, name)) is not None
+                }
+                for m in padded
+            ],
+            targets=padded,
             losses=losses,
-            return_outputs=False,
-            **columns,
         )
         return losses
 
-    def _own_tokens(self, batch: Batch) -> Batch:
-        """This rank's tokens of the batch's rows, with their places where a slice hides them."""
+    def _shard_sequence(self, batch: Batch) -> Batch:
+        """Return this rank's tokens of a batch, with positions if they need them."""
         plan = self.plan
         if plan.cp == 1 and self.schedule is None:
             return batch
         if batch.positions_BT is None:
-            places_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
-            batch = batch._replace(positions_BT=places_T.expand_as(batch.tokens_BT))
+            positions_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+            batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))
         if plan.cp == 1:
             return batch
-        place, balance = self.mesh.coordinates["cp"], self.parallel.cp_load_balance
-        mine = {
-            name: shard_sequence(column, place, plan.cp, balance)
+        cp_rank = self.mesh.coordinates["cp"]
+        shards = {
+            name: shard_sequence(column, cp_rank, plan.cp, self._load_balance)
             for name, column in batch._asdict().items()
             if column is not None and name.endswith("_BT")
         }
-        return batch._replace(**mine)
+        return batch._replace(**shards)
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
     return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum()
 
 
-def _gathered(rows: Tensor) -> Tensor:
-    """All ranks' rows, in the order of the ranks."""
-    every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, rows)
-    return torch.cat(every)
+def _all_gather(local: Tensor) -> Tensor:
+    """Return the tensors of all ranks, concatenated in the order of the ranks."""
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return torch.cat(gathered)
 
 
-def _chain(rows: Tensor) -> Tensor:
-    """The sum of the rows, the second added to the first, the third to that, and so on."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+def _sum_in_order(stacked: Tensor) -> Tensor:
+    """Return the sum over dim 0, added strictly from first to last."""
+    total = stacked[0].clone()
+    for each in stacked[1:]:
+        total += each
     return total
 
 
-def _pad(batch: Batch, rows: int) -> Batch:
-    """The batch with ``rows`` rows, those that are added without a target."""
-    missing = rows - len(batch.tokens_BT)
-    padded = Batch._make(None if column is None else _filled(column, rows) for column in batch)
-    if missing:
-        padded.targets_BT[-missing:] = IGNORE_INDEX
+def _pad(batch: Batch, num_sequences: int) -> Batch:
+    """Append copies of the first sequence, without targets."""
+    missing = num_sequences - len(batch.tokens_BT)
+    if not missing:
+        return batch
+    padded = Batch._make(
+        None
+        if column is None
+        else torch.cat((column, column[:1].expand(missing, *column.shape[1:])))
+        for column in batch
+    )
+    padded.targets_BT[-missing:] = IGNORE_INDEX
     return padded
 
 
-def _filled(column: Tensor, rows: int) -> Tensor:
-    """With as many rows: any will do that is valid by itself, so the first one again."""
-    missing = rows - len(column)
-    return torch.cat((column, column[:1].expand(missing, *column.shape[1:]))) if missing else column
-
-
-def _empty(batch: Batch) -> Batch:
-    """A batch of that shape without a target."""
+def _without_targets(batch: Batch) -> Batch:
     return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE_INDEX))
 
 
-def validation_batches(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
-    """This rank's part of the validation set, the same ones every time."""
+def validation_batches(plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
+    """Yield this rank's part of the validation set, always the same."""
+    job = plan.job
     return evaluation_batches(
         samples,
         num_sequences=job.train.eval_sequences,
@@ -358,11 +382,11 @@ def validation_batches(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> It
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:
-    """The batch on ``device``; the copy to a GPU overlaps with what runs there."""
+    """Return the batch on ``device``; the copy to a GPU overlaps with its work."""
     if device.type == "cpu":
         return batch
 
-    def move(part: torch.Tensor) -> torch.Tensor:
-        return part.pin_memory().to(device, non_blocking=True)
+    def move(column: Tensor) -> Tensor:
+        return column.pin_memory().to(device, non_blocking=True)
 
-    return Batch._make(part if part is None else move(part) for part in batch)
+    return Batch._make(column if column is None else move(column) for column in batch)

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.schema import to_toml
 from weft.monitor import run_reader as history
-from weft.monitor import run_report as module
-from weft.monitor.report_charts import MOST_POINTS, charts_of, data_of
-from weft.monitor.run_reader import RunReader, columns_of, fewer
-from weft.monitor.run_report import FILE, Report, report_page
+from weft.monitor.run_reader import RunReader, downsample, to_columns
+from weft.monitor.step_timer import StepTimes
+from weft.tools import run_report
+from weft.tools.report_charts import MAX_POINTS, build_charts, serialize_charts
+from weft.tools.run_report import REPORT_FILE, LiveReport, report_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -42,7 +44,7 @@ def values(step: int, **more: Any) -> dict[str, Any]:
         loss=8.0 / step**0.2 + 0.3 * noise,
         grad_norm=1.0 + abs(noise) / 3,
         lr=1e-3 / step,
-        times=(0.5 + 0.1 * noise, 0.01 + 0.001 * noise),
+        times=StepTimes(0.5 + 0.1 * noise, 0.01 + 0.001 * noise, 0.0, 0.0),
         memory_peak_gib=1.0 + step / 1000,
         time_breakdown=seconds,
     ).to_dict()
@@ -154,7 +156,7 @@ def browser() -> Iterator[Browser]:
 
 
 def written(folders: list[Path], **options: Any) -> Path:
-    path = folders[0] / FILE
+    path = folders[0] / REPORT_FILE
     path.write_bytes(report_page(folders, **options))
     return path
 
@@ -179,15 +181,15 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
         ("mfu", "attention counted as causal", "mfu_causal"),
         ("grad_norm", "Gradient norm", "grad_norm"),
         ("lr", "Learning rate", "lr"),
-        ("step_seconds", "Seconds of a step", "step_seconds"),
+        ("step_seconds", "Step time", "step_seconds"),
         ("memory", "Memory of the fullest rank", "memory_peak_gib"),
-        ("parts", "waiting for data", "data_seconds"),
+        ("step_breakdown", "waiting for data", "data_seconds"),
     ):
         trace = browser.traces(chart)[name]
         assert (trace["x"], trace["y"]) == drawn(key), key
-    productive = browser.traces("ledger")["productive"]["y"]
+    productive = browser.traces("time_breakdown")["productive"]["y"]
     assert productive == [line["time_breakdown"]["productive"] for line in lines]
-    rest = browser.traces("parts")["computing and communication"]["y"]
+    rest = browser.traces("step_breakdown")["computing and communication"]["y"]
     assert rest == [line["step_seconds"] - line["data_seconds"] for line in lines]
 
     last = lines[-1]
@@ -232,7 +234,10 @@ def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path
 
     assert browser.layout("lr")["type"] == "linear"
     browser.set("log", True)
-    assert [browser.layout(chart)["type"] for chart in ("lr", "parts")] == ["log", "linear"]
+    assert [browser.layout(chart)["type"] for chart in ("lr", "step_breakdown")] == [
+        "log",
+        "linear",
+    ]
     # A page that is loaded again, as a running one does, keeps what was chosen.
     browser.driver.refresh()
     assert browser.layout("lr")["type"] == "log"
@@ -296,7 +301,7 @@ def test_report_page_fits_the_window(
         for n in range(runs)
     ]
     picture = '<div class="wide"><svg width="1200" height="50"></svg></div>'
-    browser.open(written(folders, later=[("Picture", picture)]), width, 844)
+    browser.open(written(folders, appendix=[("Picture", picture)]), width, 844)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     inside = browser.run(
         "return [...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().right)"
@@ -439,12 +444,12 @@ def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path
     seconds = time.monotonic() - began
     print(f"{count:,} records: {seconds:.2f} s, {len(page) / 2**20:.1f} MiB")
     assert seconds < 20  # 1.3 on a free core
-    (folder / FILE).write_text(page)
-    browser.open(folder / FILE)
+    (folder / REPORT_FILE).write_text(page)
+    browser.open(folder / REPORT_FILE)
     trace = browser.traces("loss")["Loss"]
-    assert MOST_POINTS / 2 < len(trace["y"]) <= 1.1 * MOST_POINTS
+    assert MAX_POINTS / 2 < len(trace["y"]) <= 1.1 * MAX_POINTS
     assert {99.0, -99.0} <= {*trace["y"]}
-    assert "of 100,000 records a curve has about 2,000 points" in browser.text("main")
+    assert "a curve has about 2,000 points for 100,000 records" in browser.text("main")
     browser.set("smooth", 0.5)  # by the means, not by the extremes
     assert max(browser.traces("loss")["Loss"]["y"]) < 20
 
@@ -463,7 +468,7 @@ def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([folder]).decode()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'ss": 7.0}}\n{json.dumps(values(5, new=1.5))}\n')
-    run.read_on()
+    run.read_new_records()
     assert run.columns["step"].tolist() == [1, 3, 4, 5]
     assert run.columns["loss"].tolist()[2] == 7.0
     assert np.isnan(run.columns["new"][:3]).all()
@@ -475,20 +480,20 @@ def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Pat
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
     folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
     runs = [RunReader(folder)]
-    drawn = json.loads(data_of(runs, ["one"], charts_of(runs)))["runs"][0]
+    drawn = json.loads(serialize_charts(runs, ["one"], build_charts(runs)))["runs"][0]
     assert drawn["x"]["step"] == [1, 2, 3]
     assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
-    (mark,) = drawn["marks"]
+    (mark,) = drawn["events"]
     assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
 
 
 def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
     told = {"moe_max_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
     runs = [RunReader(make_run(tmp_path / "one", [values(1, **told)]))]
-    assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
+    assert next(chart["unit"] for chart in build_charts(runs)) == "nats per token"
     dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
-    assert next(chart["unit"] for chart in charts_of([RunReader(dpo)])) == "of dpo"
-    keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
+    assert next(chart["unit"] for chart in build_charts([RunReader(dpo)])) == "nats per pair"
+    keys = {key for chart in build_charts(runs) for key, _, _ in chart["curves"]}
     assert {"moe_max_load", "metrics.margin", "eval_metrics.margin"} <= keys
 
 
@@ -512,7 +517,7 @@ def test_history_line_that_grows_while_it_is_read_is_complete(
     run = RunReader(folder)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(second)
-    run.read_on()
+    run.read_new_records()
     assert run.columns["step"].tolist() == [1, 2, 3]
     assert run.damaged == 0
 
@@ -522,7 +527,7 @@ def test_fewer_points_keep_every_extreme(count: int) -> None:
     numbers = np.sin(np.arange(count) * 12.9898)
     numbers[count // 3], numbers[count // 2] = 50.0, -50.0
     numbers[7] = np.nan
-    at, mean = fewer(numbers, 2000)
+    at, mean = downsample(numbers, 2000)
     assert len(at) <= 2002
     assert {count // 3, count // 2, 0, count - 1} <= {*at.tolist()}
     assert 7 not in at
@@ -537,12 +542,12 @@ def test_fewer_points_keep_every_extreme(count: int) -> None:
 
 def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
     records = [{"a": 1.5, "b": {"c": 2}}, {"a": [1], "b": 7}, {"b": {"c": None, "d": 10**400}}]
-    found = columns_of(records)
+    found = to_columns(records)
     assert found.keys() == {"a", "b.c", "b.d"}
     assert [str(value) for value in found["a"]] == ["1.5", "nan", "nan"]
     assert [str(value) for value in found["b.c"]] == ["2.0", "nan", "nan"]
     assert np.isnan(found["b.d"]).all()
-    (tokens,) = columns_of([{"tokens": 5}, {"tokens": 6}, {"tokens": "x"}]).values()
+    (tokens,) = to_columns([{"tokens": 5}, {"tokens": 6}, {"tokens": "x"}]).values()
     assert [str(value) for value in tokens] == ["5.0", "6.0", "nan"]
 
 
@@ -554,7 +559,7 @@ def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> N
         line["time_breakdown"]["restarting"] = 0.0
     run = RunReader(make_run(tmp_path / "one", lines))
     expected = np.median([line["step_seconds"] for line in lines[6:]])
-    assert run.steady("step_seconds") == expected
+    assert run.steady_median("step_seconds") == expected
 
 
 def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
@@ -584,62 +589,60 @@ def test_a_running_page_loads_itself_again(tmp_path: Path) -> None:
     assert 'http-equiv="refresh"' not in report_page([folder], running=False).decode()
 
 
-def test_the_sink_writes_at_once_then_once_a_minute_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_report_is_renewed_if_there_are_new_records(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [])
-    said: list[str] = []
-    sink = Report(folder, said.append)
-    page = folder / FILE
-
-    def step(number: int) -> str:
+    messages: list[str] = []
+    live = LiveReport(folder, messages.append)
+    page = folder / REPORT_FILE
+    assert not live.write_if_changed()
+    assert not page.exists()
+    for number in (1, 2):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(values(number)) + "\n")
-        sink.write(record(number))
-        sink._thread.join()
-        return page.read_text()
-
-    assert "1 of 100" in step(1)
-    assert "1 of 100" in step(2)  # the minute is not over
-    sink._next = 0.0
-    assert "3 of 100" in step(3)
-    step(4)
-    sink.close()
-    assert "4 of 100" in page.read_text()
-    assert '"state stopped"' in page.read_text()
-    assert said == []
+        assert live.write_if_changed()
+        assert f"{number} of 100" in page.read_text()
+        assert 'http-equiv="refresh"' in page.read_text()
+    assert not live.write_if_changed()
+    assert messages == []
 
 
-def test_a_run_without_plotly_trains_and_warns_once(
+def test_live_report_thread_writes_the_first_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_report, "POLL_SECONDS", 0.05)
+    folder = make_run(tmp_path / "one", [values(1)])
+    with LiveReport(folder, print):
+        deadline = time.monotonic() + 30
+        while not (folder / REPORT_FILE).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "1 of 100" in (folder / REPORT_FILE).read_text()
+    assert not [thread for thread in threading.enumerate() if thread.name == "weft-report"]
+
+
+def test_live_report_without_plotly_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path / "one", [values(1)])
     monkeypatch.setitem(sys.modules, "plotly", None)
-    said: list[str] = []
-    sink = Report(folder, said.append)
-    sink.write(record(1))
-    sink._thread.join()
-    sink.write(record(2))
-    sink.close()
-    (warning,) = said
+    messages: list[str] = []
+    live = LiveReport(folder, messages.append)
+    assert not live.write_if_changed()
+    assert not live.write_if_changed()
+    (warning,) = messages
     assert "report.html cannot be written: a report needs plotly: pip install" in warning
-    assert not (folder / FILE).exists()
+    assert not (folder / REPORT_FILE).exists()
     with pytest.raises(WeftError, match=r"weft\[report\]"):
         report_page([folder])
     assert main(["report", str(folder)]) == 1
     assert "pip install 'weft[report]'" in capsys.readouterr().err
 
 
-def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
+def test_live_report_that_cannot_be_written_warns_and_leaves_no_file(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [values(1)])
-    (folder / FILE).mkdir()  # nothing can take its place
-    said: list[str] = []
-    sink = Report(folder, said.append)
-    sink.write(record(1))
-    sink.close()
-    (told,) = said
-    path = folder / FILE
-    assert told == f"warning: {path} cannot be written: is a directory. Training continues"
+    (folder / REPORT_FILE).mkdir()  # no file can replace it
+    messages: list[str] = []
+    assert not LiveReport(folder, messages.append).write_if_changed()
+    assert messages == [f"warning: {folder / REPORT_FILE} cannot be written: is a directory"]
     assert not list(folder.glob(".*.tmp"))
 
 
@@ -650,16 +653,16 @@ def test_report_command_mistakes_are_refused(
     missing = tmp_path / "nowhere"
     assert main(["report", str(missing), str(tmp_path), "--out", "/no/such/page.html"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" = ")[0].strip() for line in lines[1:]] == ["run", "run", "--out"]
-    with pytest.raises(InvalidConfig, match="is not the folder of a run"):
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["run", "run", "--out"]
+    with pytest.raises(InvalidConfig, match="is not a run directory"):
         report_page([missing])
     assert main(["report", str(folder), "--out", str(tmp_path)]) == 2
     (folder / "job.toml").write_text("[train\n")
     assert main(["report", str(folder)]) == 0
-    assert "job.toml cannot be read: Expected" in (folder / FILE).read_text()
+    assert "job.toml cannot be read: Expected" in (folder / REPORT_FILE).read_text()
 
 
 def test_a_page_needs_no_torch() -> None:
-    probe = "import sys, weft.monitor.run_report; sys.exit('torch' in sys.modules)"
+    probe = "import sys, weft.tools.run_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
-    assert not hasattr(module, "torch")
+    assert not hasattr(run_report, "torch")

@@ -1,0 +1,184 @@
+"""Open everything that a training run uses, in order, and close it in reverse.
+
+`Run` has no behavior: it is the list of the parts that `weft.train.loop` calls by name.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from torch import nn
+from torch.nn import Parameter
+
+from weft.checkpoint.manager import CheckpointManager
+from weft.checkpoint.save_schedule import CheckpointSchedule
+from weft.checkpoint.state_dict import trainable_parameters
+from weft.data.dataset import Dataset
+from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture
+from weft.data.token_store import SplitName
+from weft.models import load_family
+from weft.monitor.anomaly import AnomalyDetector
+from weft.monitor.device_memory import is_out_of_memory, out_of_memory
+from weft.monitor.event_log import EventLog
+from weft.monitor.faults import install_faults
+from weft.monitor.jsonl import read_tail
+from weft.monitor.layer_stats import LayerStats
+from weft.monitor.log_buffer import tolerate
+from weft.monitor.profiler import Profiler
+from weft.monitor.signals import RankConsensus
+from weft.monitor.spans import SpanWriter, spans_path
+from weft.monitor.step_timer import StepTimer
+from weft.parallel.compile import CompileLog
+from weft.plan.resolve import Plan
+from weft.train.epochs import epoch_warnings
+from weft.train.metric_logger import MetricLogger
+from weft.train.reference_logprobs import with_references
+from weft.train.replica_groups import SingleReplica, join_replica_groups
+from weft.train.run_dir import write_plan
+from weft.train.setup import Built, Rank, build, open_layer_stats
+from weft.train.state import TrainState, checkpoint_dir, resume
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run on one rank."""
+
+    plan: Plan
+    rank: Rank
+    dataset: Dataset
+    built: Built  # model parts, mesh, training step, optimizer
+    params: list[Parameter]  # the trainable ones of this rank
+    blocks: list[nn.Module]  # the repeated blocks of this rank
+    initial_state: TrainState  # from the newest checkpoint
+    validation_set: Mixture
+    data: Prefetcher
+    replicas: SingleReplica  # replica groups; a single one without ``resilience.lighthouse``
+    checkpoints: CheckpointManager
+    consensus: RankConsensus
+    anomalies: AnomalyDetector
+    layer_stats: LayerStats
+    metrics: MetricLogger
+    timer: StepTimer
+    profiler: Profiler
+    compile_log: CompileLog
+    events: EventLog
+    log: Callable[[str], None]  # prints on rank 0
+
+
+@contextmanager
+def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iterator[Run]:
+    """Build the model, load the newest checkpoint and open the run; a collective."""
+    job, run_dir, is_first = plan.job, plan.run_path, rank.rank == 0
+
+    def log(text: str) -> None:
+        if is_first:
+            console.print(text, soft_wrap=True)
+
+    with ExitStack() as stack:
+        stack.enter_context(manual_gc())
+        install_faults(job.resilience.faults, rank.rank, run_dir / "logs")
+        span_path = spans_path(run_dir, rank.rank) if job.monitor.spans else None
+        last_record = read_tail(run_dir / "metrics.jsonl").last if is_first else None
+        timer = StepTimer(last_record, SpanWriter(span_path, rank.rank))
+        stack.enter_context(closing(timer))
+        events = EventLog(run_dir, log, enabled=is_first)
+        compile_log = CompileLog(log, enabled=job.compile.enable)
+
+        built = _build(plan, rank)
+        params = [param for _, param in trainable_parameters(built.model_parts)]
+        home = checkpoint_dir(job.checkpoint.dir, run_dir)
+        state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)
+        splits: tuple[SplitName, ...] = ("train", "validation")
+        mixtures = {
+            split: build_mixture(dataset, split, job.train.seq_len, job.data, job.train.seed)
+            for split in splits
+        }
+        if built.train_step.objective.needs_references:
+            mixtures = with_references(built, dataset, mixtures, state.step, log)
+
+        replicas = join_replica_groups(plan, dataset, rank, log)
+        stack.enter_context(closing(replicas))
+        checkpoints = CheckpointManager(
+            home,
+            job.checkpoint.keep_latest,
+            async_save=job.checkpoint.async_save,
+            local_dir=job.checkpoint.local_dir,
+            log=lambda text: events.add("warning", timer.completed_step, text, warning=True),
+            schedule=CheckpointSchedule(job.checkpoint, state.step, log),
+        )
+        stack.enter_context(closing(checkpoints))
+        loader = Loader(
+            mixtures["train"],
+            seed=job.train.seed,
+            global_batch_size=job.train.global_batch_size,
+            dp_rank=built.mesh.dp_rank,
+            dp_size=plan.dp_size,
+            microbatch_size=plan.microbatch_size,
+        )
+        data = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
+        stack.enter_context(closing(data))
+        layer_stats = open_layer_stats(built)
+        metrics = MetricLogger(built, dataset, rank, layer_stats, timer, events, console)
+        stack.enter_context(closing(metrics))
+        profiler = stack.enter_context(Profiler(plan, rank.device, log))
+        blocks = load_family(job.model.kind).blocks
+
+        if is_first:
+            warnings = (*plan.warnings, *epoch_warnings(job, dataset, mixtures["train"]))
+            with tolerate(run_dir / "plan.json", log):
+                write_plan(run_dir, replace(plan, warnings=warnings))
+        metrics.open(state.step)
+        start = f"resumed from step {state.step}" if state.step else "started"
+        events.add("start", state.step, f"{start} on {plan.world_size} ranks")
+        yield Run(
+            plan=plan,
+            rank=rank,
+            dataset=dataset,
+            built=built,
+            params=params,
+            blocks=[block for part in built.model_parts for block in blocks(part)],
+            initial_state=state,
+            validation_set=mixtures["validation"],
+            data=data,
+            replicas=replicas,
+            checkpoints=checkpoints,
+            consensus=RankConsensus(job.resilience.time_limit),
+            anomalies=AnomalyDetector(
+                job.resilience, state.anomaly_state, layer_stats.locate_nonfinite
+            ),
+            layer_stats=layer_stats,
+            metrics=metrics,
+            timer=timer,
+            profiler=profiler,
+            compile_log=compile_log,
+            events=events,
+            log=log,
+        )
+
+
+def _build(plan: Plan, rank: Rank) -> Built:
+    try:
+        return build(plan, rank)
+    except Exception as error:
+        error.add_note("in building the model")
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(plan, rank.device, {}, error) from error
+
+
+@contextmanager
+def manual_gc() -> Iterator[None]:
+    """Turn automatic garbage collection off in this context.
+
+    It would run on each rank at another time, and all ranks would wait for the one that collects.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
