@@ -512,7 +512,7 @@ class DebugSection(Section):
         False, "bitwise reproducible on the same layout and devices; slower on GPUs"
     )
     autograd_anomaly: bool = key(
-        False, "name the operator and layer whose backward makes NaN; slow"
+        False, "name the operator and layer whose backward produces NaN; slow"
     )
 
 

@@ -117,5 +117,5 @@ def flip_bit(tensors: Iterable[Any]) -> None:
     from weft.parallel.dtensor import to_local
 
     local = next(local for tensor in tensors if (local := to_local(tensor)).numel())
-    place = torch.unravel_index(local.abs().argmax(), local.shape)
-    local[place].view(torch.int32).bitwise_xor_(1 << 30)
+    index = torch.unravel_index(local.abs().argmax(), local.shape)
+    local[index].view(torch.int32).bitwise_xor_(1 << 30)
