@@ -27,12 +27,12 @@ def test_train_unknown_key_has_a_suggestion(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (line,) = rejected(capsys, "train", "demo", "--train.step", "5")
-    assert line == "train.step = 5: unknown key; did you mean 'train.steps'?"
+    assert line == "train.step=5 is not a known key. Did you mean 'train.steps'?"
 
 
 def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = rejected(capsys, "train", "demo", "--learning-rate", "5", "--dry-run")
-    assert line.startswith("learning_rate = 5: unknown key")
+    assert line.startswith("learning_rate = 5: is not a known key")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str
         ("data.packing", "boxes", "must be 'windows', 'documents' or 'best_fit'"),
         ("run.nproc_per_node", "-1", "must be at least 1"),
         ("model.num_layers", "two", "must be a whole number"),
-        ("model.preset", "9b", "no such preset"),
+        ("model.preset", "9b", "is not a known preset"),
         ("model.kind", "lama", "did you mean 'llama'?"),
         ("optim.name", "adm", "did you mean 'adamw'?"),
         ("optim.schedule", "nowhere:decay", "No module named 'nowhere'"),
@@ -61,7 +61,7 @@ def test_train_bad_value_is_refused(
     capsys: pytest.CaptureFixture[str], key: str, value: str, rule: str
 ) -> None:
     (line,) = rejected(capsys, "train", "demo", f"--{key}", value)
-    assert line.startswith(f"{key} = ")
+    assert line.startswith(f"{key}=")
     assert rule in line
 
 
@@ -69,8 +69,8 @@ def test_types_in_toml_are_strict(capsys: pytest.CaptureFixture[str], tmp_path: 
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "demo"\n[train]\nsteps = "100"\n[run]\nnproc_per_node = 2.5\n')
     first, second = rejected(capsys, "train", str(recipe))
-    assert first.startswith('train.steps = "100": must be a whole number')
-    assert second.startswith("run.nproc_per_node = 2.5: must be a whole number or must be 'auto'")
+    assert first.startswith('train.steps="100" must be a whole number')
+    assert second.startswith("run.nproc_per_node=2.5 must be a whole number or must be 'auto'")
 
 
 def test_train_all_mistakes_are_reported_at_once(
@@ -89,7 +89,7 @@ def test_train_all_mistakes_are_reported_at_once(
         "--data.path=/no/such/file",
         "--optim.name=adm",
     )
-    keys = [line.split(" = ")[0].split(":")[0] for line in lines]
+    keys = [line.split("=")[0].split(":")[0] for line in lines]
     assert keys == [
         "stray",
         "[trian]",
@@ -108,17 +108,17 @@ def test_train_all_mistakes_are_reported_at_once(
     [
         (
             ["--run.nproc_per_node", "3"],
-            "train.global_batch_size = 16",
+            "train.global_batch_size=16",
             "use 15 or 18, or run.nproc_per_node = 1 or 2",
         ),
         (
             ["--run.nproc_per_node", "32"],
-            "train.global_batch_size = 16",
+            "train.global_batch_size=16",
             "use 32, or run.nproc_per_node",
         ),
         (
             ["--run.nproc_per_node", "4", "--parallel.dp_shard", "3"],
-            "parallel.dp_shard = 3",
+            "parallel.dp_shard=3",
             "use 4, or",
         ),
         (
@@ -128,12 +128,12 @@ def test_train_all_mistakes_are_reported_at_once(
         ),
         (
             ["--train.microbatch_size", "9", "--run.nproc_per_node", "2"],
-            "train.microbatch_size = 9",
+            "train.microbatch_size=9",
             "at most 8",
         ),
-        (["--train.seq_len", "4096"], "train.seq_len = 4096", "--model.max_seq_len 4096"),
-        (["--data.vocab_size", "9999"], "data.vocab_size = 9999", "--model.vocab_size 9999"),
-        (["--model.num_kv_heads", "4"], "model.num_kv_heads = 4", "1, 2, 3 or 6"),
+        (["--train.seq_len", "4096"], "train.seq_len=4096", "--model.max_seq_len 4096"),
+        (["--data.vocab_size", "9999"], "data.vocab_size=9999", "--model.vocab_size 9999"),
+        (["--model.num_kv_heads", "4"], "model.num_kv_heads=4", "1, 2, 3 or 6"),
         (["--run.device", "cuda"], "run.device", "use cpu, or auto"),
     ],
 )
@@ -163,21 +163,21 @@ def test_train_unreadable_recipe_is_refused(
     assert "a.toml -> b.toml -> a.toml" in line
     a.write_text('extends = "c.toml"\n')
     (line,) = rejected(capsys, "train", str(a))
-    assert line.startswith('extends = "c.toml": no such recipe')
+    assert line.startswith('extends="c.toml" is not a known recipe')
 
 
 def test_train_missing_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = rejected(capsys, "train", "demo", "--train.steps", "--optim.lr")
-    assert first.startswith("--train.steps: needs a value")
-    assert second.startswith("--optim.lr: needs a value")
+    assert first.startswith("--train.steps needs a value")
+    assert second.startswith("--optim.lr needs a value")
 
 
 def test_train_missing_values_and_other_mistakes_are_reported_together(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = rejected(capsys, "train", "demo", "--train.stepz", "5", "--train.lr")
-    assert first.startswith("--train.lr: needs a value")
-    assert second.startswith("train.stepz = 5: unknown key")
+    assert first.startswith("--train.lr needs a value")
+    assert second.startswith("train.stepz=5 is not a known key")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_train_odd_value_is_refused(
     capsys: pytest.CaptureFixture[str], key: str, value: str, rule: str
 ) -> None:
     (line,) = rejected(capsys, "train", "demo", f"--{key}", value)
-    assert line.startswith(f"{key} = ")
+    assert line.startswith(f"{key}=")
     assert rule in line
 
 
@@ -216,7 +216,7 @@ def test_train_odd_recipe_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
     recipe = tmp_path / "mine.toml"
     recipe.write_bytes(b'\xef\xbb\xbfextends = "demo"\r\n[run]\r\ndir = 2024-01-01\r\n')
     (line,) = rejected(capsys, "train", str(recipe))
-    assert line.startswith("run.dir = 2024-01-01: must be a string")
+    assert line.startswith("run.dir=2024-01-01 must be a string")
     for text in ("[train]\nsteps = " + "9" * 5000, "x = " + "[" * 5000, "\0"):
         recipe.write_text(text)
         (line,) = rejected(capsys, "train", str(recipe))
@@ -252,7 +252,7 @@ def test_train_unwritable_folders_are_refused(
     file.write_text("")
     for folder in (str(file / "run"), "/proc/weft/run"):
         (line,) = rejected(capsys, "train", "demo", "--run.dir", folder)
-        assert line.startswith(f'run.dir = "{folder}": cannot be written')
+        assert line.startswith(f'run.dir="{folder}" cannot be written')
     for folder in (str(file / "cache"), "/proc/weft"):
         (line,) = rejected(
             capsys, "train", "demo", "--run.dir", str(tmp_path / "run"), "--data.cache_dir", folder
@@ -276,7 +276,7 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         (few, "train.seq_len", "at least 257 tokens"),
     ):
         lines = rejected(capsys, "train", "demo", "--data.path", str(file), *common)
-        assert lines[0].startswith(f"{key} = ")
+        assert lines[0].startswith(f"{key}=")
         assert rule in "\n".join(lines)
     assert not (tmp_path / "run").exists()
 
@@ -290,7 +290,7 @@ def test_a_tokenizer_that_does_not_match_the_store(
     train_tokenizer([(text_folder / "ast.py").read_text()], 300).save(str(other))
     arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
     (line,) = rejected(capsys, "train", "demo", *arguments, "--data.tokenizer", str(other))
-    assert line.startswith(f'data.tokenizer = "{other}": does not match the store')
+    assert line.startswith(f'data.tokenizer="{other}" does not match the store')
 
 
 def test_a_tokenizer_larger_than_the_model(
@@ -313,7 +313,7 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     lines = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path), "--model.num_layers", "4")
-    assert [line.split(" = ")[0] for line in lines] == ["model.num_layers", "train.seed"]
+    assert [line.split("=")[0] for line in lines] == ["model.num_layers", "train.seed"]
     assert "was started with 7" in lines[1]
     (tmp_path / "job.toml").unlink()
     (line,) = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path))
@@ -362,7 +362,7 @@ def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[st
 
 def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA100")
-    assert line.startswith("--cluster = \"1x8xA100\": has an unknown device 'A100'; did you mean")
+    assert line.startswith("--cluster=\"1x8xA100\" has an unknown device 'A100'. Did you mean")
     lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
     assert [line.split(":")[0] for line in lines] == [
         "--optim.lr",
@@ -372,7 +372,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     (line,) = rejected(capsys, "plan", "llama3-8", "--json")
     assert "did you mean 'llama3-8b'?" in line
     (line,) = rejected(capsys, "train", "demo", "--cluster", "1x8xH100")
-    assert line.startswith("cluster = \"1x8xH100\": unknown key; did you mean 'run.cluster'?")
+    assert line.startswith("cluster=\"1x8xH100\" is not a known key. Did you mean 'run.cluster'?")
     (line,) = rejected(capsys, "plan", "demo", "--json", "--rank-map")
     assert line.startswith("--rank-map")
     (line,) = rejected(capsys, "plan", "demo", "--write", "x.toml")
@@ -382,7 +382,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         assert line.startswith("--report")
     files = ["--report", "/no/such/x.html", "--write", str(tmp_path)]
     lines = rejected(capsys, "plan", "demo", "--optim.lr", "x", "--search", *files)
-    assert [line.partition(" = ")[0] for line in lines] == [
+    assert [line.partition("=")[0] for line in lines] == [
         *("--report", "--report", "--write", "optim.lr")
     ]
     with pytest.raises(SystemExit, match="2"):

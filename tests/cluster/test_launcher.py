@@ -170,7 +170,7 @@ def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
     process = start_and_wait(command, tmp_path, 31)
     second = run_weft(command, tmp_path)
     assert second.returncode == 2
-    assert "another process is training in this directory" in second.stderr
+    assert "is in use by another training process" in second.stderr
     assert process.poll() is None
     process.kill()
     process.wait(timeout=60)

@@ -261,7 +261,7 @@ def test_node_range_invalid_numbers_are_refused() -> None:
     for wrong in ("4:1", "0", "1:", "many"):
         with pytest.raises(InvalidConfig, match=r"run.nodes = \"?.*neither a number"):
             plan(wrong)
-    with pytest.raises(InvalidConfig, match=r"run.rendezvous = \"auto\": a run on several nodes"):
+    with pytest.raises(InvalidConfig, match=r"run.rendezvous=\"auto\" names no rendezvous endpoint"):
         plan("2", ("run.rendezvous", "auto"))
 
 

@@ -45,12 +45,12 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
     }
     text = said(check_options(asked, known, ["bucket"], r"\w+"))
     assert (
-        "launch.options.buckte = \"b\": is not an option of this cluster; did you mean 'bucket'?"
+        "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
         in text
     )
     assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
     assert "launch.options.role" in text
-    assert 'launch.options.disk = "x": no' in text
+    assert 'launch.options.disk="x" no' in text
     assert "launch.time_limit" in text
 
 

@@ -206,7 +206,7 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     # It would not let them end.
     done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == FAILED
-    assert "resilience.time_limit = 0.001: makes torchrun restart the ranks" in done.stderr
+    assert "resilience.time_limit=0.001 makes torchrun restart the ranks" in done.stderr
 
 
 def test_torch_agent_asks_the_private_function_for_its_signal() -> None:

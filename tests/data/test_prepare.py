@@ -215,7 +215,7 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
         "except InvalidConfig as invalid: print(invalid)\n"
     )
     output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
-    assert output.startswith("data.cache_dir = ")
+    assert output.startswith("data.cache_dir=")
     assert "File too large" in output
     [folder] = (tmp_path / "cache" / "stores").iterdir()
     assert {f.name for f in folder.iterdir()} == {"lock", "tokenizer.json"}

@@ -377,15 +377,15 @@ def test_every_bad_override_is_reported_at_once() -> None:
     text = shown(problems)
     fine = {"model.num_heads", "model.rope_scaling"}
     assert set(text) == {f"model.{name}" for name in overrides} - fine
-    assert text["model.num_layer"].endswith("unknown key; did you mean 'model.num_layers'?")
-    assert text["model.dim"].startswith('model.dim = "256": must be a whole number; ')
+    assert text["model.num_layer"].endswith("is not a known key; did you mean 'model.num_layers'?")
+    assert text["model.dim"].startswith('model.dim="256" must be a whole number. ')
     assert "must be at least 1" in text["model.ffn_dim"]
     assert "must be a finite number" in text["model.norm_eps"]
     assert "must be true or false" in text["model.tied_embeddings"]
     assert text["model.num_kv_heads"] == (
-        "model.num_kv_heads = 3: does not divide model.num_heads = 8; use 1, 2, 4 or 8"
+        "model.num_kv_heads=3 does not divide model.num_heads = 8. Use 1, 2, 4 or 8"
     )
-    assert "greater than model.rope_low_freq_factor = 1" in text["model.rope_high_freq_factor"]
+    assert "greater than model.rope_low_freq_factor=1" in text["model.rope_high_freq_factor"]
     assert "whole number" in text["model.vocab_size"]
 
 
@@ -394,17 +394,17 @@ def test_every_bad_override_is_reported_at_once() -> None:
     [
         (
             {"num_heads": 24},
-            "model.num_heads = 24: does not divide model.dim = 256; "
+            "model.num_heads=24 does not divide model.dim = 256; "
             "use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 48",
         ),
         (
             {"num_heads": 256},
-            "model.num_heads = 256: makes head_dim = 1 odd, and rotary positions rotate "
+            "model.num_heads=256 makes head_dim = 1 odd, and rotary positions rotate "
             "pairs; use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 512",
         ),
         (
             {"dim": 257},
-            "model.num_heads = 8: does not divide model.dim = 257; make model.dim a multiple of 16",
+            "model.num_heads=8 does not divide model.dim = 257. Make model.dim a multiple of 16",
         ),
     ],
 )
@@ -431,7 +431,7 @@ def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("lama", "no such model family; did you mean 'llama'?"),
+        ("lama", "is not a known model family; did you mean 'llama'?"),
         ("no_such_module.x:FAMILY", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("json:FAMILY", "json has no 'FAMILY'"),
         ("json:loads", "is not a weft.models.Family"),

@@ -411,7 +411,7 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("model.num_layers", "1")],
-            "parallel.pp = 2: leaves pipeline rank 1 without blocks",
+            "parallel.pp=2 leaves pipeline rank 1 without blocks",
         ),
     ],
 )

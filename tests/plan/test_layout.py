@@ -60,7 +60,7 @@ def refused(
 REFUSALS = [
     # Degrees and the world.
     ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
-    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.nproc_per_node = 6", "tp=2 pp=2"),
+    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.nproc_per_node=6", "tp=2 pp=2"),
     ("dp_shard=3", 8, "dp_shard", "is not equal to the 8 ranks", "use 8, or auto", "dp_shard=8"),
     ("dp_shard=2 tp=2", 8, "dp_shard", "times tp = 2", "use 4", "dp_shard=4 tp=2"),
     # The batch.
@@ -154,7 +154,7 @@ REFUSALS = [
      "reshard_after_forward=4"),
     ("tp=2 reshard_after_forward=2", 8, "reshard_after_forward", "weights that parallel.tp shards",
      "always or never", "tp=2 reshard_after_forward=never"),
-    ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "conflicts with parallel.dp_shard = fit",
+    ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "conflicts with parallel.dp_shard=fit",
      "remove the key", None),
 ]  # fmt: skip
 
@@ -372,4 +372,4 @@ def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
     assert problem.key == "train.microbatch_size"
     assert "has 2" in problem.rule
     (problem,) = refused(f"pp=4 pipeline.schedule={file}", 4)
-    assert "2 lines for parallel.pp = 4" in problem.rule
+    assert "2 lines for parallel.pp=4" in problem.rule

@@ -159,7 +159,7 @@ def test_schedule_written_to_a_file_is_the_same(name: str, pp: int, tmp_path: Pa
 
 
 FLAWS = [
-    ("0F0,0B0\n", 2, "has 1 lines for parallel.pp = 2"),
+    ("0F0,0B0\n", 2, "has 1 lines for parallel.pp=2"),
     ("0F0,0B0\n1F0,1X0\n", 2, "has an invalid action '1X0' in line 2"),
     ("0F0,0B0\n2F0,2B0\n", 2, "has stages [0, 2], which are not numbered from 0 without gaps"),
     ("0F0,0B0\n0F1,0B1\n", 2, "has stage 0 on ranks [0, 1]"),

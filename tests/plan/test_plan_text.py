@@ -312,7 +312,7 @@ def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = Non
 def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
     (line,) = problems("llama3-405b", cluster="8x8xH100")
     assert line.startswith(
-        "parallel.dp_shard = 8: times tp = 8, pp = 8 is not equal to the 64 ranks"
+        "parallel.dp_shard=8 times tp = 8, pp = 8 is not equal to the 64 ranks"
     )
     assert line.endswith("use 1, or auto, or a --cluster of 512")
 
@@ -320,11 +320,11 @@ def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
 def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:
     first, second = problems("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
     assert first.startswith("optim.lr")
-    assert second.startswith("--cluster = \"1x8xH101\": has an unknown device 'H101'")
+    assert second.startswith("--cluster=\"1x8xH101\" has an unknown device 'H101'")
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "llama3-8b"\n[run]\ncluster = "8"\n')
     (line,) = problems(str(recipe))
-    assert line.startswith('run.cluster = "8": is not a cluster')
+    assert line.startswith('run.cluster="8" is not a cluster')
 
 
 def test_plan_recipe_local_cluster_is_this_machine() -> None:
@@ -340,7 +340,7 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
 
 def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
     (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
-    assert line.startswith("train.global_batch_size = 0: must be at least 1")
+    assert line.startswith("train.global_batch_size=0 must be at least 1")
 
 
 def test_plan_to_json_has_every_field() -> None:

@@ -72,7 +72,7 @@ def test_page_shows_verdict_and_variants_at_any_width(
         ".map(r => [...r.cells].map(c => c.textContent))"
     )
     assert rows == result.rows
-    assert "tp=3: cannot be run: parallel.tp = 3: does not divide <i>heads</i>" in browser.text(
+    assert "tp=3: cannot be run: parallel.tp=3 does not divide <i>heads</i>" in browser.text(
         "#part-3"
     )
     assert browser.run("return document.querySelectorAll('b, i').length") == 0

@@ -288,7 +288,7 @@ def test_find_document_tokens_contradiction_is_in_the_note(
 @pytest.mark.parametrize(
     ("files", "rule"),
     [
-        ({"config": {"eos_token_id": 5000}}, 'config.json eos_token_id = "5000": is not a token'),
+        ({"config": {"eos_token_id": 5000}}, 'config.json eos_token_id="5000" is not a token'),
         ({"config": {"eos_token_id": -1}}, "is not a token of the tokenizer.json"),
         ({"config": {"eos_token_id": 1 << 70}}, "is not a token of the tokenizer.json"),
         ({"config": {"eos_token_id": True}}, "is not a token of the tokenizer.json"),

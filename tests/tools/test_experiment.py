@@ -110,7 +110,7 @@ def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
     found = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
     assert [each.plan is None for each in found] == [False, True, True]
     assert "does not divide" in str(found[1].problems[0])
-    assert str(found[2].problems[0]).startswith('parallel.tp = "x": must be a whole number')
+    assert str(found[2].problems[0]).startswith('parallel.tp="x" must be a whole number')
     with pytest.raises(InvalidConfig) as error:
         variants(["demo"], ("parallel.tpp", ["1", "2"]))
     assert [problem.key for problem in error.value.problems] == ["parallel.tpp"] * 2
@@ -123,7 +123,7 @@ def test_compare_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture
         *["--cluster", "2x8xh100", "--vary", "optim.lr", "--run.dir", "x", "--train.stepz", "3"],
         *["--vary", "train.seed=1,2", "--train.seed", "3"],
     )
-    keys = [line.split(" = ")[0].split(":")[0] for line in lines]
+    keys = [line.split("=")[0].split(":")[0] for line in lines]
     assert {*keys} >= {
         *["--repeat", "--margin", "--price", "--cluster", "--vary", "run.dir", "train.seed"],
         "recipe",
@@ -135,7 +135,7 @@ def test_compare_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture
     (line,) = rejected(capsys, "compare", "demo")
     assert line.startswith("RECIPE: is the only variant")
     (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2", "--train.stepz", "3")
-    assert line.startswith("train.stepz = 3: unknown key")
+    assert line.startswith("train.stepz=3 is not a known key")
 
 
 def test_compare_under_torchrun_is_refused(
@@ -303,7 +303,7 @@ def test_compare_one_run_each_gives_no_verdict(once: dict[str, Any]) -> None:
 
 def test_compare_crash_and_invalid_variant_are_rows(once: dict[str, Any]) -> None:
     wrong, crash = sorted(once["found"]["failures"], key=lambda line: line.startswith("crash"))
-    assert wrong.startswith("wrong: cannot be run: parallel.tp = 3: does not divide")
+    assert wrong.startswith("wrong: cannot be run: parallel.tp=3 does not divide")
     assert "crash: repeat 1 failed: rank 0 failed: RuntimeError: injected fault" in crash
     log = once["folder"] / crash.rpartition("log: ")[2]
     assert "injected fault" in log.read_text()

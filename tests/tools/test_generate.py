@@ -276,7 +276,7 @@ def test_generate_command_completes_prompts_and_refuses_mistakes(
     assert main([*words, "--top-p", "0", "--prompts", "nowhere.txt", "--train.steps", "3"]) == 2
     said = capsys.readouterr().err
     for name in ("--top-p", "--prompts", "train.steps"):
-        assert f"  {name} = " in said
+        assert f"  {name}=" in said
 
 
 def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:

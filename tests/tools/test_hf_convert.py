@@ -273,7 +273,7 @@ def test_export_every_mistake_is_reported_at_once(
     arguments = [str(tmp_path / "none"), str(tmp_path / "out")]
     assert main(["export", *arguments, "--dtype", "bfloat", "--max-shard", "5 apples"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" = ")[0].strip() for line in lines[1:]] == [
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [
         "--max-shard",
         "--dtype",
         "checkpoint",
@@ -527,11 +527,11 @@ def test_import_run_can_be_trained_and_generates(
     another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *mine]
     assert main(another) == 0
     assert main([*another, "--model.rope_theta", "99"]) == 2
-    assert "model.rope_theta = 99.0: differs from the run in" in capsys.readouterr().err
+    assert "model.rope_theta=99.0 differs from the run in" in capsys.readouterr().err
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
-    assert [line.split(" = ")[0].strip() for line in lines] == [
+    assert [line.split("=")[0].strip() for line in lines] == [
         "model.rope_theta",
         "data.tokenizer",
     ]
@@ -540,7 +540,7 @@ def test_import_run_can_be_trained_and_generates(
         overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]
         run_ranks(train_rank, 1, MODEL + overrides, str(store_path))
     assert main([*train, *mine[:2], "--train.seed", "8"]) == 2
-    assert "train.seed = 8: differs from the run in" in capsys.readouterr().err
+    assert "train.seed=8 differs from the run in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

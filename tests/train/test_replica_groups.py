@@ -369,14 +369,14 @@ def test_replica_groups_unsupported_keys_are_refused(
 
     assert problems(small_job(*right)) == []
     lines = problems(small_job(*right, override))
-    assert any(line.startswith(f"{key} = ") and rule in line for line in lines), lines
+    assert any(line.startswith(f"{key}=") and rule in line for line in lines), lines
 
 
 @pytest.mark.skipif(INSTALLED, reason="torchft is installed")
 def test_replica_groups_without_torchft_names_the_package() -> None:
     (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
     expected = (
-        "resilience.lighthouse = \"host:29510\": needs torchft; run pip install 'weft[torchft]'"
+        "resilience.lighthouse=\"host:29510\" needs torchft. Run pip install 'weft[torchft]'"
     )
     assert str(problem) == expected
 
@@ -385,7 +385,7 @@ def test_replica_groups_without_torchft_names_the_package() -> None:
 def test_replica_groups_without_lighthouse_are_refused(store_path: Path, tmp_path: Path) -> None:
     job = [("resilience.lighthouse", "127.0.0.1:1"), ("checkpoint.dir", f"{tmp_path}/c")]
     (said,) = run_ranks(train_group, 1, 1, str(tmp_path / "g"), job, [], str(store_path))
-    assert said.startswith("resilience.lighthouse = 127.0.0.1:1: cannot be reached: ")
+    assert said.startswith("resilience.lighthouse=127.0.0.1:1 cannot be reached: ")
 
 
 # ------------------------------------------------------------------ faults

@@ -239,7 +239,7 @@ def record_failure(
         reason = f"the restarted run failed again with {failure.kind} {failure.where}"
         return replace(failure, no_retry_reason=reason)
     if max_restarts and failure.transient and recent > max_restarts:
-        reason = f"resilience.max_restarts_per_hour = {max_restarts} restarts are used up"
+        reason = f"resilience.max_restarts_per_hour={max_restarts} restarts are used up"
         return replace(failure, no_retry_reason=reason)
     return failure if max_restarts else replace(failure, transient=False)
 

@@ -282,7 +282,7 @@ def connect_store(endpoint: str, run_id: str, node_counts: Sequence[int], second
             if time.monotonic() > deadline:
                 rule = f"no answer for {timedelta(seconds=seconds)}"
                 remedy = "start the first node, and open its port in the firewall"
-                raise WeftError(f"run.rendezvous = {endpoint}: {rule}; {remedy}") from error
+                raise WeftError(f"run.rendezvous={endpoint}: {rule}; {remedy}") from error
 
 
 def is_local_endpoint(endpoint: str) -> bool:

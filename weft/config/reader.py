@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -62,7 +63,7 @@ def lookup(name: str, table: Mapping[str, T]) -> T:
         return table[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise LookupError("unknown name, and not of the form module:attribute")
+        raise LookupError("is not a known name, and not of the form module:attribute")
     try:
         found: T = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # of any type, from the user's module
@@ -108,9 +109,9 @@ def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...]
     """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
-        remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
+        remedy = "give the path of a .toml file, or " + suggest(recipe, recipe_names())
         problems.append(
-            ConfigError("extends" if seen else "recipe", recipe, "no such recipe", remedy)
+            ConfigError("extends" if seen else "recipe", recipe, "is not a known recipe", remedy)
         )
         return {}
     if str(path) in seen:
@@ -126,7 +127,7 @@ def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...]
         return {}
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
-        rule = "is not a section" if name in SECTIONS else "unknown key outside a section"
+        rule = "is not a section" if name in SECTIONS else "is not a known key"
         problems.append(
             ConfigError(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
         )
@@ -161,7 +162,7 @@ def _override(tree: Tree, name: str, text: str, problems: list[ConfigError]) -> 
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
-        problems.append(ConfigError(name, _literal(text), "unknown key", nearest_key(name)))
+        problems.append(ConfigError(name, _literal(text), "is not a known key", nearest_key(name)))
         return
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
@@ -207,7 +208,7 @@ def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
     """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        problems.append(ConfigError(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
+        problems.append(ConfigError(shown, MISSING, "is not a known section", suggest(name, SECTIONS)))
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
@@ -243,7 +244,7 @@ def _translate(
         # An error of nesting names no key; blame every list and table.
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
         for last in entry["loc"][:1] or nested:
-            rules.setdefault(str(last), []).append(_rule(entry["type"], entry))
+            rules.setdefault(str(last), []).append(validation_rule(entry))
     problems = []
     for last, rule in rules.items():
         field = kind.model_fields.get(last)
@@ -261,7 +262,9 @@ def _translate(
 
 
 _RULES = {
-    "extra_forbidden": "unknown key",
+    "extra_forbidden": "is not a known key",
+    "unexpected_keyword_argument": "is not a known key",
+    "missing": "is missing",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_parsing_size": "must be a whole number of fewer digits",
@@ -284,14 +287,15 @@ _RULES = {
 }
 
 
-def _rule(kind: str, entry: Mapping[str, Any]) -> str:
+def validation_rule(entry: Mapping[str, Any]) -> str:
+    """Return the rule that one of pydantic's errors violates, as the end of a sentence."""
     broken = {
         NO_NUL: "must not contain a NUL character",
         ONE_LINE: "must not contain control characters, such as a newline",
     }.get(entry.get("ctx", {}).get("pattern", ""))
     if broken:
         return broken
-    template = _RULES.get(kind)
+    template = _RULES.get(entry["type"])
     if template is None:
-        return str(entry["msg"][0].lower() + entry["msg"][1:])
+        return re.sub(r"^\w+ should", "must", entry["msg"])
     return template.format(**entry.get("ctx", {}))

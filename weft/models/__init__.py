@@ -37,8 +37,8 @@ def load_family(kind: str) -> Family:
         return FAMILIES[kind]
     module_name, colon, attribute = kind.partition(":")
     if not colon:
-        remedy = f"{suggest(kind, FAMILIES)} or name your own as package.module:attribute"
-        raise _invalid_kind(kind, "no such model family", remedy)
+        remedy = f"name your own as package.module:attribute, or {suggest(kind, FAMILIES)}"
+        raise _invalid_kind(kind, "is not a known model family", remedy)
     if not all(name.isidentifier() for name in module_name.split(".")):
         raise _invalid_kind(
             kind, "is not a module name before the colon", "use package.module:attribute"
@@ -88,7 +88,7 @@ def resolve_model(
     base = family.presets.get(preset)
     if base is None:
         problems.append(
-            ConfigError("model.preset", preset, "no such preset", suggest(preset, family.presets))
+            ConfigError("model.preset", preset, "is not a known preset", suggest(preset, family.presets))
         )
     # Each field is validated alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}

@@ -208,7 +208,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
         window = hf_config.get("sliding_window", mapping.default_sliding_window)
         max_seq_len = fields["max_seq_len"]
         if type(max_seq_len) is type(window) is int and window < max_seq_len:
-            rule = f"is less than max_position_embeddings = {max_seq_len}; weft has no such window"
+            rule = f"is less than max_position_embeddings = {max_seq_len}; weft has no sliding window"
             remedy = "set max_position_embeddings to the window; shorter sequences do not change"
             problems.append(make_error("sliding_window", window, rule, remedy))
     types = given.get("layer_types", ["full_attention"])

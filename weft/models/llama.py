@@ -127,7 +127,7 @@ def check(config: DecoderConfig) -> list[ConfigError]:
     is_derived = "head_dim" not in type(config).model_fields
     if is_derived and (dim % num_heads or config.head_dim % 2):
         rule = (
-            f"does not divide model.dim = {dim}"
+            f"does not divide model.dim={dim}"
             if dim % num_heads
             else f"makes head_dim = {config.head_dim} odd, and rotary positions rotate pairs"
         )
@@ -140,7 +140,7 @@ def check(config: DecoderConfig) -> list[ConfigError]:
         rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.head_dim + 1}"
         problems.append(ConfigError("model.head_dim", config.head_dim, rule, remedy))
     if num_heads % num_kv_heads:
-        rule = f"does not divide model.num_heads = {num_heads}"
+        rule = f"does not divide model.num_heads={num_heads}"
         remedy = f"use {_format_nearest(_divisors(num_heads), num_kv_heads)}"
         problems.append(
             ConfigError("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
@@ -152,7 +152,7 @@ def _check_rope(config: LlamaConfig) -> list[ConfigError]:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if not config.rope_scaling or high > low:
         return []
-    rule = f"must be greater than model.rope_low_freq_factor = {low:g}"
+    rule = f"must be greater than model.rope_low_freq_factor={low:g}"
     remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
     depends = ("model.rope_low_freq_factor", "model.rope_scaling")
     return [ConfigError("model.rope_high_freq_factor", high, rule, remedy, depends)]
@@ -278,7 +278,7 @@ class Llama(nn.Module):
         if num_tokens > self.config.max_seq_len:
             raise ValueError(
                 f"sequences have {num_tokens} tokens, which exceeds "
-                f"model.max_seq_len = {self.config.max_seq_len}"
+                f"model.max_seq_len={self.config.max_seq_len}"
             )
 
         def select(table_SJ: Tensor) -> Tensor:

@@ -135,13 +135,13 @@ def check(config: MoeConfig) -> list[ConfigError]:
     """Return every reason why the model cannot be built; keys are ``model.<field>``."""
     problems = llama.check(config)
     if config.active_experts > config.num_experts:
-        rule = f"exceeds model.num_experts = {config.num_experts}"
+        rule = f"exceeds model.num_experts={config.num_experts}"
         remedy, depends = f"use at most {config.num_experts}", ("model.num_experts",)
         problems.append(
             ConfigError("model.active_experts", config.active_experts, rule, remedy, depends)
         )
     if config.dense_layers >= config.num_layers:
-        rule = f"leaves no layer with experts: model.num_layers = {config.num_layers}"
+        rule = f"leaves no layer with experts: model.num_layers={config.num_layers}"
         remedy, depends = "use fewer, or another model.kind", ("model.num_layers",)
         problems.append(
             ConfigError("model.dense_layers", config.dense_layers, rule, remedy, depends)

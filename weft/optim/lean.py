@@ -165,7 +165,7 @@ class LowPrecisionAdamW(Optimizer):
             *rows, columns = local.shape
             if columns % MOMENT_BLOCK_SIZE:
                 raise ValueError(
-                    f"optim.state_dtype = 8bit: a rank's {columns} columns of a parameter of shape "
+                    f"optim.state_dtype=8bit: a rank's {columns} columns of a parameter of shape "
                     f"{tuple(param.shape)} are not a multiple of {MOMENT_BLOCK_SIZE}"
                 )
             # Both use `zeros`, by which a trace recognizes optimizer state.

@@ -42,6 +42,7 @@ from pydantic import (
 )
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
+from weft.config.reader import validation_rule
 
 T = TypeVar("T")
 
@@ -206,7 +207,7 @@ class _ClusterTables:
                     fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
                     remedy = "" if field in fields else suggest(str(field), fields)
                     value = MISSING if is_missing else own_fields[field]
-                    rule = error["msg"].removeprefix("Value error, ").lower()
+                    rule = validation_rule(error)
                     self.add_error(table, name, field, value, rule, remedy)
             return None
 

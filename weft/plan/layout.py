@@ -77,7 +77,7 @@ def resolve_degrees(
         others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
         valid = format_choices(divisors(world_size)) if not others else ""
-        ranks = f"run.nproc_per_node = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
         rule = f"{times}does not divide the {world_size} ranks"
         errors.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
@@ -90,7 +90,7 @@ def resolve_degrees(
                 "parallel.dp_shard",
                 dp_shard,
                 f"{times}is not equal to the {world_size} ranks",
-                f"{valid}, or run.nproc_per_node = {unit * dp_shard}",
+                f"{valid}, or run.nproc_per_node={unit * dp_shard}",
                 depends,
             )
         )
@@ -217,7 +217,7 @@ def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
         rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.tp shards"
         yield ConfigError(key, reshard, rule, "use always or never", ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
-        rule = "conflicts with parallel.dp_shard = fit, which chooses the number of replicas"
+        rule = "conflicts with parallel.dp_shard=fit, which chooses the number of replicas"
         remedy = "remove the key"
         yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, remedy)
 
@@ -241,7 +241,7 @@ def _check_expert_parallel(
         depends = (*DEGREE_KEYS, "model.num_experts")
         yield ConfigError(key, ep, rule, f"use {format_choices(valid)}", depends)
     if parallel.dp_shard == "fit":
-        rule = "is not supported with parallel.dp_shard = fit"
+        rule = "is not supported with parallel.dp_shard=fit"
         yield ConfigError(key, ep, rule, "use a number for parallel.dp_shard")
     if job.train.world_size_invariant:
         rule = "is not supported with train.world_size_invariant"

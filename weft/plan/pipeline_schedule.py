@@ -218,7 +218,7 @@ def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
     except (OSError, ValueError, csv.Error) as exception:
         return error(f"cannot be read: {exception}")
     if len(lines) != pp:
-        return error(f"has {len(lines)} lines for parallel.pp = {pp} ranks")
+        return error(f"has {len(lines)} lines for parallel.pp={pp} ranks")
     schedule: PipelineSchedule = {}
     for rank, line in enumerate(lines):
         schedule[rank] = []

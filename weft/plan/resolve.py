@@ -377,7 +377,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     elif machine.world_size is not None or nodes == range(1, 2):
         return resolve(job, machine, recipe, base)
     elif job.run.rendezvous == "auto":
-        rule = "a run on several nodes needs a rendezvous endpoint"
+        rule = "names no rendezvous endpoint, which a run on several nodes needs"
         remedy = "use HOST:PORT of one of the nodes"
         errors.append(ConfigError("run.rendezvous", "auto", rule, remedy))
     local_world_size = _resolve_nproc(job, machine, errors)

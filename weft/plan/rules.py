@@ -65,7 +65,7 @@ def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
         ]
         rule = f"is not divisible by {dp_size} data-parallel ranks"
         remedy = f"use {format_choices(batch_sizes)}" + (
-            f", or run.nproc_per_node = {format_choices(world_sizes)}" if world_sizes else ""
+            f", or run.nproc_per_node={format_choices(world_sizes)}" if world_sizes else ""
         )
         return [
             ConfigError("train.global_batch_size", train.global_batch_size, rule, remedy, depends)
@@ -261,7 +261,7 @@ def _check_profile(job: Job) -> Iterator[ConfigError]:
         rule = f"has {len(ranges)} ranges, and weft profiles one"
         yield ConfigError(key, value, rule, "use one step or range, such as 10 or 10-12")
     elif steps and steps[-1] > last_step:
-        rule = f"exceeds the last step, train.steps = {last_step}"
+        rule = f"exceeds the last step, train.steps={last_step}"
         yield ConfigError(key, value, rule, f"use steps up to {last_step}", ("train.steps",))
     elif len(steps) > MAX_PROFILED_STEPS:
         rule = f"has {len(steps)} steps: traces of over {MAX_PROFILED_STEPS} are too large to read"
@@ -275,7 +275,7 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
         rule = "is not supported with replica groups (resilience.lighthouse)"
         yield ConfigError(key, value, rule, "use resilience.lighthouse none", (lighthouse,))
     if ranges and min(steps[0] for steps in ranges) > job.train.steps:
-        rule = f"begins after the last step, train.steps = {job.train.steps}"
+        rule = f"begins after the last step, train.steps={job.train.steps}"
         yield ConfigError(key, value, rule, "use an earlier step", ("train.steps",))
     if job.debug.deterministic:
         key, rule = "debug.deterministic", "needs a fixed number of ranks"
@@ -284,7 +284,7 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
             remedy = f"use false, or {lighthouse} none"
             yield ConfigError(key, True, reason, remedy, (lighthouse,))
         if ":" in str(job.run.nodes):
-            reason = f"{rule}, but run.nodes = {job.run.nodes}"
+            reason = f"{rule}, but run.nodes={job.run.nodes}"
             yield ConfigError(
                 key, True, reason, "use false, or one value of run.nodes", ("run.nodes",)
             )

@@ -75,7 +75,7 @@ def compare(
         InvalidConfig: if the directory holds other files, or another process uses it.
     """
     open_comparison(directory, variants)  # check before anything is written
-    rule = "another process is comparing in this directory"
+    rule = "is in use by another comparison"
     in_use = ConfigError("--out", str(directory), rule, "wait for it")
     with lock_directory(directory, in_use), StopSignals() as signals:
         previous, looks = open_comparison(directory, variants)

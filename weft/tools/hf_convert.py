@@ -108,7 +108,7 @@ def export_checkpoint(
     """
     max_bytes, problems = _parse_size(max_shard)
     if dtype not in DTYPES:
-        problems.append(ConfigError("--dtype", dtype, "no such dtype", suggest(dtype, DTYPES)))
+        problems.append(ConfigError("--dtype", dtype, "is not a known dtype", suggest(dtype, DTYPES)))
     try:
         checkpoint: CheckpointRef | None = find_checkpoint(path)
     except InvalidConfig as error:

@@ -310,7 +310,7 @@ def _shrink_parallel(
         changes["reshard_after_forward"] = nearest or "always"
         if nearest is None:
             rule = f"{shards} ranks have no subgroup to reshard over; using always"
-            notes.append(f"parallel.reshard_after_forward = {group_size}: {rule}")
+            notes.append(f"parallel.reshard_after_forward={group_size}: {rule}")
     return changes
 
 

@@ -130,7 +130,7 @@ def read_variants(
             problems.append(ConfigError(key, MISSING, rule, remedy))
     for name in TRIAL_KEYS:
         if any(key == name for key, _ in [*vary, *overrides]):
-            rule = "the comparison sets it for each trial"
+            rule = "cannot be set, because the comparison sets it for each trial"
             problems.append(ConfigError(name, MISSING, rule, "use --out DIRECTORY"))
     if len(recipes) * prod(len(values) for _, values in vary) < 2 and not problems:
         remedy = "name another recipe, or --vary section.key=VALUE,VALUE"
@@ -187,7 +187,7 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, P
         )
         raise InvalidConfig(problems) from error
     if plan.node_counts[-1] > 1:
-        rule = "a comparison trains on one machine"
+        rule = "does not work in a comparison, which trains on one machine"
         raise InvalidConfig([ConfigError("run.nodes", job.run.nodes, rule, "use 1")])
     return job, plan
 

@@ -56,7 +56,7 @@ def detect_machine(device: str) -> Machine:
     """
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
-        rule = "no CUDA device is visible"
+        rule = "needs a visible CUDA device"
         raise InvalidConfig([ConfigError("run.device", device, rule, "use cpu, or auto")])
     use_cuda = gpus > 0 and device != "cpu"
     return Machine(
