@@ -197,7 +197,7 @@ def refusals(overrides: Overrides) -> list[str]:
 def run_pair(overrides: Overrides) -> dict[str, Any]:
     """Verify one job.  Return its outcome (works, refused, wrong or failed) and the reason."""
     if problems := refusals(overrides):
-        return {"outcome": "refused", "reason": "; ".join(problems)}
+        return {"outcome": "refused", "reason": " ".join(problems)}
     try:
         job = read_recipe(RECIPE, list(overrides.items()))
         report = verify(job, ranks=RANKS, steps=STEPS, keep=list(overrides))
@@ -289,7 +289,7 @@ def _is_due(known: dict[str, Any] | None, overrides: Overrides | None, changed: 
         return True
     reasons = refusals(overrides)
     if known["outcome"] == "refused":
-        return bool("; ".join(reasons) != known["reason"])
+        return bool(" ".join(reasons) != known["reason"])
     return bool(reasons)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_train_unknown_key_has_a_suggestion(
 
 def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = rejected(capsys, "train", "demo", "--learning-rate", "5", "--dry-run")
-    assert line.startswith("learning_rate = 5: is not a known key")
+    assert line.startswith("learning_rate=5 is not a known key")
 
 
 @pytest.mark.parametrize(
@@ -45,13 +46,13 @@ def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str
         ("optim.lr", "nan", "must be a finite number"),
         ("optim.beta1", "1", "must be less than 1"),
         ("monitor.layer_grad_norms", "perhaps", "must be true or false"),
-        ("monitor.trackers", "wandbb", "did you mean 'wandb'?"),
+        ("monitor.trackers", "wandbb", "Did you mean 'wandb'?"),
         ("data.packing", "boxes", "must be 'windows', 'documents' or 'best_fit'"),
         ("run.nproc_per_node", "-1", "must be at least 1"),
         ("model.num_layers", "two", "must be a whole number"),
         ("model.preset", "9b", "is not a known preset"),
-        ("model.kind", "lama", "did you mean 'llama'?"),
-        ("optim.name", "adm", "did you mean 'adamw'?"),
+        ("model.kind", "lama", "Did you mean 'llama'?"),
+        ("optim.name", "adm", "Did you mean 'adamw'?"),
         ("optim.schedule", "nowhere:decay", "No module named 'nowhere'"),
         ("data.path", "/no/such/file", "does not exist"),
         ("data.tokenizer", "/no/tokenizer.json", "does not exist"),
@@ -89,7 +90,7 @@ def test_train_all_mistakes_are_reported_at_once(
         "--data.path=/no/such/file",
         "--optim.name=adm",
     )
-    keys = [line.split("=")[0].split(":")[0] for line in lines]
+    keys = [line.split("=")[0].split()[0] for line in lines]
     assert keys == [
         "stray",
         "[trian]",
@@ -100,7 +101,7 @@ def test_train_all_mistakes_are_reported_at_once(
         "data.path",
         "optim.name",
     ]
-    assert all(";" in line for line in lines)  # each with a remedy
+    assert all(re.search(r"\. [A-Z].*[.?]$", line) for line in lines)  # each with a remedy
 
 
 @pytest.mark.parametrize(
@@ -109,17 +110,17 @@ def test_train_all_mistakes_are_reported_at_once(
         (
             ["--run.nproc_per_node", "3"],
             "train.global_batch_size=16",
-            "use 15 or 18, or run.nproc_per_node = 1 or 2",
+            "Use 15 or 18, or run.nproc_per_node=1 or 2",
         ),
         (
             ["--run.nproc_per_node", "32"],
             "train.global_batch_size=16",
-            "use 32, or run.nproc_per_node",
+            "Use 32, or run.nproc_per_node",
         ),
         (
             ["--run.nproc_per_node", "4", "--parallel.dp_shard", "3"],
             "parallel.dp_shard=3",
-            "use 4, or",
+            "Use 4, or",
         ),
         (
             ["--run.nproc_per_node", "4", "--parallel.dp_replicate", "3"],
@@ -134,7 +135,7 @@ def test_train_all_mistakes_are_reported_at_once(
         (["--train.seq_len", "4096"], "train.seq_len=4096", "--model.max_seq_len 4096"),
         (["--data.vocab_size", "9999"], "data.vocab_size=9999", "--model.vocab_size 9999"),
         (["--model.num_kv_heads", "4"], "model.num_kv_heads=4", "1, 2, 3 or 6"),
-        (["--run.device", "cuda"], "run.device", "use cpu, or auto"),
+        (["--run.device", "cuda"], "run.device", "Use cpu, or auto"),
     ],
 )
 def test_train_impossible_plan_has_a_remedy(
@@ -150,7 +151,7 @@ def test_train_unreadable_recipe_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (line,) = rejected(capsys, "train", "dmeo")
-    assert "did you mean 'demo'?" in line
+    assert "Did you mean 'demo'?" in line
     broken = tmp_path / "broken.toml"
     broken.write_text("[train\n")
     (line,) = rejected(capsys, "train", str(broken))
@@ -201,7 +202,7 @@ def test_train_missing_values_and_other_mistakes_are_reported_together(
         ("model.dim", "\udcff", "is not UTF-8 text"),
         ("optim.name", ":foo", "cannot be imported"),
         ("optim.schedule", "..x:y", "cannot be imported"),
-        ("modle.dim", "5", "did you mean 'model.dim'?"),
+        ("modle.dim", "5", "Did you mean 'model.dim'?"),
     ],
 )
 def test_train_odd_value_is_refused(
@@ -222,17 +223,17 @@ def test_train_odd_recipe_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
         (line,) = rejected(capsys, "train", str(recipe))
         assert "cannot be read as TOML" in line
     (line,) = rejected(capsys, "train", "x" * 300)
-    assert "no such recipe" in line
+    assert "is not a known recipe" in line
 
 
 def test_train_remedies_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
     """No number of ranks is suggested that the rest of the job rules out."""
     common = ["--run.device", "cpu", "--train.global_batch_size", "8"]
     (line,) = rejected(capsys, "train", "demo", *common, "--parallel.dp_replicate", "3")
-    assert line.endswith("use 6 or 9")
+    assert line.endswith("Use 6 or 9.")
     more = ["--parallel.dp_replicate", "2", "--run.nproc_per_node", "6"]
     (line,) = rejected(capsys, "train", "demo", *common, *more)
-    assert line.endswith("use 6 or 12, or run.nproc_per_node = 2 or 4")
+    assert line.endswith("Use 6 or 12, or run.nproc_per_node=2 or 4.")
 
 
 def test_train_user_folder_with_a_store_json_is_text(
@@ -364,13 +365,13 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA100")
     assert line.startswith("--cluster=\"1x8xA100\" has an unknown device 'A100'. Did you mean")
     lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
-    assert [line.split(":")[0] for line in lines] == [
+    assert [line.split()[0] for line in lines] == [
         "--optim.lr",
         "--rnak_map",
-        '--cluster = "x"',
+        '--cluster="x"',
     ]
     (line,) = rejected(capsys, "plan", "llama3-8", "--json")
-    assert "did you mean 'llama3-8b'?" in line
+    assert "Did you mean 'llama3-8b'?" in line
     (line,) = rejected(capsys, "train", "demo", "--cluster", "1x8xH100")
     assert line.startswith("cluster=\"1x8xH100\" is not a known key. Did you mean 'run.cluster'?")
     (line,) = rejected(capsys, "plan", "demo", "--json", "--rank-map")

@@ -107,6 +107,6 @@ def test_user_family_mistakes_are_reported_like_those_of_weft(recipe: Path) -> N
     config, problems = resolve_model("mine:FAMILY", "small", {"widht": 3, "vocab_size": "x"})
     assert config is None
     assert [str(problem) for problem in problems] == [
-        'model.vocab_size="x" must be a whole number. Token ids (default 512)',
+        'model.vocab_size="x" must be a whole number. Token ids (default 512).',
         "model.widht=3 is not a known key. Did you mean 'model.width'?",
     ]

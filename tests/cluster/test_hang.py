@@ -183,7 +183,7 @@ def test_debug_hang_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["hang", str(tmp_path)]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "is not a run directory. Use the directory that has" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- the pieces

@@ -171,7 +171,7 @@ def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
 
 def test_problems_each_mistake_is_reported() -> None:
     text = said(kubernetes.find_problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
-    for part in ("claim: is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
+    for part in ("claim is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
 
 
@@ -248,7 +248,7 @@ def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: s
     """Else runs of two directories would be one on the nodes, without a word."""
     module = submit.get_cluster(cluster)
     asked = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
-    wanted = "use another --run.dir, such as /fsx/small-run"
+    wanted = "Use another --run.dir, such as /fsx/small-run"
     assert wanted in said(module.find_problems(asked))
     assert wanted not in said(module.find_problems(request(IMAGE, options=OPTIONS)))
 

@@ -251,17 +251,18 @@ def test_node_range_invalid_numbers_are_refused() -> None:
     four = plan("1:4")
     assert four.node_counts == (1, 2, 4)
     assert (four.world_size, four.local_world_size) == (8, 2)
-    assert (
-        "of 3 nodes the run can use only 2, because train.global_batch_size = 8 is not div"
-        in str(four.warnings)
+    assert "of 3 nodes the run can use only 2, because train.global_batch_size=8 is not div" in str(
+        four.warnings
     )
     assert plan("2").node_counts == (2,)
     with pytest.raises(InvalidConfig, match=r"is not divisible by 6"):
         plan("3")
     for wrong in ("4:1", "0", "1:", "many"):
-        with pytest.raises(InvalidConfig, match=r"run.nodes = \"?.*neither a number"):
+        with pytest.raises(InvalidConfig, match=r"run.nodes=\"?.*neither a number"):
             plan(wrong)
-    with pytest.raises(InvalidConfig, match=r"run.rendezvous=\"auto\" names no rendezvous endpoint"):
+    with pytest.raises(
+        InvalidConfig, match=r"run.rendezvous=\"auto\" names no rendezvous endpoint"
+    ):
         plan("2", ("run.rendezvous", "auto"))
 
 

@@ -81,7 +81,7 @@ def test_restart_third_death_uses_up_the_budget(
     assert done.stderr.count("restarting from") == 2
     last = done.stderr[done.stderr.rindex("weft: rank") :]
     assert last.startswith("weft: rank 1 failed: SIGKILL")
-    assert "not restarted: resilience.max_restarts_per_hour = 2 restarts are used up" in last
+    assert "not restarted: resilience.max_restarts_per_hour=2 restarts are used up" in last
     assert f"resume from {tmp_path}/run/checkpoints" in last
     assert run(command, tmp_path).returncode == 0
     check_against_undisturbed(tmp_path, store_path)

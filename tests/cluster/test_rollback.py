@@ -32,7 +32,7 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     before = newest_state(tmp_path / "run")
 
-    with pytest.raises(InvalidConfig, match=r"use one of \[0, 5, 10, 15, 20\]"):
+    with pytest.raises(InvalidConfig, match=r"Use one of \[0, 5, 10, 15, 20\]"):
         rollback(tmp_path / "run", 7)
     monkeypatch.chdir(tmp_path)
     assert main(["rollback", "run", "10"]) == 0

@@ -64,7 +64,7 @@ def test_request_with_mistakes_is_refused_by_the_model() -> None:
     assert ".HyperParameters.a: length 2501" in wrong(HyperParameters={"a": "x" * 2501})
     resources = right["ResourceConfig"] | {"InstanceType": "ml.p99.xlarge"}
     assert "'ml.p99.xlarge' is not one of" in wrong(ResourceConfig=resources)
-    assert sagemaker.check("{")[0].startswith("is not valid JSON")
+    assert sagemaker.check("{")[0].startswith("the request is not valid JSON")
 
 
 def test_request_has_what_was_asked_for() -> None:
@@ -147,7 +147,7 @@ def test_request_mistake_is_reported_for_its_own_key() -> None:
 def test_request_each_mistake_is_reported() -> None:
     options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
     text = said(sagemaker.find_problems(request(options=options, nodes=(1, 2))))
-    for part in ("role: is missing", "instance_type", "bucket", "spot", "volume", "wait"):
+    for part in ("role is missing", "instance_type", "bucket", "spot", "volume", "wait"):
         assert f"launch.options.{part}" in text
     for part in ("security_groups", "run.nodes", "launch.image", "gpu"):
         assert part in text

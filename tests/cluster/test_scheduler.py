@@ -48,7 +48,7 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
         "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
         in text
     )
-    assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
+    assert "launch.options.bucket is missing. Give --launch.options bucket=...: where to" in text
     assert "launch.options.role" in text
     assert 'launch.options.disk="x" no' in text
     assert "launch.time_limit" in text
@@ -123,5 +123,5 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
 def test_check_name_of_a_directory_that_would_be_renamed_refuses(name: str) -> None:
     asked = request()
     renamed = replace(asked, run_dir=asked.run_dir.with_name(name), name="renamed")
-    assert "use another --run.dir, such as /fsx/renamed" in said(list(check_name(renamed, "there")))
+    assert "Use another --run.dir, such as /fsx/renamed" in said(list(check_name(renamed, "there")))
     assert list(check_name(asked, "there")) == []

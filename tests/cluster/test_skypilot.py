@@ -144,7 +144,7 @@ def test_task_each_mistake_is_reported() -> None:
         options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
     )
     text = said(skypilot.find_problems(asked))
-    for part in ("accelerator: is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
+    for part in ("accelerator is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
         assert part in text
 
 

@@ -53,15 +53,15 @@ def test_launch_several_mistakes_are_reported_at_once(
     more = ["--launch.time_limit", "1 day", "--launch.image", "a/b"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
     assert launch("demo", "--on", "slum", *words) == 2
-    assert "did you mean 'slurm'?" in capsys.readouterr().err
+    assert "Did you mean 'slurm'?" in capsys.readouterr().err
     assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
     message = capsys.readouterr().err
     for each in (
         "train.step=5 is not a known key",
-        'optim.lr = "x"',
+        'optim.lr="x"',
         "parallel.tp=3",
         'launch.time_limit="1 day" must be D-HH:MM:SS',
-        'launch.image = "a/b"',
+        'launch.image="a/b"',
         'launch.options.nodes="3" is an option that weft sets. Use --nodes',
         "launch.options.Partition",
     ):
@@ -73,9 +73,9 @@ def test_launch_several_mistakes_are_reported_at_once(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo"], "--on: is missing; known: kubernetes"),
-        (["dem", "--on", "slurm"], "no such recipe"),
-        (["demo", "--on", "slurm"], "does not describe the nodes; use --run.cluster"),
+        (["demo"], "--on is missing. Use one of kubernetes"),
+        (["dem", "--on", "slurm"], "is not a known recipe"),
+        (["demo", "--on", "slurm"], "does not describe the nodes. Use --run.cluster"),
         (["demo", "--on", "slurm", "--run.cluster", "8xH100"], "is not a cluster"),
         (["demo", "--on", "slurm", "--run.device", "cpu", "--nodes", "0"], "neither a number"),
     ],
@@ -288,7 +288,7 @@ def test_script_from_a_hostile_working_directory_runs_nothing_else(
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     if not value.isprintable():
-        with pytest.raises(InvalidConfig, match=r"working directory = .*control characters"):
+        with pytest.raises(InvalidConfig, match=r"working directory=.*control characters"):
             script("--run.device", "cpu")
         return
     text = script("--run.device", "cpu")
@@ -298,7 +298,7 @@ def test_script_from_a_hostile_working_directory_runs_nothing_else(
 def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "a\ntouch pwned\n.toml"
     recipe.write_text('extends = "demo"\n')
-    with pytest.raises(InvalidConfig, match=r"recipe = .*control characters"):
+    with pytest.raises(InvalidConfig, match=r"recipe=.*control characters"):
         script("--run.device", "cpu", recipe=str(recipe))
 
 

@@ -263,7 +263,7 @@ def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
         prepare_data(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
     [problem] = caught.value.problems
     lines = problem.rule.splitlines()
-    assert lines[0] == f"has {len(BAD)} lines that are not a conversation:"
+    assert lines[0] == f"has {len(BAD)} lines that are not conversations:"
     for number, (line, what) in enumerate(list(BAD.items())[:10], 3):
         assert lines[number - 2].startswith(f"  bad.jsonl:{number}: "), line
         assert what in lines[number - 2]

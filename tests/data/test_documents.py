@@ -240,7 +240,7 @@ def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"text": "x"}\n' * 1000)
     (folder / "c.jsonl.gz").write_bytes(whole[:-8])  # all lines are there, but not the checksum
     refusal = refused(tmp_path, folder)
-    assert "has 22 lines or rows that are not a document" in refusal
+    assert "has 22 lines or rows that are not documents" in refusal
     assert "a.jsonl, line 2: has no field 'text'; it has body" in refusal
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
     assert "and 12 more" in refusal
@@ -260,7 +260,7 @@ def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     assert "x.parquet" in refusal
     assert "has no column 'text'; it has content, n" in refusal
     assert "data.text_field" in refusal
-    assert "the column 'n' holds int64, not text" in refused(
+    assert "has int64 in the column 'n', not text" in refused(
         tmp_path, tmp_path / "x.parquet", text_field="n"
     )
     assert prepare_store(section(tmp_path / "x.parquet", text_field="content"), tmp_path / "d")

@@ -98,7 +98,7 @@ def test_prepare_megatron_tokens_are_used_in_place(
     with (tmp_path / "m_document.bin").open("r+b") as file:
         file.write(b"\1")
     with pytest.raises(
-        InvalidConfig, match=r"m_document\.bin is damaged.* restore .*m_document\.bin"
+        InvalidConfig, match=r"m_document\.bin is damaged.* Restore .*m_document\.bin"
     ):
         open_verified_store(store.path, tmp_path / "c", silent)
     (tmp_path / "m_document.bin").write_bytes(b"short")

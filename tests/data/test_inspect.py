@@ -92,6 +92,6 @@ def test_data_commands_print_what_was_prepared(
     assert "the train text has no separator" in capsys.readouterr().out
     wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.feld", "x"]
     assert main(wrong) == 2
-    assert "did you mean 'data.text_field'" in capsys.readouterr().err
+    assert "Did you mean 'data.text_field'" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nothing.jsonl"), *keys]) == 2
     assert "does not exist" in capsys.readouterr().err

@@ -168,7 +168,7 @@ def test_documents_disk_error_names_the_file(
 
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b"]))
     monkeypatch.setattr(records, "open_file", lambda file: Failing(Path(file.path).read_bytes()))
-    with pytest.raises(InvalidConfig, match=r'data\.path = .*x\.jsonl": cannot be read: Input'):
+    with pytest.raises(InvalidConfig, match=r'data\.path=".*x\.jsonl" cannot be read: Input'):
         read(tmp_path / "x.jsonl")
 
 

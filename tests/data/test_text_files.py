@@ -129,7 +129,7 @@ def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
     write_documents(tmp_path, 3)
     files = detect_source(str(tmp_path)).files
     (tmp_path / "001.txt").unlink()
-    with pytest.raises(InvalidConfig, match=r'001\.txt": cannot be read: No such file'):
+    with pytest.raises(InvalidConfig, match=r'001\.txt" cannot be read: No such file'):
         read_text_corpus(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
 
 

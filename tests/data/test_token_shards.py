@@ -53,7 +53,7 @@ def test_encode_text_unknown_to_the_tokenizer_is_a_problem(encoder: Encoder) -> 
     words = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
     batches = BatchEncoder(encoder._replace(tokenizer=words), lambda size: None)
     batches.add("other", 5, True, [])
-    with pytest.raises(InvalidConfig, match=r"data\.tokenizer = .*cannot encode the text"):
+    with pytest.raises(InvalidConfig, match=r"data\.tokenizer=.*cannot encode the text"):
         batches.flush()
 
 

@@ -320,7 +320,7 @@ def test_data_verify_bad_input_is_named(
     told = capsys.readouterr().err
     assert 'data.text_field="x" has no effect' in told
     assert told.startswith("weft: 2 problems")
-    assert "did you mean 'data.cache_dir'?" in told
+    assert "Did you mean 'data.cache_dir'?" in told
     with pytest.raises(SystemExit):
         main(["data", "verify"])
     (tmp_path / "m").mkdir()

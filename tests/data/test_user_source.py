@@ -92,9 +92,9 @@ def test_own_function_that_cannot_be_called_is_refused(
         ),
         (
             "def rows():\n    yield {'tekst': 'a'}",
-            "yields row 1 without a field 'text'; did you mean 'tekst'",
+            "yields row 1 without a field 'text'. Did you mean 'tekst'",
         ),
-        ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is not text"),
+        ("def rows():\n    yield {'text': 3}", "has no text in the column 'text' of row 1"),
     ],
 )
 def test_own_function_mistakes_are_reported(

@@ -67,9 +67,9 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     rows[1] = ("train.microbatch_size", "96")
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
     said = refused(job, plan, machine)
-    assert said.startswith("memory: does not fit: rank 0 needs ")
+    assert said.startswith("memory does not fit: rank 0 needs ")
     assert "for activations" in said or "for temporaries" in said or "for allocator" in said
-    key, value = said.split("use --")[1].split(" (")[0].split()
+    key, value = said.split("Use --")[1].split(" (")[0].split()
     changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
     predict_run(*changed[1:], force=False)
     forced, warning = predict_run(plan, machine, force=True)
@@ -86,7 +86,7 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     plan = resolve(job, machine)
     assert plan.world_size == 2
     said = refused(job, plan, machine)
-    key, value = said.split("use --")[1].split(" (")[0].split()
+    key, value = said.split("Use --")[1].split(" (")[0].split()
     job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
     expected, _ = predict_run(resolve(job, machine), machine, force=False)
     assert expected is not None
@@ -96,7 +96,7 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
 def test_expect_without_a_remedy_names_none() -> None:
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
     small = replace(machine, memory_bytes=2**30)
-    assert refused(job, plan, small).endswith("; use --force to start anyway")
+    assert refused(job, plan, small).endswith(". Use --force to start anyway.")
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_train_plan_that_cannot_fit_is_refused(
         == 2
     )
     said = capsys.readouterr().err
-    assert "1 problem, nothing was started:\n  memory: does not fit: rank " in said
+    assert "1 problem, nothing was started:\n  memory does not fit: rank " in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -174,7 +174,7 @@ def test_sections_without_a_forecast_say_why(
     gone = (folder / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
     (folder / "job.toml").write_text(gone)
     ((_, told),) = prediction_sections([RunReader(folder)])
-    assert "This run cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
+    assert "This run cannot be planned again: model.kind=&quot;gone_by_now:FAMILY&quot;" in told
 
 
 def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:

@@ -393,7 +393,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
     [
         (["--cluster", "8xH100", "--search"], '--cluster="8xH100" is not a cluster'),
         (["--cluster", "1x8xH999", "--search"], "has an unknown device"),
-        (["--write", "x.toml"], "is for --search; add --search"),
+        (["--write", "x.toml"], "is for --search. Add --search"),
         (["--cluster", "1x3xH100", "--search"], "train.global_batch_size=8"),
         (["--search", "--rank-map"], "not allowed with"),
     ],

@@ -175,7 +175,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 
 def test_a_row_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"65 tokens, which exceeds model\.max_seq_len = 64"):
+    with pytest.raises(ValueError, match=r"65 tokens, which exceeds model\.max_seq_len=64"):
         filled(SMALL)(random_tokens(1, 65))
 
 
@@ -377,13 +377,13 @@ def test_every_bad_override_is_reported_at_once() -> None:
     text = shown(problems)
     fine = {"model.num_heads", "model.rope_scaling"}
     assert set(text) == {f"model.{name}" for name in overrides} - fine
-    assert text["model.num_layer"].endswith("is not a known key; did you mean 'model.num_layers'?")
+    assert text["model.num_layer"].endswith("is not a known key. Did you mean 'model.num_layers'?")
     assert text["model.dim"].startswith('model.dim="256" must be a whole number. ')
     assert "must be at least 1" in text["model.ffn_dim"]
     assert "must be a finite number" in text["model.norm_eps"]
     assert "must be true or false" in text["model.tied_embeddings"]
     assert text["model.num_kv_heads"] == (
-        "model.num_kv_heads=3 does not divide model.num_heads = 8. Use 1, 2, 4 or 8"
+        "model.num_kv_heads=3 does not divide model.num_heads=8. Use 1, 2, 4 or 8."
     )
     assert "greater than model.rope_low_freq_factor=1" in text["model.rope_high_freq_factor"]
     assert "whole number" in text["model.vocab_size"]
@@ -394,17 +394,17 @@ def test_every_bad_override_is_reported_at_once() -> None:
     [
         (
             {"num_heads": 24},
-            "model.num_heads=24 does not divide model.dim = 256; "
-            "use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 48",
+            "model.num_heads=24 does not divide model.dim=256. "
+            "Use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 48.",
         ),
         (
             {"num_heads": 256},
-            "model.num_heads=256 makes head_dim = 1 odd, and rotary positions rotate "
-            "pairs; use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 512",
+            "model.num_heads=256 makes head_dim=1 odd, and rotary positions rotate "
+            "pairs. Use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 512.",
         ),
         (
             {"dim": 257},
-            "model.num_heads=8 does not divide model.dim = 257. Make model.dim a multiple of 16",
+            "model.num_heads=8 does not divide model.dim=257. Make model.dim a multiple of 16.",
         ),
     ],
 )
@@ -424,14 +424,14 @@ def test_the_echo_of_a_problem_is_not_shown() -> None:
 def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
     config, problems = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
     assert config is None
-    assert "did you mean 'toy'?" in shown(problems)["model.preset"]
+    assert "Did you mean 'toy'?" in shown(problems)["model.preset"]
     assert set(shown(problems)) == {"model.preset", "model.dimm"}
 
 
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("lama", "is not a known model family; did you mean 'llama'?"),
+        ("lama", "Did you mean 'llama'?"),
         ("no_such_module.x:FAMILY", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("json:FAMILY", "json has no 'FAMILY'"),
         ("json:loads", "is not a weft.models.Family"),
@@ -467,7 +467,7 @@ def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
     config, problems = resolve_model("my_llama:FAMILY", "small", {"ffn_dim": 64})
     assert problems == []
     assert isinstance(family.build(config), Llama)
-    with pytest.raises(InvalidConfig, match="did you mean 'FAMILY'"):
+    with pytest.raises(InvalidConfig, match="Did you mean 'FAMILY'"):
         load_family("my_llama:FAMLY")
 
 
@@ -494,7 +494,7 @@ def test_load_family_error_of_the_user_is_reported(own_folder: Path, line: str) 
 
 
 def test_an_impossible_configuration_is_not_built() -> None:
-    with pytest.raises(ValueError, match=r"model\.num_kv_heads = 3"):
+    with pytest.raises(ValueError, match=r"model\.num_kv_heads=3"):
         Llama(SMALL.model_copy(update={"num_kv_heads": 3}))
 
 

@@ -199,14 +199,14 @@ def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path:
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        ("ten", "must be steps such as 7 or 7,20-30; steps to profile"),
-        ("3-", "must be steps such as 7 or 7,20-30; steps to profile"),
-        ("-3", "must be steps such as 7 or 7,20-30; steps to profile"),
-        ("0-2", "must be steps from 1, the smaller of a range first; steps to profile"),
-        ("5-4", "must be steps from 1, the smaller of a range first; steps to profile"),
-        ("5,7", "has 2 ranges, and weft profiles one; use one step or range, such as 10 or 10-12"),
-        ("99-101", "exceeds the last step, train.steps = 100; use steps up to 100"),
-        ("10-30", "has 21 steps: traces of over 20 are too large to read; use 10-12"),
+        ("ten", "must be steps such as 7 or 7,20-30. Steps to profile"),
+        ("3-", "must be steps such as 7 or 7,20-30. Steps to profile"),
+        ("-3", "must be steps such as 7 or 7,20-30. Steps to profile"),
+        ("0-2", "must be steps from 1, the smaller of a range first. Steps to profile"),
+        ("5-4", "must be steps from 1, the smaller of a range first. Steps to profile"),
+        ("5,7", "has 2 ranges, and weft profiles one. Use one step or range, such as 10 or 10-12"),
+        ("99-101", "exceeds the last step, train.steps=100. Use steps up to 100"),
+        ("10-30", "has 21 steps: traces of over 20 are too large to read. Use 10-12"),
     ],
 )
 def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
 def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
     keys = [("optim.state_dtype", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     keys += [("model.num_kv_heads", "4")]
-    rule = r"parallel.tp=4 splits the 192 inputs of down_proj into shards .* use 1, 2 or 3, or"
+    rule = r"parallel.tp=4 splits the 192 inputs of down_proj into shards .* Use 1, 2 or 3, or"
     with pytest.raises(InvalidConfig, match=rule):
         resolve(small_job(*keys, ("parallel.tp", "4")), Machine("cpu", devices=4, world_size=4))
     resolve(small_job(*keys, ("parallel.tp", "2")), Machine("cpu", devices=2, world_size=2))

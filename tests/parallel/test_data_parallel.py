@@ -424,10 +424,10 @@ def try_impossible_groups() -> None:
             build(layout, mesh[AXES], model)
 
     hierarchical = Layout(node_size=3, keys={"hierarchical_gather": True})
-    divide = "= 3: does not divide the 4"
+    divide = "=3 does not divide the 4"
     ordered = [0, 1, 2, 3]
-    refuse(Layout(reshard_after_forward=3), f"reshard_after_forward {divide}", ordered, False)
-    refuse(hierarchical, f"node_size {divide}", ordered, False)
+    refuse(Layout(reshard_after_forward=3), f"reshard_after_forward{divide}", ordered, False)
+    refuse(hierarchical, f"node_size{divide}", ordered, False)
     refuse(Layout(reshard_after_forward=2), "tensor-parallel", ordered, True)
     refuse(Layout(), "must ascend", [0, 2, 1, 3], False)
 

@@ -393,13 +393,13 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ([("lora.rank", "8"), ("lora.targets", "q_prj")], "did you mean 'q_proj'?"),
+        ([("lora.rank", "8"), ("lora.targets", "q_prj")], "Did you mean 'q_proj'?"),
         ([("lora.targets", "q_proj")], "has no effect without adapters"),
         ([("lora.quantize", "nf4")], "has no effect without adapters"),
         ([("lora.rank", "8"), ("precision.float8", "rowwise")], "does not support float8"),
         (
             [("lora.rank", "8"), ("lora.quantize", "nf4"), ("parallel.tp", "2")],
-            "blocks of 64, which do not divide the 192 inputs of down_proj over tp = 2 ranks",
+            "blocks of 64, which do not divide the 192 inputs of down_proj over tp=2 ranks",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[0,2]")],

@@ -36,7 +36,7 @@ def rejections(world: int, **changes: Any) -> dict[str, str]:
 def test_ep_divides_the_shards_and_the_experts() -> None:
     assert "does not divide the 4 ranks" in rejections(4, parallel__ep=3)["parallel.ep"]
     rule = rejections(16, parallel__ep=16, train__global_batch_size=16)["parallel.ep"]
-    assert "does not divide the 8 experts; use 1, 2, 4 or 8" in rule
+    assert "does not divide the 8 experts. Use 1, 2, 4 or 8" in rule
     plan = resolve(job_of(parallel__ep=4, parallel__cp=2), Machine("cpu", 2, world_size=8))
     assert (plan.ep, plan.dp_shard, plan.cp) == (4, 4, 2)
 

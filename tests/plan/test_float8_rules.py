@@ -131,8 +131,8 @@ SITES = (
         ),
         ([("model.dim", "512"), ("model.ffn_dim", "1024")], "too small to gain"),
         ([("precision.float8_exclude", '["*.*_proj"]')], "in precision.float8_exclude"),
-        ([("precision.float8_exclude", '["*.ffn"]')], "use one of q_proj, k_proj"),
-        ([("train.seq_len", "8200")], "not a multiple of 16 (float8); use a multiple of 16"),
+        ([("precision.float8_exclude", '["*.ffn"]')], "Use one of q_proj, k_proj"),
+        ([("train.seq_len", "8200")], "not a multiple of 16 (float8). Use a multiple of 16"),
     ],
 )
 def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:

@@ -60,9 +60,9 @@ def refused(
 REFUSALS = [
     # Degrees and the world.
     ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
-    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.nproc_per_node=6", "tp=2 pp=2"),
+    ("tp=2 pp=3", 8, "tp", "times pp=3 (6 in all)", "run.nproc_per_node=6", "tp=2 pp=2"),
     ("dp_shard=3", 8, "dp_shard", "is not equal to the 8 ranks", "use 8, or auto", "dp_shard=8"),
-    ("dp_shard=2 tp=2", 8, "dp_shard", "times tp = 2", "use 4", "dp_shard=4 tp=2"),
+    ("dp_shard=2 tp=2", 8, "dp_shard", "times tp=2", "use 4", "dp_shard=4 tp=2"),
     # The batch.
     ("train.global_batch_size=6", 4, "train.global_batch_size",
      "is not divisible by 4 data-parallel", "4 or 8",
@@ -70,16 +70,16 @@ REFUSALS = [
     ("train.microbatch_size=5", 4, "train.microbatch_size", "exceeds the 4 sequences", "at most 4",
      "train.microbatch_size=3"),
     # Tensor parallel: heads, feed-forward, vocabulary, sequence.
-    ("tp=16", 16, "tp", "does not divide num_heads = 8", "1, 2, 4 or 8", "tp=8"),
+    ("tp=16", 16, "tp", "does not divide num_heads=8", "1, 2, 4 or 8", "tp=8"),
     ("tp=3 model.num_heads=6 model.num_kv_heads=2 model.dim=48 model.vocab_size=513", 3, "tp",
-     "neither a divisor nor a multiple of num_kv_heads = 2", "use 1",
+     "neither a divisor nor a multiple of num_kv_heads=2", "use 1",
      "tp=1 model.num_heads=6 model.num_kv_heads=2 model.dim=48 train.global_batch_size=15"),
-    ("tp=4 model.ffn_dim=190", 4, "tp", "ffn_dim = 190", "1 or 2", "tp=2 model.ffn_dim=190"),
-    ("tp=8 model.vocab_size=516", 8, "tp", "vocab_size = 516", "--model.vocab_size 520",
+    ("tp=4 model.ffn_dim=190", 4, "tp", "ffn_dim=190", "1 or 2", "tp=2 model.ffn_dim=190"),
+    ("tp=8 model.vocab_size=516", 8, "tp", "vocab_size=516", "--model.vocab_size 520",
      "tp=8 model.vocab_size=520"),
-    ("tp=4 train.seq_len=62", 4, "train.seq_len", "is not divisible by tp = 4", "60 or 64",
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "is not divisible by tp=4", "60 or 64",
      "tp=4 train.seq_len=60"),
-    ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp = 4", "sequence_parallel false",
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp=4", "sequence_parallel false",
      "tp=4 train.seq_len=62 sequence_parallel=false"),
     # Asynchronous tensor parallel.
     ("tp=2 async_tp=true", 2, "async_tp", "torch.compile", "compile.enable true", None),
@@ -93,12 +93,12 @@ REFUSALS = [
     ("symmetric_memory=true", 2, "symmetric_memory", "read each other's memory", "use false",
      "dp_shard=2"),
     # Context parallel: sequence, heads.
-    ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 load-balanced chunks of cp = 4", "56 or 64",
+    ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 load-balanced chunks of cp=4", "56 or 64",
      "cp=4 train.seq_len=56"),
-    ("cp=4 train.seq_len=62 cp_load_balance=false", 4, "train.seq_len", "by cp = 4 ranks",
+    ("cp=4 train.seq_len=62 cp_load_balance=false", 4, "train.seq_len", "by cp=4 ranks",
      "60 or 64",
      "cp=4 train.seq_len=60 cp_load_balance=false"),
-    ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "num_heads = 8 / tp = 2",
+    ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "num_heads=8 / tp=2",
      "1, 2 or 4", "cp=4 tp=2 cp_method=ulysses dp_shard=2"),
     ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
      "cp=8 tp=2 cp_method=ring train.global_batch_size=1"),
@@ -191,7 +191,7 @@ def test_layout_every_mistake_is_reported_at_once() -> None:
     assert keys >= {"parallel.tp", "pipeline.schedule", "train.seq_len"}
     # A wrong number of ranks does not hide errors of heads and sequence length.
     rules = [p.rule for p in refused("dp_shard=2 tp=16 cp=2 train.seq_len=63", 8)]
-    for part in ("is not equal to the 8 ranks", "num_heads = 8", "by 4 load-balanced chunks"):
+    for part in ("is not equal to the 8 ranks", "num_heads=8", "by 4 load-balanced chunks"):
         assert any(part in rule for rule in rules), rules
 
 

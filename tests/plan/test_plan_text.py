@@ -311,10 +311,8 @@ def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = Non
 
 def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
     (line,) = problems("llama3-405b", cluster="8x8xH100")
-    assert line.startswith(
-        "parallel.dp_shard=8 times tp = 8, pp = 8 is not equal to the 64 ranks"
-    )
-    assert line.endswith("use 1, or auto, or a --cluster of 512")
+    assert line.startswith("parallel.dp_shard=8 times tp=8, pp=8 is not equal to the 64 ranks")
+    assert line.endswith("Use 1, or auto, or a --cluster of 512.")
 
 
 def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:

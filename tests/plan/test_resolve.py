@@ -170,7 +170,7 @@ def test_divisors_and_choices_are_short_lists() -> None:
         (
             [("run.nodes", "1:4")],
             "debug.deterministic",
-            "needs a fixed number of ranks, but run.nodes = 1:4",
+            "needs a fixed number of ranks, but run.nodes=1:4",
         ),
         ([("compile.enable", "true")], "debug.autograd_anomaly", "compiled backward pass"),
         ([("parallel.tp", "2")], "debug.autograd_anomaly", "gradients that parallel.tp shards"),

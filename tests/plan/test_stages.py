@@ -253,7 +253,7 @@ def test_impossible_layers_are_refused_with_a_remedy() -> None:
     [problem] = check_layers_per_stage([8, 8, 8], 3, 32)
     assert str(problem) == (
         "pipeline.layers_per_stage=[8, 8, 8] adds up to 24 blocks, but the model has 32. "
-        "use a list such as [10, 11, 11], or remove the key to split by cost"
+        "Use a list such as [10, 11, 11], or remove the key to split by cost."
     )
     rules = [problem.rule for problem in check_layers_per_stage([8, 0, 8], 4, 32)]
     assert rules == [

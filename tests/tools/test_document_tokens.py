@@ -316,7 +316,7 @@ def test_find_document_tokens_bad_value_is_named(
 def test_find_document_tokens_absence_is_named(tmp_path: Path) -> None:
     nameless = make_tokenizer("<|stop|>")
     with pytest.raises(
-        InvalidConfig, match=r'set "eos_token": "\.\.\." in a tokenizer_config.json'
+        InvalidConfig, match=r'Set "eos_token": "\.\.\." in a tokenizer_config.json'
     ):
         find_document_tokens(nameless, [], "t.json")
     path = beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})

@@ -279,7 +279,7 @@ def test_export_every_mistake_is_reported_at_once(
         "checkpoint",
         "out",
     ]
-    assert "did you mean 'bfloat16'?" in lines[2]
+    assert "Did you mean 'bfloat16'?" in lines[2]
     capsys.readouterr()
     for size in ("0", "-1", "5PB", "1e3", "", "\u0663GB"):
         assert main(["export", str(own_run), str(tmp_path / "new"), f"--max-shard={size}"]) == 2
@@ -704,7 +704,7 @@ NAN = torch.tensor([float("nan")] * 16)
         (lengthened, "but its header says"),
         (fifo, "is not a regular file"),
         # The weights.
-        (with_weights(**{NORM_KEY: None}), "model.norm.weight: is in none of the files"),
+        (with_weights(**{NORM_KEY: None}), "model.norm.weight is in none of the files"),
         (
             with_weights(**{NORM_KEY: torch.ones(8)}),
             "has shape [8] in model.safetensors, not [16",
@@ -715,8 +715,8 @@ NAN = torch.tensor([float("nan")] * 16)
         ),
         (with_weights(**{NORM_KEY: torch.ones(16).to(torch.float8_e4m3fn)}), "is F8_E4M3, which"),
         (with_weights(**{NORM_KEY: NAN}), "norm.weight contains NaN or Inf"),
-        (with_weights(bias=torch.ones(1)), "bias: is not a weight of this Llama"),
-        (with_weights(**{"\x1b[2J": torch.ones(1)}), "\\u001b[2J: is not a weight"),
+        (with_weights(bias=torch.ones(1)), "bias is not a weight of this Llama"),
+        (with_weights(**{"\x1b[2J": torch.ones(1)}), "\\u001b[2J is not a weight"),
         # The index.
         (with_index({HEAD: "../a.safetensors"}), "is not the plain name"),
         (with_index({HEAD: "/etc/a.safetensors"}), "is not the plain name"),
@@ -726,16 +726,16 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_index({HEAD: "a.safetensors\n"}), "is not the plain name"),
         (with_index({HEAD: None}), "must map every tensor to a file"),
         (with_index("all"), "must map every tensor to a file"),
-        (with_index({HEAD: "b.safetensors"}), "b.safetensors: does not exist"),
+        (with_index({HEAD: "b.safetensors"}), "b.safetensors does not exist"),
         (with_index({"more": "a.safetensors"}), "does not match the tensors in the files"),
         (twice, "has lm_head.weight, which is also in a.safetensors"),
         # What is no safetensors, or none at all.
         (only_a_pickle, "only the pickle pytorch_model.bin, which may run code"),
         (remove("model.safetensors"), "does not exist, nor does its index"),
         # The configuration; more in tests/models/test_hf_mapping.py.
-        (remove("config.json"), "config.json: does not exist"),
-        (with_bytes("config.json", b"[" * 100_000), "config.json: is not JSON"),
-        (with_bytes("config.json", b"\xff\xfe"), "config.json: is not JSON"),
+        (remove("config.json"), "config.json does not exist"),
+        (with_bytes("config.json", b"[" * 100_000), "config.json is not JSON"),
+        (with_bytes("config.json", b"\xff\xfe"), "config.json is not JSON"),
         (
             with_json("config.json", auto_map={"AutoModel": "evil.Model"}),
             "weft never runs remote code",
@@ -745,7 +745,7 @@ NAN = torch.tensor([float("nan")] * 16)
             with_json("config.json", num_hidden_layers=2**31 - 1),
             "must be an integer from 1 to 10,000",
         ),
-        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is not a weight"),
+        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight is not a weight"),
         (with_json("config.json", vocab_size=128), "model.vocab_size is 128"),
         (with_json("config.json", vocab_size=600), "has 512 entries, but the model 600: more than"),
         # The tokenizer.
@@ -758,11 +758,11 @@ NAN = torch.tensor([float("nan")] * 16)
         ),
         (
             with_bytes("generation_config.json", b"5"),
-            "generation_config.json: is not a JSON object",
+            "generation_config.json is not a JSON object",
         ),
         (
             lambda folder: (folder / "chat_template.jinja").mkdir(),
-            "chat_template.jinja: is not a file",
+            "chat_template.jinja is not a file",
         ),
     ],
 )

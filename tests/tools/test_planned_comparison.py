@@ -141,4 +141,4 @@ def test_compare_plan_only_unknown_cluster_is_refused(capsys: pytest.CaptureFixt
     vary = ["--vary", "activation_checkpoint.mode=none,full"]
     lines = rejected(capsys, "compare", "llama3-8b", *vary, "--plan-only", "--cluster", "2x8xh999")
     assert len(lines) == 1
-    assert lines[0].startswith('--cluster = "2x8xh999"')
+    assert lines[0].startswith('--cluster="2x8xh999"')

@@ -266,7 +266,7 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
     assert completed_trials(tmp_path, variants, ended) == []
     found = summarize_comparison(tmp_path, variants, ended, ComparisonSettings(1))
     assert found.verdict == ["no trial has finished, so there is nothing to compare"]
-    assert found.failures[0] == "A: cannot be run: parallel.tp=3 does not divide"
+    assert found.failures[0] == "A: cannot be run: parallel.tp=3 does not divide."
     assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in found.failures[1]
     assert "no trial has finished" in found.text()
     json.dumps(found.document, allow_nan=False)

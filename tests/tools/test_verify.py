@@ -583,7 +583,9 @@ def test_verify_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[
     keys = [line.split("=")[0] for line in lines]
     assert keys[:3] == ["--ranks", "--steps", "train.step"]
     assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.name"}
-    assert rejected(capsys, "dmeo")[0].startswith('recipe="dmeo" is not a known recipe. Did you mean')
+    assert rejected(capsys, "dmeo")[0].startswith(
+        'recipe="dmeo" is not a known recipe, nor the path of a .toml file. Did you mean'
+    )
     (line,) = rejected(capsys, "demo", "--run.cluster", "8xH100")
     assert line.startswith('run.cluster="8xH100" is not a cluster')
 
@@ -678,7 +680,7 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     assert (found.plan.dp_shard, found.plan.reshard_after_forward) == (8, 2)
     found = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
     assert found.plan.reshard_after_forward is True
-    assert "parallel.reshard_after_forward = 8: 2 ranks have no subgroup" in found.notes[0]
+    assert "parallel.reshard_after_forward=8: 2 ranks have no subgroup" in found.notes[0]
     assert case(*wide, "--parallel.hierarchical_gather", "true").plan.shard_ranks_per_node == 4
     found = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
     assert found.notes == ("parallel.hierarchical_gather: not verified; 2 shards fit on one node",)

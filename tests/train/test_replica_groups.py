@@ -376,7 +376,7 @@ def test_replica_groups_unsupported_keys_are_refused(
 def test_replica_groups_without_torchft_names_the_package() -> None:
     (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
     expected = (
-        "resilience.lighthouse=\"host:29510\" needs torchft. Run pip install 'weft[torchft]'"
+        "resilience.lighthouse=\"host:29510\" needs torchft. Run pip install 'weft[torchft]'."
     )
     assert str(problem) == expected
 

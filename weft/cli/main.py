@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from weft.cli.arguments import parse
@@ -68,7 +69,7 @@ def reject(error: InvalidConfig) -> int:
     count = len(error.problems)
     print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
     for problem in error.problems:
-        print(f"  {problem}", file=sys.stderr)
+        print(indent(str(problem), "  "), file=sys.stderr)
     return USAGE_ERROR
 
 
@@ -104,7 +105,9 @@ def launch(options: argparse.Namespace) -> int:
     text = get_cluster(options.on).render(job_request)
     print(text)
     if rules := get_cluster(options.on).check(text):
-        raise InvalidConfig(ConfigError(f"--on {options.on}", MISSING, rule) for rule in rules)
+        raise InvalidConfig(
+            ConfigError(f"--on {options.on}", MISSING, f"rejects the job: {rule}") for rule in rules
+        )
     if not options.dry_run:
         id = submit(options.on, job_request, text)
         next = f"weft job status {shlex.quote(str(job_request.run_dir))}"

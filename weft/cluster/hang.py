@@ -180,7 +180,7 @@ def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) ->
             try:
                 ranks.append(RankProbe(contact))
             except PermissionError:
-                rule = f"process {contact.pid} belongs to another user"
+                rule = f"belongs to another user (process {contact.pid})"
                 remedy = "run this command as that user"
                 raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
             except OSError:

@@ -164,7 +164,7 @@ def check(text: str) -> list[str]:
     try:
         body = json.loads(text)
     except ValueError as error:
-        return [f"is not valid JSON: {error}"]
+        return [f"the request is not valid JSON: {error}"]
     try:
         from botocore.session import get_session
         from botocore.validate import ParamValidator

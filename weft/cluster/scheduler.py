@@ -71,12 +71,14 @@ def check_options(
             rule = "is not an option of this cluster"
             errors.append(ConfigError(key, value, rule, suggest(name, known)))
         elif not re.fullmatch(pattern, value):
-            errors.append(ConfigError(key, value, f"has invalid characters: must match {pattern}"))
+            errors.append(
+                ConfigError(key, value, f"has invalid characters; it must match {pattern}")
+            )
         elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
             errors.append(ConfigError(key, value, known[name].rule, known[name].remedy))
     for name in required:
         if name not in launch.options:
-            remedy = f"--launch.options {name}=...: {known[name].meaning}"
+            remedy = f"give --launch.options {name}=...: {known[name].meaning}"
             errors.append(ConfigError(f"launch.options.{name}", MISSING, "is missing", remedy))
     return errors + check_duration(launch.time_limit)
 

@@ -36,11 +36,12 @@ class ConfigError:
     depends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return full sentences: ``train.steps=0 must be at least 1. Use 1 or more.``"""
+        """Return the error as sentences: key, value and rule, then the remedy."""
         shown = json.dumps(self.value) if isinstance(self.value, bool | str) else str(self.value)
         text = self.key if self.value is MISSING else f"{self.key}={shown}"
         for part in filter(None, (self.rule, capitalize(self.remedy))):
-            text += f" {part}" if part[-1] in ".?!" or "\n" in part else f" {part}."
+            text += "\n" if "\n" in text else " "  # a remedy follows a list on its own line
+            text += part if part[-1] in ".?!" or "\n" in part else f"{part}."
         return text
 
 
@@ -60,11 +61,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Suggest the name of ``known`` that is nearest, or list all if none is near."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 
 
 def capitalize(sentence: str) -> str:
-    """Return a sentence with a capital first letter, unless it begins with a key or a command."""
+    """Capitalize a sentence, unless it begins with a key or a command."""
     word = sentence.partition(" ")[0].rstrip(",:;")
     return sentence[0].upper() + sentence[1:] if word.isalpha() and word.islower() else sentence
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from weft.config.errors import MISSING, ConfigError, suggest
+from weft.config.errors import MISSING, ConfigError, capitalize, suggest
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
 T = TypeVar("T")
@@ -109,14 +109,13 @@ def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...]
     """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
-        remedy = "give the path of a .toml file, or " + suggest(recipe, recipe_names())
-        problems.append(
-            ConfigError("extends" if seen else "recipe", recipe, "is not a known recipe", remedy)
-        )
+        rule = "is not a known recipe, nor the path of a .toml file"
+        remedy = suggest(recipe, recipe_names())
+        problems.append(ConfigError("extends" if seen else "recipe", recipe, rule, remedy))
         return {}
     if str(path) in seen:
         chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
-        problems.append(ConfigError("extends", recipe, f"recipes extend each other: {chain}"))
+        problems.append(ConfigError("extends", recipe, f"makes recipes extend each other: {chain}"))
         return {}
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
@@ -128,9 +127,8 @@ def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...]
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
         rule = "is not a section" if name in SECTIONS else "is not a known key"
-        problems.append(
-            ConfigError(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
-        )
+        remedy = f"write [section] first. {capitalize(nearest_key(name))}"
+        problems.append(ConfigError(name, tree.pop(name), rule, remedy))
     if parent is None:
         return tree
     if not isinstance(parent, str):
@@ -208,7 +206,9 @@ def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
     """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        problems.append(ConfigError(shown, MISSING, "is not a known section", suggest(name, SECTIONS)))
+        problems.append(
+            ConfigError(shown, MISSING, "is not a known section", suggest(name, SECTIONS))
+        )
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
@@ -288,7 +288,7 @@ _RULES = {
 
 
 def validation_rule(entry: Mapping[str, Any]) -> str:
-    """Return the rule that one of pydantic's errors violates, as the end of a sentence."""
+    """Return the rule of a pydantic error, as the end of a sentence."""
     broken = {
         NO_NUL: "must not contain a NUL character",
         ONE_LINE: "must not contain control characters, such as a newline",

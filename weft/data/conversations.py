@@ -185,9 +185,8 @@ def _survey(fragments: list[FileFragment], section: DataSection, report: Report)
     total_bytes = sum(fragment.size_bytes for fragment in fragments)
     advance = progress_counter(report, "reading the conversations", total_bytes)
     preferences = section.format == "preferences"
-    invalid_lines = _InvalidLines(
-        section.path, "not a preference" if preferences else "not a conversation"
-    )
+    what = "preference" if preferences else "conversation"
+    invalid_lines = _InvalidLines(section.path, f"not a {what}", f"not {what}s")
     hashes = array("Q")
     for fragment in fragments:
         for number, line in read_lines(fragment, COLUMNS):
@@ -227,8 +226,8 @@ def _fragment_name(fragment: FileFragment) -> str:
 class _InvalidLines:
     """Invalid lines: the first few, and their number."""
 
-    def __init__(self, path: str, description: str) -> None:
-        self.path, self.description = path, description
+    def __init__(self, path: str, description: str, plural: str) -> None:
+        self.path, self.description, self.plural = path, description, plural
         self.count, self.shown = 0, list[str]()
 
     def add(self, fragment: FileFragment, number: int, reason: str) -> None:
@@ -239,8 +238,11 @@ class _InvalidLines:
     def raise_any(self, remedy: str) -> None:
         if not self.count:
             return
-        count = "has a line that is" if self.count == 1 else f"has {self.count} lines that are"
-        rule = f"{count} {self.description}:\n  " + truncate_list(self.shown, "\n  ", self.count)
+        rule = (
+            f"has a line that is {self.description}:\n  "
+            if self.count == 1
+            else f"has {self.count} lines that are {self.plural}:\n  "
+        ) + truncate_list(self.shown, "\n  ", self.count)
         raise InvalidConfig([ConfigError("data.path", self.path, rule, remedy)])
 
 
@@ -338,7 +340,7 @@ def _build_store(
     entries = required_vocab_size(encoder.tokenizer)
     dtype = token_dtype(entries)
     frequency = np.zeros(entries, np.int64)
-    invalid_lines = _InvalidLines(section.path, "not renderable as tokens")
+    invalid_lines = _InvalidLines(section.path, *["not renderable as tokens"] * 2)
     has_inseparable_turns = False
     with ExitStack() as stack:
         train, validation = (_SplitFiles(directory, name, dtype, stack) for name in SPLITS)

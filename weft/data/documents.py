@@ -398,8 +398,12 @@ def _check_invalid_records(
             lines.append(f"{fragment.file.name}, {location}: {record.reason}")
     if not count:
         return
-    noun = "has a line or row that is" if count == 1 else f"has {count:,} lines or rows that are"
-    rule = f"{noun} not a document:\n  " + truncate_list(lines, "\n  ", count)
+    noun = (
+        "has a line or row that is not a document"
+        if count == 1
+        else f"has {count:,} lines or rows that are not documents"
+    )
+    rule = f"{noun}:\n  " + truncate_list(lines, "\n  ", count)
     remedy = "repair them"
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or set data.invalid_utf8=skip or replace for text that is not UTF-8"

@@ -221,25 +221,25 @@ def _read_megatron_header(file: File, index: Path) -> TokenFile:
     data = memoryview(index.read_bytes())
     header_size = 9 + 8 + 1 + 8 + 8
     if bytes(data[:9]) != _MEGATRON or len(data) < header_size:
-        raise _file_error(file, f"{index.name} is not an index of Megatron-LM (wrong magic bytes)")
+        raise _index_error(file, index, "is not an index of Megatron-LM (wrong magic bytes)")
     version, type_code, num_sequences, num_documents = struct.unpack("<QBQQ", data[9:header_size])
     if version != 1:
-        raise _file_error(file, f"{index.name} has version {version}, not 1")
+        raise _index_error(file, index, f"has version {version}, not 1")
     dtype = _MEGATRON_TYPES.get(type_code)
     if dtype is None or dtype.startswith("float"):
-        raise _file_error(
-            file, f"{index.name} declares the unsupported token type {type_code} ({dtype})"
+        raise _index_error(
+            file, index, f"declares the unsupported token type {type_code} ({dtype})"
         )
     if len(data) < header_size + 12 * num_sequences + 8 * num_documents:
-        raise _file_error(file, f"{index.name} is truncated")
+        raise _index_error(file, index, "is truncated")
     sizes = np.frombuffer(data, "<i4", num_sequences, header_size).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", num_sequences, header_size + 4 * num_sequences)
     first_sequences = np.frombuffer(data, "<i8", num_documents, header_size + 12 * num_sequences)
     width = np.dtype(dtype).itemsize
     ends = pointers + sizes * width
     if len(sizes) and (sizes.min() < 0 or pointers.min() < 0 or ends.max() > file.size_bytes):
-        rule = f"{index.name} refers to byte {ends.max()}, but the file has {file.size_bytes} bytes"
-        raise _file_error(file, rule)
+        rule = f"refers to byte {ends.max()}, but the file has {file.size_bytes} bytes"
+        raise _index_error(file, index, rule)
     sequence_ends = np.cumsum(sizes)
     total = int(sequence_ends[-1]) if len(sequence_ends) else 0
     if num_documents and (
@@ -247,7 +247,7 @@ def _read_megatron_header(file: File, index: Path) -> TokenFile:
         or first_sequences.max() > num_sequences
         or (np.diff(first_sequences) < 0).any()
     ):
-        raise _file_error(file, f"{index.name} has documents with sequences that do not exist")
+        raise _index_error(file, index, "has documents with sequences that do not exist")
     boundaries = np.unique(np.concatenate(([0], sequence_ends))[first_sequences])
     is_contiguous = np.array_equal(pointers, (sequence_ends - sizes) * width)
     sequences = None if is_contiguous else (pointers // width, sizes)
@@ -270,6 +270,10 @@ def _read_plain_header(file: File) -> TokenFile:
         rule = "has neither a header of llm.c nor an .idx file, and an odd number of bytes"
         raise _file_error(file, rule)
     return TokenFile(file, "uint16", 0, file.size_bytes // 2)
+
+
+def _index_error(file: File, index: Path, rule: str) -> InvalidConfig:
+    return _file_error(file, f"cannot be read: {index.name} {rule}")
 
 
 def _file_error(file: File, rule: str) -> InvalidConfig:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.errors import ConfigError, InvalidConfig, capitalize, suggest
 from weft.data.source_files import File, unreadable_error
 
 HUB_SCHEME = "hf://"
@@ -145,8 +145,9 @@ def _hub_error(url: str, error: Exception) -> InvalidConfig:
 
 def _check_column(path: str, column: str | None, names: list[str]) -> None:
     if column is not None and column not in names:
-        rule = f"has no column {column!r}; {suggest(column, names)}"
-        remedy = "set data.text_field to the column that holds the text"
+        rule = f"has no column {column!r}"
+        suggestion = capitalize(suggest(column, names))
+        remedy = f"set data.text_field to the column that holds the text. {suggestion}"
         raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
 
 

@@ -350,9 +350,8 @@ def _read_rows(fragment: FileFragment, field: str, skip_rows: int) -> Iterator[b
     for number, row in enumerate(_read_mappings(fragment, [field], skip_rows), skip_rows + 1):
         text = row.get(field)
         if text is not None and not isinstance(text, str):
-            raise _path_error(
-                fragment.file, f"row {number}{location}: the column {field!r} is not text"
-            )
+            rule = f"has no text in the column {field!r} of row {number}{location}"
+            raise _path_error(fragment.file, rule)
         yield None if text is None else text.encode("utf-8", "surrogatepass")
 
 
@@ -410,7 +409,7 @@ def _column_to_bytes(column: Any, fragment: FileFragment, field: str) -> Iterato
     text_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     is_text_type = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if not any(is_type(text_type) for is_type in is_text_type):
-        raise _path_error(fragment.file, f"the column {field!r} holds {text_type}, not text")
+        raise _path_error(fragment.file, f"has {text_type} in the column {field!r}, not text")
     if text_type != column.type:
         column = column.cast(text_type)
     # Bytes, because data.invalid_utf8 decides about invalid UTF-8.
@@ -432,8 +431,8 @@ def _check_footer(file: File, metadata: Any) -> None:
             sizes += [stored, content]
             if content > max_content_bytes(min(stored, file.size_bytes)):
                 rule = (
-                    f"row group {group + 1} declares {content:,} bytes of {column.path_in_schema} "
-                    f"in {stored:,} stored bytes: a decompression bomb"
+                    f"declares {content:,} bytes of {column.path_in_schema} in {stored:,} stored "
+                    f"bytes (row group {group + 1}): a decompression bomb"
                 )
                 raise _path_error(file, rule)
         if min(sizes) < 0:

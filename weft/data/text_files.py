@@ -313,7 +313,7 @@ def select_text(
     lines = [
         f"{name}: byte {error.offset}, line {error.line}: {error.reason}" for name, error in invalid
     ]
-    count = "a file is" if len(invalid) == 1 else f"{len(invalid)} files are"
+    count = "has a file that is" if len(invalid) == 1 else f"has {len(invalid)} files that are"
     raise InvalidConfig(
         [
             ConfigError(

@@ -267,7 +267,7 @@ def _read_manifest(directory: Path) -> Manifest:
         version = json.loads(data).get("format")
         if version != FORMAT:
             raise InvalidConfig(
-                [damaged_store_error(directory, f"is a store of format {version}, not {FORMAT}")]
+                [damaged_store_error(directory, f"it has format {version}, not {FORMAT}")]
             )
         manifest = TypeAdapter(Manifest).validate_json(data)
         if errors := list(_find_contradictions(manifest)):
@@ -322,5 +322,8 @@ DATA_REMEDY = "delete the directory and prepare the data again"
 
 
 def damaged_store_error(directory: Path, rule: str, remedy: str = DATA_REMEDY) -> ConfigError:
-    """Return the error for a store that differs from what was prepared."""
-    return ConfigError("data.path", str(directory), rule, remedy)
+    """Return the error for a store that differs from what was prepared.
+
+    ``rule`` is a sentence.
+    """
+    return ConfigError("data.path", str(directory), f"cannot be used: {rule}", remedy)

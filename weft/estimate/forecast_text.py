@@ -164,7 +164,7 @@ def render_search(result: SearchResult) -> str:
     if rows:
         lines += format_columns(["", "s/step", "MFU", "GiB", "layout"], rows, left={0, 4})
         if any(each.candidate.precision != result.precision for each in result.best):
-            precision = f"precision.float8 = {result.precision}"
+            precision = f"precision.float8={result.precision}"
             lines.append(f"* the fastest in the precision of the recipe, {precision}")
     else:
         lines.append("no layout fits")

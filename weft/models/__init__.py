@@ -37,8 +37,8 @@ def load_family(kind: str) -> Family:
         return FAMILIES[kind]
     module_name, colon, attribute = kind.partition(":")
     if not colon:
-        remedy = f"name your own as package.module:attribute, or {suggest(kind, FAMILIES)}"
-        raise _invalid_kind(kind, "is not a known model family", remedy)
+        rule = "is not a known model family, nor of the form package.module:attribute"
+        raise _invalid_kind(kind, rule, suggest(kind, FAMILIES))
     if not all(name.isidentifier() for name in module_name.split(".")):
         raise _invalid_kind(
             kind, "is not a module name before the colon", "use package.module:attribute"
@@ -55,7 +55,9 @@ def load_family(kind: str) -> Family:
         families = [name for name, value in vars(module).items() if isinstance(value, Family)]
         is_missing = attribute not in vars(module)
         rule = (
-            f"{module_name} has no {attribute!r}" if is_missing else "is not a weft.models.Family"
+            f"does not exist: {module_name} has no {attribute!r}"
+            if is_missing
+            else "is not a weft.models.Family"
         )
         remedy = suggest(attribute, families) if families else "make one: weft.models.Family(...)"
         raise _invalid_kind(kind, rule, remedy)
@@ -88,7 +90,9 @@ def resolve_model(
     base = family.presets.get(preset)
     if base is None:
         problems.append(
-            ConfigError("model.preset", preset, "is not a known preset", suggest(preset, family.presets))
+            ConfigError(
+                "model.preset", preset, "is not a known preset", suggest(preset, family.presets)
+            )
         )
     # Each field is validated alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}

@@ -89,7 +89,7 @@ IGNORED_FIELDS = {
     "use_cache",
 }
 REMEDIES = {
-    "auto_map": "weft never runs remote code; remove the field if the model needs none",
+    "auto_map": "remove the field if the model needs none; weft never runs remote code",
     "quantization_config": "save dequantized weights first, in float32, bfloat16 or float16",
 }
 
@@ -110,7 +110,9 @@ def detect_family(
         return kind_by_type[model_type], []
     rule = f"must be {' or '.join(json.dumps(name) for name in kind_by_type)}"
     return None, [
-        ConfigError("config.json model_type", _short(model_type), rule, "weft has no such model")
+        ConfigError(
+            "config.json model_type", _short(model_type), rule, "no other model is supported"
+        )
     ]
 
 
@@ -162,7 +164,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     mapping = get_hf_mapping(family)
 
     def make_error(name: str, value: object, rule: str, remedy: str = "") -> ConfigError:
-        remedy = remedy or f"weft's {mapping.name} supports no other value"
+        remedy = remedy or f"no other value is supported by weft's {mapping.name}"
         return ConfigError(f"config.json {printable(name)}", _short(value), rule, remedy)
 
     given = {name: value for name, value in hf_config.items() if value is not None}
@@ -208,7 +210,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
         window = hf_config.get("sliding_window", mapping.default_sliding_window)
         max_seq_len = fields["max_seq_len"]
         if type(max_seq_len) is type(window) is int and window < max_seq_len:
-            rule = f"is less than max_position_embeddings = {max_seq_len}; weft has no sliding window"
+            rule = f"is less than max_position_embeddings={max_seq_len}; weft has no sliding window"
             remedy = "set max_position_embeddings to the window; shorter sequences do not change"
             problems.append(make_error("sliding_window", window, rule, remedy))
     types = given.get("layer_types", ["full_attention"])
@@ -304,7 +306,7 @@ def _read_rope(given: Json, fields: Json, scales_rope: bool) -> Iterator[tuple[A
         if hf_field in rope:
             fields[field] = rope.pop(hf_field)
         else:
-            yield (f"rope_scaling.{hf_field}", MISSING, "is missing")
+            yield (f"rope_scaling.{hf_field}", MISSING, "is missing", "add it")
     for name, value in rope.items():
         yield (f"rope_scaling.{name}", value, f"is not a field of rope_type {kind!r}")
     for name in given:

@@ -129,7 +129,7 @@ def check(config: DecoderConfig) -> list[ConfigError]:
         rule = (
             f"does not divide model.dim={dim}"
             if dim % num_heads
-            else f"makes head_dim = {config.head_dim} odd, and rotary positions rotate pairs"
+            else f"makes head_dim={config.head_dim} odd, and rotary positions rotate pairs"
         )
         even = [n for n in _divisors(dim) if dim // n % 2 == 0]
         valid = [n for n in even if n % num_kv_heads == 0] or even

@@ -228,7 +228,9 @@ def _reshard_context(
         return
     if any(isinstance(param, DTensor) for block in blocks for param in block.parameters()):
         rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
-        raise ValueError(f"reshard_after_forward = {ranks}: {rule}; use True or False")
+        raise ValueError(
+            f"reshard_after_forward={ranks} is not possible: {rule}. Use True or False."
+        )
     reshard_mesh = unflatten_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "shards"))
     with use_reshard_mesh(reshard_mesh):
         yield ranks

@@ -27,7 +27,7 @@ from weft.parallel.private import all_gather, unflatten_axis
 def check_divides(name: str, number: int, degree: int) -> None:
     """Raise ValueError if ``number`` does not divide a shard group of ``degree``."""
     if degree % number:
-        raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
+        raise ValueError(f"{name}={number} does not divide the {degree} ranks of a shard group")
 
 
 def build_hierarchical_gather(

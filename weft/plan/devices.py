@@ -393,5 +393,5 @@ def _suggest_device(name: str) -> str:
         names[known] for known in difflib.get_close_matches(_normalize(name), names, n=3)
     ]
     if not similar:
-        return f"known: {', '.join(names.values())}"
+        return f"use one of {', '.join(names.values())}"
     return f"did you mean {' or '.join(similar)}?"

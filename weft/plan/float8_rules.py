@@ -115,7 +115,7 @@ def check_float8(
             yield ConfigError("precision.float8_exclude", pattern, rule, remedy, (key,))
     if not convertible:
         rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
-        rule += f" over tp = {degrees.tp} ranks" if degrees.tp > 1 else ""
+        rule += f" over tp={degrees.tp} ranks" if degrees.tp > 1 else ""
         yield ConfigError(key, recipe, rule, "use none, or another model size", ("parallel.tp",))
     elif not _select_matrices(section, convertible):
         rule = (

@@ -74,7 +74,7 @@ def resolve_degrees(
     above_one = {name: degree for name, degree in degrees.items() if degree > 1}
     if is_automatic and world_size % unit:
         name, degree = next(iter(above_one.items()))
-        others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
+        others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
         valid = format_choices(divisors(world_size)) if not others else ""
         ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
@@ -83,7 +83,7 @@ def resolve_degrees(
         errors.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
     elif not is_automatic and unit * dp_shard != world_size:
         valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
-        others = ", ".join(f"{other} = {n}" for other, n in above_one.items())
+        others = ", ".join(f"{other}={n}" for other, n in above_one.items())
         times = f"times {others} " if others else ""
         errors.append(
             ConfigError(
@@ -139,7 +139,7 @@ def _check_tensor_parallel(
     valid = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
     for field, size in sizes.items():
         if size % tp:
-            rule = f"does not divide {field} = {size} of {name}"
+            rule = f"does not divide {field}={size} of {name}"
             if field == "vocab_size":
                 padded = -(-size // tp) * tp
                 remedy = f"use {format_choices(valid)}, or --model.vocab_size {padded}"
@@ -147,14 +147,14 @@ def _check_tensor_parallel(
                 remedy = f"use {format_choices(valid)}"
             yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
     if kv and kv % tp and tp % kv:
-        rule = f"is neither a divisor nor a multiple of num_kv_heads = {kv} of {name}"
+        rule = f"is neither a divisor nor a multiple of num_kv_heads={kv} of {name}"
         yield ConfigError(
             "parallel.tp", tp, rule, f"use {format_choices(valid)}", ("model.num_kv_heads",)
         )
     local_seq_len = job.train.seq_len // degrees.cp
     if parallel.sequence_parallel and local_seq_len % tp:
-        rule = f"is not divisible by tp = {tp} ranks of sequence parallelism" + (
-            f" within each of cp = {degrees.cp} ranks" if degrees.cp > 1 else ""
+        rule = f"is not divisible by tp={tp} ranks of sequence parallelism" + (
+            f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
         unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
         choices = format_choices(nearest_divisors(job.train.seq_len, unit))
@@ -191,7 +191,7 @@ def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iter
         return
     unit = cp * _chunks_per_rank(parallel)
     if seq_len % unit:
-        chunks = f"{unit} load-balanced chunks of cp = {cp}" if unit > cp else f"cp = {cp} ranks"
+        chunks = f"{unit} load-balanced chunks of cp={cp}" if unit > cp else f"cp={cp} ranks"
         rule = f"is not divisible by {chunks}"
         remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
         yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
@@ -199,8 +199,8 @@ def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iter
         heads = model.num_heads // degrees.tp
         valid = divisors(heads)
         if cp not in valid:
-            per_rank = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
-            rule = f"does not divide num_heads = {model.num_heads}{per_rank} (ulysses)"
+            per_rank = f" / tp={degrees.tp}" if degrees.tp > 1 else ""
+            rule = f"does not divide num_heads={model.num_heads}{per_rank} (ulysses)"
             remedy = f"use {format_choices(valid)}, or parallel.cp_method ring"
             depends = ("parallel.tp", "model.num_heads")
             yield ConfigError("parallel.cp", cp, rule, remedy, depends)

@@ -126,7 +126,7 @@ def check_lora(
             matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
             tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
             if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
-                over = f" over tp = {tp} ranks" if tp > 1 else ""
+                over = f" over tp={tp} ranks" if tp > 1 else ""
                 rule = (
                     f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "
                     f"{matrix.in_features} inputs of {layer}{over}"

@@ -92,8 +92,8 @@ def find_schedule(name: str) -> ScheduleSpec | ConfigError:
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
             return schedule
-    remedy = f"{suggest(name, SCHEDULES)}, or the path of a .csv file"
-    return ConfigError("pipeline.schedule", name, "is not a known schedule", remedy)
+    rule = "is not a known schedule, nor the path of a .csv file"
+    return ConfigError("pipeline.schedule", name, rule, suggest(name, SCHEDULES))
 
 
 @lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def plan_recipe(
 
 
 def _adapt_remedy_to_cluster(error: ConfigError) -> ConfigError:
-    return replace(error, remedy=error.remedy.replace("run.nproc_per_node =", "a --cluster of"))
+    return replace(error, remedy=error.remedy.replace("run.nproc_per_node=", "a --cluster of "))
 
 
 def cluster_machine(cluster: Cluster) -> Machine:

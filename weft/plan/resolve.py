@@ -398,7 +398,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     warnings = tuple(
         f"run.nodes={job.run.nodes}: of {count} nodes the run can use only "
         f"{max((n for n in counts if n < count), default=0)}, because "
-        f"{error.problems[0].key} = {error.problems[0].value} {error.problems[0].rule}"
+        f"{error.problems[0].key}={error.problems[0].value} {error.problems[0].rule}"
         for count, error in rejections.items()
     )
     plan = plans[counts[-1]]

@@ -37,7 +37,7 @@ def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
         yield ConfigError(
             "train.seq_len",
             job.train.seq_len,
-            f"exceeds max_seq_len = {model.max_seq_len} of {name}",
+            f"exceeds max_seq_len={model.max_seq_len} of {name}",
             f"use at most {model.max_seq_len}, or --model.max_seq_len {job.train.seq_len}",
             ("model.preset", "model.max_seq_len"),
         )
@@ -45,7 +45,7 @@ def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
         yield ConfigError(
             "data.vocab_size",
             job.data.vocab_size,
-            f"exceeds vocab_size = {model.vocab_size} of {name}",
+            f"exceeds vocab_size={model.vocab_size} of {name}",
             f"use at most {model.vocab_size}, or --model.vocab_size {job.data.vocab_size}",
             ("model.preset", "model.vocab_size"),
         )
@@ -133,9 +133,7 @@ def check_device(
         rule = "needs GPUs that can read each other's memory (SymmetricMemory over NVLink)"
         yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
     elif crosses_nodes("tp", degrees.axis_sizes, local_world_size, order):
-        rule = (
-            f"works inside a node, but tp = {degrees.tp} crosses nodes of {local_world_size} ranks"
-        )
+        rule = f"works inside a node, but tp={degrees.tp} crosses nodes of {local_world_size} ranks"
         remedy = f"use parallel.tp {local_world_size} or less"
         yield ConfigError(key, True, rule, remedy, DEGREE_KEYS)
 
@@ -280,7 +278,7 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
     if job.debug.deterministic:
         key, rule = "debug.deterministic", "needs a fixed number of ranks"
         if job.resilience.lighthouse != "none":
-            reason = f"{rule}, but {lighthouse} = {job.resilience.lighthouse}"
+            reason = f"{rule}, but {lighthouse}={job.resilience.lighthouse}"
             remedy = f"use false, or {lighthouse} none"
             yield ConfigError(key, True, reason, remedy, (lighthouse,))
         if ":" in str(job.run.nodes):

@@ -239,5 +239,5 @@ def failure_reason(status: int, output: str) -> str:
         return " ".join([f"ended with {name}", *lines[-1:]])
     message = lines[errors[-1]].removeprefix("weft: ")
     if "nothing was started:" in message:
-        return "; ".join(line.strip() for line in lines[errors[-1] + 1 :])
+        return " ".join(line.strip() for line in lines[errors[-1] + 1 :])
     return message

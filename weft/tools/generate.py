@@ -222,9 +222,8 @@ def _encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:
     try:
         return chat_format.encoder.encode_prompt(messages)
     except InvalidConversation as error:
-        problem = ConfigError(
-            "--chat", chat_format.encoder.template.path, str(error), "change the prompt"
-        )
+        path, rule = chat_format.encoder.template.path, f"cannot format the prompt: {error}"
+        problem = ConfigError("--chat", path, rule, "change the prompt")
         raise InvalidConfig([problem]) from None
 
 

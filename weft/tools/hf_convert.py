@@ -108,7 +108,9 @@ def export_checkpoint(
     """
     max_bytes, problems = _parse_size(max_shard)
     if dtype not in DTYPES:
-        problems.append(ConfigError("--dtype", dtype, "is not a known dtype", suggest(dtype, DTYPES)))
+        problems.append(
+            ConfigError("--dtype", dtype, "is not a known dtype", suggest(dtype, DTYPES))
+        )
     try:
         checkpoint: CheckpointRef | None = find_checkpoint(path)
     except InvalidConfig as error:
@@ -161,7 +163,9 @@ def export_checkpoint(
             )
         except UnrepresentableValue as error:
             remedy = "use bfloat16 or float32"
-            raise InvalidConfig([ConfigError("--dtype", dtype, str(error), remedy)]) from error
+            raise InvalidConfig(
+                [ConfigError("--dtype", dtype, f"cannot be used: {error}", remedy)]
+            ) from error
         config = to_hf_config(family, checkpoint.config, dtype)
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
@@ -337,7 +341,9 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
                 lambda done: report(Progress(message, done, num_bytes)),
             )
         except UnrepresentableValue as error:
-            raise InvalidConfig([ConfigError("directory", str(source), str(error))]) from error
+            raise InvalidConfig(
+                [ConfigError("directory", str(source), f"cannot be imported: {error}")]
+            ) from error
         (directory / SOURCE_DIR).mkdir()
         for name, target in [(n, f"{SOURCE_DIR}/{n}") for n in companions] + [
             ("tokenizer.json",) * 2
@@ -475,7 +481,9 @@ def _read_weights(
     problems += weight_problems[:MAX_PROBLEMS]
     if len(weight_problems) > MAX_PROBLEMS:
         problems.append(
-            ConfigError("weights", MISSING, f"{len(weight_problems) - MAX_PROBLEMS} more problems")
+            ConfigError(
+                "weights", MISSING, f"have {len(weight_problems) - MAX_PROBLEMS} more problems"
+            )
         )
     return entries
 

@@ -91,7 +91,7 @@ def read_task(path: Path) -> ChoiceTask:
     try:
         import yaml
     except ImportError as error:
-        rule, remedy = "needs PyYAML", "pip install 'weft[eval]'"
+        rule, remedy = "needs PyYAML", "run pip install 'weft[eval]'"
         raise InvalidConfig([ConfigError("--task", str(path), rule, remedy)]) from error
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
@@ -108,7 +108,7 @@ def read_task(path: Path) -> ChoiceTask:
         try:
             questions.append(_make_question(tree, document))
         except Exception as error:  # templates may raise any error
-            rule = f"document {number}: {type(error).__name__}: {error}"
+            rule = f"fails at document {number}: {type(error).__name__}: {error}"
             problems.append(ConfigError("--task", str(path), rule, "fix the template or the data"))
             break
     if not problems and not questions:

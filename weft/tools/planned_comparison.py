@@ -108,7 +108,7 @@ def compare_plans(
     planned = []
     for number, variant in enumerate(variants, 1):
         if variant.plan is None:
-            reason = "; ".join(str(problem) for problem in variant.problems)
+            reason = " ".join(str(problem) for problem in variant.problems)
             planned.append(PlannedVariant(variant.label, None, None, reason))
             continue
         log(f"plan {number} of {len(variants)}: {variant.label}")

@@ -286,7 +286,7 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
         return
     old, _, problems = read_job(str(before))
     if problems:
-        rule = f"has a damaged job.toml ({problems[0]})"
+        rule = f"has a damaged job.toml: {changed(problems[0], remedy='')}"
         yield ConfigError("run.dir", job.run.dir, rule, "use another run.dir, or repair the file")
         return
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
