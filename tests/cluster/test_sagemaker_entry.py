@@ -161,7 +161,7 @@ def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
 
 
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="recipe is missing. Set the hyperparameter recipe"):
+    with pytest.raises(InvalidConfig, match=r"recipe is missing. Set the hyperparameter recipe"):
         train_arguments([("train.steps", "5")], alone(tmp_path))
 
 

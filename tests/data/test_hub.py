@@ -31,7 +31,7 @@ def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None
         prepare_store(section(tmp_path / "both"), tmp_path / "c")
     split = prepare_store(section(tmp_path / "both" / "train"), tmp_path / "c")
     assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
-    with pytest.raises(InvalidConfig, match="has no column 'txt'.*Did you mean 'text'"):
+    with pytest.raises(InvalidConfig, match=r"has no column 'txt'.*Did you mean 'text'"):
         prepare_store(section(tmp_path / "saved", text_field="txt"), tmp_path / "c")
 
 

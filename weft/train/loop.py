@@ -14,16 +14,19 @@ equal on all of these ranks.  Without ``resilience.lighthouse`` a run is one rep
 the global batch, over all ranks and replica groups.  Losses and gradients are then summed, never
 averaged.
 
-*NaN and Inf.*  `optimizer_step` never applies such a step: the optimizer reads a flag on the
-device, so that no host waits.  What the run does then depends on ``resilience.on_anomaly``:
+*NaN and Inf.*  `optimizer_step` never applies a step whose loss or gradient norm is NaN or Inf: the
+optimizer reads a flag on the device, so that no host waits.  What the run does then depends on
+``resilience.on_anomaly``:
 
-    stop     raise at the next logged step, before anything is recorded or saved
+    stop     raise at the next logged step, before anything is recorded or saved; until then the
+             other steps are applied
     skip     compute the step again; if it is bad again, count it without an update
     rewind   compute the step again; if it is bad again, load the newest checkpoint and skip the
              data since then
 
-``skip`` and ``rewind`` treat spikes alike, and the host waits for the device in every step.  With
-``stop`` it waits only to log a step, to evaluate, to save and to compare replicas.
+``skip`` and ``rewind`` treat a spike of loss or norm in the same way, and the host waits for the
+device in every step.  With ``stop`` it waits only to log a step, to evaluate, to save and to
+compare replicas.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def train(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> bool:
                 run.profiler.advance(step)  # collective when a profile ends
 
                 batches, data_error = next_batch(run, state, batches)
-                run.consensus.post(  # collective, in the background; includes stop signals
+                run.consensus.post(  # collective, in the background; adds stop signals itself
                     retry_save=run.checkpoints.should_retry(),
                     is_saving=run.checkpoints.is_saving(),
                     has_no_data=data_error is not None,
@@ -101,8 +104,8 @@ def train(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> bool:
 
                 anomaly = None
                 if suspicion := run.anomalies.check(step, result):
-                    # The same weights and batch again: a hardware fault does not recur, and then
-                    # the second result counts.
+                    # The same weights and batch again.  A hardware fault does not recur: then the
+                    # second result counts.  Otherwise the anomaly says skip or rewind.
                     first = result
                     result = forward_backward(run, step, batches)  # collective
                     if not run.replicas.committed():  # collective
@@ -144,7 +147,7 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
     if run.plan.job.debug.autograd_anomaly:
         nan_tracer = trace_backward_nan(run.layer_stats.layers, sizes)
     with run.layer_stats.record_forward(step, sizes), nan_tracer:
-        # Sums the number of targets over the replica groups, and gradients inside this group.
+        # Counts targets over all replica groups; sums gradients inside this one.
         loss = train_step.forward_backward(batches, run.replicas.sum)
     enter_phase("update")
     fault_point("gradients", (param.grad for param in run.params))
@@ -220,9 +223,9 @@ def next_batch(
     """Return this rank's microbatches of the next step, on its device.
 
     If they cannot be read, return the last ones and the error: the other ranks compute the step,
-    so this rank must take part in its collectives; then no rank applies it.  The first step has no
-    last batch, and other replica groups would apply the step, so in both cases raise the error;
-    other groups continue without this one.
+    so this rank must take part in its collectives; then no rank applies it.  Raise the error in the
+    first step, which has no last batch, and with a lighthouse: other replica groups would apply the
+    step, and they continue without this group.
     """
     enter_phase("data", step=state.step + 1)
     try:
