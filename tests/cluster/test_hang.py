@@ -59,6 +59,8 @@ OPTIONS = [
     "0",
     "--optim.name",
     "mine:build",
+    "--checkpoint.async_save",  # a background save may be the last collective
+    "false",
 ]
 
 

@@ -35,7 +35,7 @@ SITES = {
     "forward_backward": "after the data is read",
     "gradients": "after backward, with this rank's gradients",
     "record": "before the host waits for the device, to log a step",
-    "gather": "after that wait, before ranks exchange their measurements",
+    "tell": "after that wait, before ranks exchange their measurements",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
     "local": "after this rank has written its node-local state, before the commit",

@@ -181,7 +181,7 @@ class MetricLogger:
         means = (*self._sources.take_means(), *self._metrics.take_means())
         loss, grad_norm, *extra = detector.wait(loss_and_norm, *self._extra, *means)
         enter_phase("log")
-        fault_point("gather")
+        fault_point("tell")
         values = iter(extra)
         moe_max_load = next(values) if self._num_ratios else None
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
