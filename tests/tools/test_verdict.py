@@ -253,7 +253,10 @@ def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
     for judged, line in zip(found.comparisons, found.verdict, strict=False):
         assert judged.loss is None
         assert "losses cannot be compared: they are of different data or objectives" in line
-    assert "loss: validation, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
+    assert (
+        "loss: validation, nats per token, nats per pair, loss of mine:objective after 2,560 tokens"
+        in found.notes
+    )
 
 
 def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
