@@ -2,7 +2,7 @@
 
 --only A,B         faults whose kind, name or file has one of these texts
 --checks A,B       checks whose name has one of these
---precision bf16   or float8: numeric faults, by the checks that have a precision
+--precision bf16   or float8: faults in numeric functions that a check of the precision executes
 --json FILE        a line for each fault; those that are in it already are not planted again
 --seconds N        stop after so long; the same command goes on
 --baseline         only run the battery without a fault
@@ -18,11 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutation.catalogue import FAULTS
+from tests.mutation.catalogue import FAULTS, Fault
 from tests.mutation.runner import (
+    Baseline,
     Outcome,
     baseline,
     forked,
+    function_of,
     import_heavy,
     run_fault,
     tree_hash,
@@ -64,8 +66,9 @@ def main() -> int:
         fault
         for fault in FAULTS
         if any(w in f"{fault.kind} {fault.name} {fault.file}" for w in options.only.split(","))
-        and (not options.precision or fault.file.startswith(NUMERIC))
+        and (not options.precision or is_applicable(fault, base))
     ]
+    print_now(f"{len(chosen)} faults, {len(checks)} checks")
     for fault in chosen:
         done |= read_log(options.json)  # several may work at it
         if fault.name in done:
@@ -88,6 +91,13 @@ def main() -> int:
     return 0
 
 
+def is_applicable(fault: Fault, base: Baseline) -> bool:
+    """Whether a fault may be of another size in another precision, and a check executes it."""
+    function = function_of(fault)
+    executed = function is None or any(function in each for each in base.functions.values())
+    return fault.file.startswith(NUMERIC) and fault.kind != "counters" and executed
+
+
 def read_log(path: Path | None) -> dict[str, Outcome]:
     """What was found out before, by fault."""
     if path is None or not path.exists():
@@ -101,7 +111,7 @@ def _prepare(precision: str) -> dict[str, str]:
     from tests.mutation.battery import battery
 
     formulas.fixtures(Path(os.environ["WEFT_MUTATION_FIXTURES"]))
-    return {check.name: check.source for check in battery() if check.low or not precision}
+    return {check.name: check.source for check in battery() if precision in check.precisions}
 
 
 def print_now(text: str) -> None:

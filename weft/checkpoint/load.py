@@ -9,7 +9,9 @@ verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -230,24 +232,31 @@ def _load_tensors(
     return mismatches
 
 
-def _check_optimizer_state(names: Iterable[str], model_parts: Sequence[nn.Module]) -> None:
-    """Check that no trainable parameter lacks state that another one has.
+def _check_optimizer_state(
+    saved: Mapping[str, tuple[torch.Size, torch.dtype]], model_parts: Sequence[nn.Module]
+) -> None:
+    """Check that all trainable parameters have optimizer state of a usual kind.
 
     Args:
-        names: names of all tensors in the checkpoint.
+        saved: shape and dtype of every tensor in the checkpoint, by name.
         model_parts: this rank's parts of the model.
 
     Raises:
-        CorruptData: with the first parameter that lacks some.
+        CorruptData: with the first parameter.
     """
-    keys: dict[str, set[str]] = {}
-    for name in names:
+    # For each parameter its keys, such as exp_avg, and whether they have the parameter's shape.
+    keys: dict[str, dict[str, bool]] = {}
+    for name, (shape, _) in saved.items():
         if name.startswith("optim."):
             param, _, key = name.removeprefix("optim.").rpartition(".")
-            keys.setdefault(param, set()).add(key)
+            param_shape, _ = saved.get(f"model.{param}", (None, None))
+            keys.setdefault(param, {})[key] = shape == param_shape
     kinds = {frozenset(each) for each in keys.values()}
+    usual = Counter(chain.from_iterable(each.items() for each in keys.values()))
     for name, _ in trainable_parameters(model_parts):
-        if any(keys.get(name, set()) < kind for kind in kinds):
+        own = keys.get(name, {})
+        is_unusual = any(usual[key, like] < usual[key, not like] for key, like in own.items())
+        if is_unusual or any(own.keys() < kind for kind in kinds):
             raise CorruptData(f"the optimizer state of {name} is missing or incomplete")
 
 
