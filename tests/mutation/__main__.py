@@ -93,8 +93,9 @@ def main() -> int:
 
 def is_applicable(fault: Fault, base: Baseline) -> bool:
     """Whether a fault may be of another size in another precision, and a check executes it."""
-    function = function_of(fault)
-    executed = function is None or any(function in each for each in base.functions.values())
+    # A fault in the data of a module is executed if any function of the file is.
+    place = function_of(fault) or f"{fault.file}:"
+    executed = any(name.startswith(place) for each in base.functions.values() for name in each)
     return fault.file.startswith(NUMERIC) and fault.kind != "counters" and executed
 
 

@@ -43,14 +43,8 @@ from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
-STAGES = (
-    "unit",
-    "oracle",
-    "run",
-    "layout",
-    "saved",
-    "resumed",
-)  # the order in which checks are tried
+# In the order in which checks are tried.
+STAGES = ("unit", "oracle", "run", "layout", "saved", "resumed")
 WEFT = Path(weft.__file__).parent
 
 

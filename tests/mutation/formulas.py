@@ -489,6 +489,7 @@ def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
 @check("unit: arithmetic of models")
 def check_arithmetic() -> None:
     from weft.monitor.step_record import StepRecord, device_hours
+    from weft.monitor.step_timer import StepTimes
     from weft.plan.lora_plan import training_cost
 
     for kind, fields, module in MODELS:
@@ -547,9 +548,9 @@ def check_arithmetic() -> None:
             expect(near(found.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py")
             half = 4 * active + attention * 32 / 64 + 6 * adapters
             expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora_plan.py")
-    record = StepRecord.of(
+    record = StepRecord.create(
         tokens_per_step=1000,
-        times=(0.5, 0.1),
+        times=StepTimes(0.5, 0.1, 0.0, 0.0),
         devices=4,
         flops_per_token=6e9,
         causal_flops_per_token=5e9,
@@ -568,7 +569,7 @@ def check_arithmetic() -> None:
     expect(near(record.tflops_per_device, 3.0), "TFLOP/s", module)
     expect(near(record.mfu or 0, 0.3), "MFU", module)
     expect(near(record.mfu_causal or 0, 0.25), "causal MFU", module)
-    expect(near(record.goodput, 0.75), "goodput", "monitor/goodput.py")
+    expect(near(record.goodput, 0.75), "goodput", "monitor/step_timer.py")
     expect(near(device_hours(8, 1e6), 8 * 1000 / 3600), "device hours", module)
 
 
@@ -743,9 +744,9 @@ def check_loop() -> None:
         folder = Path(name) / "run"
         job = _train(folder)
         plan = resolve(job, Machine("cpu", devices=1, world_size=1))
-        built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
+        built = build(plan, Rank(0, 0, 1, torch.device("cpu")))
         model = build_theirs("llama", plan.model)
-        params = {n: p.detach().clone() for n, p in trainable_parameters(built.parts)}
+        params = {n: p.detach().clone() for n, p in trainable_parameters(built.model_parts)}
         with torch.no_grad():
             for n, p in params.items():
                 theirs_of(model, n).copy_(p)
@@ -932,17 +933,17 @@ def check_references() -> None:
     )
     rank = dist.get_rank()
     plan = resolve(job, Machine("cpu", devices=2, world_size=2))
-    built = build(job, plan, Rank(rank, rank, 2, torch.device("cpu")))
+    built = build(plan, Rank(rank, rank, 2, torch.device("cpu")))
     corpus = draw_corpus("preferences", 30, 500, 14, 3)
     with tempfile.TemporaryDirectory() as folder:
         text = Dataset(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
         [pairs] = build_mixture(text, "train", job.train.seq_len, job.data, 0).sources
         assert isinstance(pairs, Pairs)
-        found = log_probs(built.engine, pairs, plan, built.mesh)
+        found = log_probs(built, pairs)
         batch = pairs.get_batch(np.arange(len(pairs)))
     model = build_theirs("llama", plan.model)
     with torch.no_grad():
-        for n, p in trainable_parameters(built.parts):
+        for n, p in trainable_parameters(built.model_parts):
             theirs_of(model, n).copy_(_all(p))
         assert batch.documents_BT is not None
         assert batch.positions_BT is not None
@@ -1221,7 +1222,7 @@ def check_hierarchical_gather() -> None:
 def check_statistics() -> None:
     """Of two ranks what one has: counts, means, and roots of mean squares."""
     from weft.monitor.layer_stats import read_statistics
-    from weft.train.setup import open_statistics
+    from weft.train.setup import open_layer_stats
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
@@ -1234,20 +1235,20 @@ def check_statistics() -> None:
         ]
         job = small_job(*keys)
         plan = resolve(job, Machine("cpu", devices=2, world_size=2))
-        built = build(job, plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
-        statistics = open_statistics(job, plan, built.mesh, built.parts)
-        statistics.back_to(0, print)
+        built = build(plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
+        statistics = open_layer_stats(built)
+        statistics.open(0, print)
         text = open_dataset(store_path())
         mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
         batches = Loader(mixture, 0, 8, 0, 1, plan.microbatch_size).get_microbatches(0)
-        with statistics.forward(1, [len(b.tokens_BT) for b in batches]):
-            built.engine.forward_backward(batches)
-        statistics.gradients(1)
-        statistics.parameters(1)
+        with statistics.record_forward(1, [len(b.tokens_BT) for b in batches]):
+            built.train_step.forward_backward(batches)
+        statistics.record_gradients(1)
+        statistics.record_parameters(1)
         statistics.close()
         params = {
             n: (p.full_tensor(), p.grad.full_tensor())  # type: ignore[union-attr,operator]
-            for n, p in trainable_parameters(built.parts)
+            for n, p in trainable_parameters(built.model_parts)
         }
         model = build_theirs("llama", plan.model)
         with torch.no_grad():
@@ -1272,7 +1273,7 @@ def check_statistics() -> None:
             row, rms = rows[key], float(value.square().mean().sqrt())
             same = row["count"] == value.numel() and near(row["rms"], rms, 1e-4)
             same &= abs(row["mean"] - float(value.mean())) < 1e-3 * rms
-            same &= near(row["most"], float(value.abs().max()), 1e-4)
+            same &= near(row["max_abs"], float(value.abs().max()), 1e-4)
             expect(same, f"statistics of {key}", "monitor/layer_stats.py")
     finally:
         dist.barrier()
@@ -1321,11 +1322,11 @@ def _built(overrides: Overrides) -> tuple[Job, Plan, Built]:
     job = small_job(*SAVED, *overrides)
     world, rank = dist.get_world_size(), dist.get_rank()
     plan = resolve(job, Machine("cpu", devices=2, world_size=world))
-    return job, plan, build(job, plan, Rank(rank, rank, world, torch.device("cpu")))
+    return job, plan, build(plan, Rank(rank, rank, world, torch.device("cpu")))
 
 
 def _state(built: Built) -> dict[str, Tensor]:
-    state = model_state(built.parts) | optimizer_state(built.parts, built.optimizer)
+    state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
     return {n: _all(t).detach().clone() for n, t in state.items()}
 
 
@@ -1340,8 +1341,8 @@ def check_replicas() -> None:
     ):
         job, plan, built = _built(overrides)
         _step(job, plan, built, 0)
-        state = model_state(built.parts) | optimizer_state(built.parts, built.optimizer)
-        for name, axes in find_replica_axes(built.parts, state).items():
+        state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
+        for name, axes in find_replica_axes(built.model_parts, state).items():
             value: Any = state[name]
             local = (value.to_local() if hasattr(value, "to_local") else value).contiguous()
             for axis in axes:
@@ -1368,16 +1369,16 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     """One optimizer step; the loss."""
     mixture = build_mixture(open_dataset(store_path()), "train", job.train.seq_len, job.data, 0)
     loader = Loader(mixture, 0, 12, built.mesh.dp_rank, plan.dp_size, plan.microbatch_size)
-    loss = built.engine.forward_backward(loader.get_microbatches(12 * number))
+    loss = built.train_step.forward_backward(loader.get_microbatches(12 * number))
     dist.all_reduce(loss)
-    params = [p for _, p in trainable_parameters(built.parts)]
+    params = [p for _, p in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     norm, _ = compute_grad_norm(params, stages)
     clip_grads_with_norm(params, norm, 1.0)
     set_learning_rate(built.optimizer, 0.01)
     built.optimizer.step()
-    built.engine.balance.reduce_loads()
-    built.engine.balance.step()
+    built.train_step.balance.reduce_loads()
+    built.train_step.balance.step()
     built.optimizer.zero_grad()
     return loss.item()
 
@@ -1389,8 +1390,8 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
         _step(job, plan, built, number)
     saver = CheckpointManager(Path(folder), 2, async_save=True)
     state = _state(built)
-    saver.save(built.parts, built.optimizer, {"step": 2, "samples": 24})
-    params = [param for part in built.parts for param in part.parameters()]
+    saver.save(built.model_parts, built.optimizer, {"step": 2, "samples": 24})
+    params = [param for part in built.model_parts for param in part.parameters()]
     for param in params:  # what is saved is what was there then
         param.data.mul_(2.0)
     saver.wait()
@@ -1403,7 +1404,7 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
 def load_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     """The same from the checkpoint."""
     job, plan, built = _built(overrides)
-    load_checkpoint(list_checkpoints(Path(folder))[-1], built.parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(folder))[-1], built.model_parts, built.optimizer)
     state = _state(built)
     loss = _step(job, plan, built, 2)
     return {"state": state, "loss": loss, "after": _state(built)}
@@ -1475,7 +1476,7 @@ def check_unfinished() -> None:
     _, _, built = _built([])
     with tempfile.TemporaryDirectory() as name:
         saver = CheckpointManager(Path(name), 2)
-        saver.save(built.parts, built.optimizer, {"step": 1, "samples": 12})
+        saver.save(built.model_parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
     expect(seen == [False], "half a checkpoint has its name", "checkpoint/manager.py")
 
@@ -1488,7 +1489,7 @@ def check_damage() -> None:
     with tempfile.TemporaryDirectory() as name:
         saver = CheckpointManager(Path(name), 3)
         for step in (1, 2, 3, 4):
-            saver.save(built.parts, built.optimizer, {"step": step, "samples": 12})
+            saver.save(built.model_parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()
         kept = [path.name for path in list_checkpoints(Path(name))]
         expect(
@@ -1503,7 +1504,7 @@ def check_damage() -> None:
 
         def refused(what: str, module: str, says: str = "") -> None:
             try:
-                load_checkpoint(path, built.parts, built.optimizer)
+                load_checkpoint(path, built.model_parts, built.optimizer)
             except WeftError as error:
                 expect(says in str(error), f"{what}: {error}", module)
                 return
@@ -1531,7 +1532,7 @@ def check_damage() -> None:
         shard.write_bytes(whole + b"abcd")
         refused("a file that is too long", "checkpoint/shard_files.py")
         shard.write_bytes(whole)
-        load_checkpoint(path, built.parts, built.optimizer)
+        load_checkpoint(path, built.model_parts, built.optimizer)
         text = (path / "manifest.json").read_text()
         (path / "manifest.json").write_text(re.sub(r'("samples": *)12', r"\g<1>13", text))
         refused("a manifest that was changed", "checkpoint/manifest.py")
@@ -1754,12 +1755,12 @@ def check_losses() -> None:
         tokens = stream.read_windows(np.array([0]), len(stream))[0]
         for packing in ("windows", "documents"):
             allowed = ("data.", "train.")
-            job, plan = plan_inference(
+            _job, plan = plan_inference(
                 found, [("data.packing", packing)], [], allowed, for_generation=False
             )
             rank = Rank(0, 0, 1, torch.device("cpu"))
             [loss] = evaluate_sources(
-                found, job, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
+                found, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
             )
             told = loss.to_dict()
             count = (len(tokens) - 1) // 32 * 32
