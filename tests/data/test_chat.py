@@ -248,7 +248,7 @@ BAD = {
     '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
     '{"messages": [7]}': "message 1 is not a JSON object",
     '{"prompt": 3, "response": "x"}': "prompt is not a string",
-    '{"prompt": "a", "chosen": "x", "rejected": "y"}': "use data.format preferences",
+    '{"prompt": "a", "chosen": "x", "rejected": "y"}': "use data.format=preferences",
     r'{"prompt": "\ud83d", "response": "x"}': "has a lone surrogate",
     "\udcff": "is not UTF-8",
 }

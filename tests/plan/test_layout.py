@@ -79,16 +79,16 @@ REFUSALS = [
      "tp=8 model.vocab_size=520"),
     ("tp=4 train.seq_len=62", 4, "train.seq_len", "is not divisible by tp=4", "60 or 64",
      "tp=4 train.seq_len=60"),
-    ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp=4", "sequence_parallel false",
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp=4", "sequence_parallel=false",
      "tp=4 train.seq_len=62 sequence_parallel=false"),
     # Asynchronous tensor parallel.
-    ("tp=2 async_tp=true", 2, "async_tp", "torch.compile", "compile.enable true", None),
+    ("tp=2 async_tp=true", 2, "async_tp", "torch.compile", "compile.enable=true", None),
     ("async_tp=true compile.enable=true", 2, "async_tp", "without tensor parallelism", "above 1",
      None),
     ("tp=2 async_tp=true compile.enable=true", 2, "async_tp", "read each other's memory",
      "use false", "tp=2 compile.enable=true"),
     ("tp=2 async_tp=true compile.enable=true sequence_parallel=false", 2, "async_tp",
-     "sequence parallelism, which is off", "sequence_parallel true", None),
+     "sequence parallelism, which is off", "sequence_parallel=true", None),
     # Symmetric memory.
     ("symmetric_memory=true", 2, "symmetric_memory", "read each other's memory", "use false",
      "dp_shard=2"),
@@ -114,7 +114,7 @@ REFUSALS = [
      "2 microbatches, but 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
      "pp=4 train.microbatch_size=3"),
     ("pp=8 train.global_batch_size=4", 8, "train.microbatch_size", "1F1B needs",
-     "train.global_batch_size 8",
+     "train.global_batch_size=8",
      "pp=8 train.global_batch_size=8"),
     ("pp=2 pipeline.schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size",
      "stages, 4", "use 1",
@@ -331,17 +331,17 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
     [
         (
             "activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=8",
-            "activation_checkpoint.offload_prefetch 7 or less",
+            "activation_checkpoint.offload_prefetch=7 or less",
             "activation_checkpoint.offload_prefetch=7",
         ),
         (
             "pp=4 activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=2",
-            "activation_checkpoint.offload_prefetch 1 or less",
+            "activation_checkpoint.offload_prefetch=1 or less",
             "activation_checkpoint.offload_prefetch=1",
         ),
         (
             "pp=8 activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=1",
-            "activation_checkpoint.offload false",
+            "activation_checkpoint.offload=false",
             "activation_checkpoint.offload=false",
         ),
         (

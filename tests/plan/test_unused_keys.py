@@ -179,4 +179,4 @@ def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, told: 
     warnings = planned(f"optim.warmup_steps={warm} train.steps={steps}", 1).warnings
     assert len(warnings) == bool(told)
     assert told in "".join(warnings)
-    assert "Use about optim.warmup_steps" in "".join(warnings) or not told
+    assert "Use optim.warmup_steps=" in "".join(warnings) or not told

@@ -62,10 +62,10 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("parallel.tp", "2"), "Use parallel.tp 1"),
-        (("parallel.pp", "2"), "Use parallel.pp 1"),
-        (("precision.compute_dtype", "bfloat16"), "Use precision.compute_dtype float32"),
-        (("parallel.cpu_offload", "true"), "Use parallel.cpu_offload false"),
+        (("parallel.tp", "2"), "Use parallel.tp=1"),
+        (("parallel.pp", "2"), "Use parallel.pp=1"),
+        (("precision.compute_dtype", "bfloat16"), "Use precision.compute_dtype=float32"),
+        (("parallel.cpu_offload", "true"), "Use parallel.cpu_offload=false"),
         (("train.microbatch_size", "3"), "must be 1 with train.world_size_invariant"),
     ],
 )

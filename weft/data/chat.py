@@ -87,7 +87,7 @@ def parse_line(line: bytes, preferences: bool) -> list[Example]:
     if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(record, ensure_ascii=False)):
         raise InvalidConversation("has a lone surrogate (\\ud800 to \\udfff)")
     if not preferences and "chosen" in record and "messages" not in record:
-        raise InvalidConversation("is a preference; use data.format preferences")
+        raise InvalidConversation("is a preference; use data.format=preferences")
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise InvalidConversation("tools is not a list")

@@ -98,11 +98,11 @@ def check_float8(
         return
     if job.train.world_size_invariant:
         rule = "is not supported with train.world_size_invariant, which computes in float32"
-        remedy = "use none, or train.world_size_invariant false"
+        remedy = "use none, or train.world_size_invariant=false"
         yield ConfigError(key, recipe, rule, remedy, ("train.world_size_invariant",))
     if compute_dtype == "float32" and not emulated:
         rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
-        remedy = "use precision.compute_dtype bfloat16, or none"
+        remedy = "use precision.compute_dtype=bfloat16, or none"
         yield ConfigError(key, recipe, rule, remedy, ("precision.compute_dtype",))
 
     convertible = _convertible_matrices(recipe, model, family, degrees.tp)
@@ -122,7 +122,7 @@ def check_float8(
             f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
             "precision.float8_exclude"
         )
-        remedy = "use none, or precision.float8_small true to convert small matrices too"
+        remedy = "use none, or precision.float8_small=true to convert small matrices too"
         yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
     if recipe != "rowwise_with_gw_hp" and tokens % unit:
@@ -146,7 +146,7 @@ def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[
     elif device != "cpu" and not job.compile.enable:
         yield (
             f"{key} without compile.enable runs scaling and casting as separate kernels, which "
-            "may cost more than the products gain. Set compile.enable to true."
+            "may cost more than the products gain. Set compile.enable=true."
         )
     spec = find_schedule(job.pipeline.schedule)
     if pp > 1 and not isinstance(spec, ConfigError) and spec.splits_backward:

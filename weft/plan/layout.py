@@ -109,7 +109,7 @@ def check_layout(
     yield from _check_sharding(job, degrees)
     yield from _check_expert_parallel(job, model, family, degrees)
     if degrees.pp == 1 and job.pipeline.layers_per_stage:
-        rule = "has no effect without a pipeline (parallel.pp is 1)"
+        rule = "has no effect without a pipeline (parallel.pp=1)"
         remedy = "remove the key, or use parallel.pp above 1"
         yield ConfigError(
             "pipeline.layers_per_stage",
@@ -158,7 +158,7 @@ def _check_tensor_parallel(
         )
         unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
         choices = format_choices(nearest_divisors(job.train.seq_len, unit))
-        remedy = f"use {choices}, or parallel.sequence_parallel false"
+        remedy = f"use {choices}, or parallel.sequence_parallel=false"
         depends = ("parallel.tp", "parallel.cp")
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
 
@@ -166,14 +166,14 @@ def _check_tensor_parallel(
 def _check_async_tp(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key = "parallel.async_tp"
     if degrees.tp == 1:
-        rule = "has no effect without tensor parallelism (parallel.tp is 1)"
+        rule = "has no effect without tensor parallelism (parallel.tp=1)"
         yield ConfigError(key, True, rule, "use parallel.tp above 1")
     if not job.compile.enable:
         rule = "needs torch.compile, which overlaps the communication of tensor parallelism"
-        yield ConfigError(key, True, rule, "use compile.enable true", ("compile.enable",))
+        yield ConfigError(key, True, rule, "use compile.enable=true", ("compile.enable",))
     if not job.parallel.sequence_parallel:
         rule = "overlaps the all-gathers and reduce-scatters of sequence parallelism, which is off"
-        yield ConfigError(key, True, rule, "use parallel.sequence_parallel true")
+        yield ConfigError(key, True, rule, "use parallel.sequence_parallel=true")
 
 
 def _chunks_per_rank(parallel: ParallelSection) -> int:
@@ -201,7 +201,7 @@ def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iter
         if cp not in valid:
             per_rank = f" / tp={degrees.tp}" if degrees.tp > 1 else ""
             rule = f"does not divide num_heads={model.num_heads}{per_rank} (ulysses)"
-            remedy = f"use {format_choices(valid)}, or parallel.cp_method ring"
+            remedy = f"use {format_choices(valid)}, or parallel.cp_method=ring"
             depends = ("parallel.tp", "model.num_heads")
             yield ConfigError("parallel.cp", cp, rule, remedy, depends)
 
@@ -245,7 +245,7 @@ def _check_expert_parallel(
         yield ConfigError(key, ep, rule, "use a number for parallel.dp_shard")
     if job.train.world_size_invariant:
         rule = "is not supported with train.world_size_invariant"
-        remedy = "use 1, or train.world_size_invariant false"
+        remedy = "use 1, or train.world_size_invariant=false"
         yield ConfigError(key, ep, rule, remedy, ("train.world_size_invariant",))
     reshard = parallel.reshard_after_forward
     if isinstance(reshard, int) and 1 < reshard < degrees.fsdp_size:

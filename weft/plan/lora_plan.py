@@ -104,8 +104,8 @@ def check_lora(
     if not section.rank:
         for key, value in (("targets", section.targets), ("quantize", section.quantize)):
             if value not in ((), "none"):
-                rule = "has no effect without adapters (lora.rank is 0)"
-                yield ConfigError(f"lora.{key}", value, rule, "use lora.rank 16", ("lora.rank",))
+                rule = "has no effect without adapters (lora.rank=0)"
+                yield ConfigError(f"lora.{key}", value, rule, "use lora.rank=16", ("lora.rank",))
         return
     matrices = list_matrices(model, family)
     layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
@@ -119,7 +119,7 @@ def check_lora(
             yield ConfigError("lora.targets", target, rule, remedy, ("model.kind",))
     if job.precision.float8 != "none":
         rule = "does not support float8, because frozen matrices keep their dtype in every product"
-        remedy = "use precision.float8 none; lora.quantize saves more memory"
+        remedy = "use precision.float8=none; lora.quantize saves more memory"
         yield ConfigError("lora.rank", section.rank, rule, remedy, ("precision.float8",))
     if section.quantize != "none":
         for layer in layers:

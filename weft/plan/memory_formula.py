@@ -104,7 +104,7 @@ def check_state_dtype(
             f"{MOMENT_BLOCK_SIZE}, the block size of optim.state_dtype 8bit"
         )
         valid = [n for n in divisors(in_features // MOMENT_BLOCK_SIZE) if n < degrees.tp]
-        remedy = f"use {format_choices(valid)}, or optim.state_dtype bfloat16"
+        remedy = f"use {format_choices(valid)}, or optim.state_dtype=bfloat16"
         yield ConfigError(
             "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
         )

@@ -197,7 +197,7 @@ def _resolve_stages_per_rank(
         return spec.stages_per_rank or 2, errors
     if spec.stages_per_rank is None and requested == 1:
         rule = f"conflicts with {spec.name}, which interleaves several stages"
-        remedy = "use 2 or more, or pipeline.schedule 1F1B"
+        remedy = "use 2 or more, or pipeline.schedule=1F1B"
         errors.append(ConfigError(key, requested, rule, remedy, ("pipeline.schedule",)))
     return requested, errors
 
@@ -247,7 +247,7 @@ def _resolve_microbatch_size(
     remedy = (
         f"use {format_choices(valid)}"
         if valid
-        else f"use train.global_batch_size {minimum * dp_size} {more}"
+        else f"use train.global_batch_size={minimum * dp_size} {more}"
     )
     return 1, [ConfigError("train.microbatch_size", requested, rule, remedy, depends)]
 
@@ -274,9 +274,9 @@ def activation_checkpoint_warnings(
         num_blocks, owner = len(family.unit_costs(model, job.train.seq_len)) - 2, "the model"
     if section.offload and 0 < num_blocks <= section.offload_prefetch:
         remedy = (
-            f"Use activation_checkpoint.offload_prefetch {num_blocks - 1} or less"
+            f"Use activation_checkpoint.offload_prefetch={num_blocks - 1} or less"
             if num_blocks > 1
-            else "Use activation_checkpoint.offload false"
+            else "Use activation_checkpoint.offload=false"
         )
         warnings.append(
             "activation_checkpoint.offload=true offloads nothing: the last "

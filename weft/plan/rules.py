@@ -115,7 +115,7 @@ def check_device(
             "activation_checkpoint.mode",
             mode,
             "without torch.compile would materialize all attention scores of packed documents",
-            "use compile.enable true, or activation_checkpoint.mode full",
+            "use compile.enable=true, or activation_checkpoint.mode=full",
             ("data.packing", "data.format", "compile.enable"),
         )
     if job.parallel.symmetric_memory:
@@ -134,7 +134,7 @@ def check_device(
         yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
     elif crosses_nodes("tp", degrees.axis_sizes, local_world_size, order):
         rule = f"works inside a node, but tp={degrees.tp} crosses nodes of {local_world_size} ranks"
-        remedy = f"use parallel.tp {local_world_size} or less"
+        remedy = f"use parallel.tp={local_world_size} or less"
         yield ConfigError(key, True, rule, remedy, DEGREE_KEYS)
 
 
@@ -147,14 +147,14 @@ def check_world_size_invariant(
     key, rule = "train.world_size_invariant", "supports only data parallelism in float32"
     for axis in ("tp", "pp", "cp"):
         if getattr(degrees, axis) > 1:
-            remedy = f"use parallel.{axis} 1, or train.world_size_invariant false"
+            remedy = f"use parallel.{axis}=1, or train.world_size_invariant=false"
             yield ConfigError(key, True, rule, remedy)
     if compute_dtype != "float32":
-        remedy = "use precision.compute_dtype float32, or train.world_size_invariant false"
+        remedy = "use precision.compute_dtype=float32, or train.world_size_invariant=false"
         yield ConfigError(key, True, rule, remedy)
     if job.parallel.cpu_offload:
         yield ConfigError(
-            key, True, "does not support CPU offload", "use parallel.cpu_offload false"
+            key, True, "does not support CPU offload", "use parallel.cpu_offload=false"
         )
     if job.train.microbatch_size not in ("auto", 1):
         rule = "must be 1 with train.world_size_invariant"
@@ -172,17 +172,17 @@ def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigErr
         yield ConfigError(key, value, "is not HOST:PORT", remedy)
     rule = "is not supported with replica groups (resilience.lighthouse)"
     if degrees.pp > 1:  # a pipeline schedule has a fixed number of microbatches
-        yield ConfigError("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
+        yield ConfigError("parallel.pp", degrees.pp, rule, "use parallel.pp=1", (key,))
     if job.train.world_size_invariant:
         yield ConfigError(
-            "train.world_size_invariant", True, rule, "use train.world_size_invariant false", (key,)
+            "train.world_size_invariant", True, rule, "use train.world_size_invariant=false", (key,)
         )
     if job.resilience.on_anomaly != "stop":
         yield ConfigError(
             "resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,)
         )
     if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
-        remedy = "use resilience.lighthouse none"
+        remedy = "use resilience.lighthouse=none"
         yield ConfigError("train.objective", "dpo", rule, remedy, (key,))
     if job.checkpoint.dir == "auto":
         rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
@@ -218,7 +218,7 @@ def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
             "selective",
             "does not work with compile.enable under context parallelism, whose communication "
             "breaks the graph of a block",
-            "use full, none or budget, or compile.enable false",
+            "use full, none or budget, or compile.enable=false",
             ("compile.enable", "parallel.cp"),
         )
 
@@ -241,14 +241,14 @@ def _check_objective(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key, objective = "train.objective", job.train.objective
     has_preferences = job.data.format == "preferences"
     if objective == "dpo" and not has_preferences:
-        rule, remedy = "needs preference data", "use data.format preferences"
+        rule, remedy = "needs preference data", "use data.format=preferences"
         yield ConfigError(key, objective, rule, remedy, ("data.format",))
     if objective == "next_token" and has_preferences:
-        rule, remedy = "would also train on rejected answers", "use dpo, or data.format chat"
+        rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
         yield ConfigError(key, objective, rule, remedy, ("data.format",))
     if objective != "next_token" and degrees.cp > 1:
         rule = "needs full sequences, but parallel.cp splits them over ranks"
-        yield ConfigError(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
+        yield ConfigError(key, objective, rule, "use parallel.cp=1", ("parallel.cp",))
 
 
 def _check_profile(job: Job) -> Iterator[ConfigError]:
@@ -271,7 +271,7 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
     key, ranges = "debug.layer_stats_steps", steps_of(value)
     if ranges and job.resilience.lighthouse != "none":
         rule = "is not supported with replica groups (resilience.lighthouse)"
-        yield ConfigError(key, value, rule, "use resilience.lighthouse none", (lighthouse,))
+        yield ConfigError(key, value, rule, "use resilience.lighthouse=none", (lighthouse,))
     if ranges and min(steps[0] for steps in ranges) > job.train.steps:
         rule = f"begins after the last step, train.steps={job.train.steps}"
         yield ConfigError(key, value, rule, "use an earlier step", ("train.steps",))
@@ -289,9 +289,9 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
     key = "debug.autograd_anomaly"
     if job.debug.autograd_anomaly and job.compile.enable:
         rule = "cannot inspect a compiled backward pass"
-        yield ConfigError(key, True, rule, "use compile.enable false", ("compile.enable",))
+        yield ConfigError(key, True, rule, "use compile.enable=false", ("compile.enable",))
     if job.debug.autograd_anomaly and job.parallel.tp > 1:
         # torch's anomaly mode does not support gradients that are DTensors.
         rule = "cannot inspect gradients that parallel.tp shards"
-        remedy = "use parallel.tp 1, or --debug.layer_stats_steps"
+        remedy = "use parallel.tp=1, or --debug.layer_stats_steps"
         yield ConfigError(key, True, rule, remedy, ("parallel.tp",))

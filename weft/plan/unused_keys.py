@@ -69,12 +69,12 @@ def _is_user_defined(name: str) -> bool:
 
 _PIPELINE = EffectRule(
     lambda s: s.degrees.pp > 1,
-    "there is no pipeline (parallel.pp is 1)",
+    "there is no pipeline (parallel.pp=1)",
     "Set parallel.pp above 1, or remove the key",
 )
 _CONTEXT_PARALLEL = EffectRule(
     lambda s: s.degrees.cp > 1,
-    "there is no context parallelism (parallel.cp is 1)",
+    "there is no context parallelism (parallel.cp=1)",
     "Set parallel.cp above 1, or remove the key",
 )
 _SHARDED = EffectRule(
@@ -85,17 +85,17 @@ _SHARDED = EffectRule(
 )
 _LORA = EffectRule(
     lambda s: s.job.lora.rank > 0,
-    "there are no adapters (lora.rank is 0)",
+    "there are no adapters (lora.rank=0)",
     "Set lora.rank, or remove the key",
 )
 _FLOAT8 = EffectRule(
     lambda s: s.job.precision.float8 != "none",
-    "no matrix is multiplied in float8 (precision.float8 is none)",
+    "no matrix is multiplied in float8 (precision.float8=none)",
     "Set precision.float8, or remove the key",
 )
 _SPIKES = EffectRule(
     lambda s: s.job.resilience.on_anomaly != "stop",
-    "weft does not detect spikes (resilience.on_anomaly is stop)",
+    "weft does not detect spikes (resilience.on_anomaly=stop)",
     "Set resilience.on_anomaly to skip or rewind, or remove the key",
 )
 _TEXT = EffectRule(
@@ -105,7 +105,7 @@ _TEXT = EffectRule(
 )
 _CHAT = EffectRule(
     lambda s: s.job.data.format != "text",
-    "the data are not conversations (data.format is text)",
+    "the data are not conversations (data.format=text)",
     "Set data.format to chat or preferences, or remove the key",
 )
 
@@ -137,29 +137,29 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "train.dpo_beta": EffectRule(
         lambda s: s.job.train.objective == "dpo" or _is_user_defined(s.job.train.objective),
         "the objective is not dpo (train.objective)",
-        "Set train.objective to dpo, or remove the key",
+        "Set train.objective=dpo, or remove the key",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "optim.momentum": EffectRule(
         lambda s: s.job.optim.name == "muon" or _is_user_defined(s.job.optim.name),
         "the optimizer has no momentum (optim.name is adamw, which has optim.beta1)",
-        "Set optim.name to muon, or remove the key",
+        "Set optim.name=muon, or remove the key",
     ),
     "optim.decay_fraction": EffectRule(
         lambda s: s.job.optim.schedule == "wsd" or _is_user_defined(s.job.optim.schedule),
         "only the wsd schedule has a decay phase (optim.schedule)",
-        "Set optim.schedule to wsd, or remove the key",
+        "Set optim.schedule=wsd, or remove the key",
     ),
     "optim.min_lr_ratio": EffectRule(
         lambda s: s.job.optim.schedule != "wsd" or s.job.optim.decay_fraction > 0,
-        "the learning rate does not decay (optim.decay_fraction is 0)",
+        "the learning rate does not decay (optim.decay_fraction=0)",
         "Set optim.decay_fraction above 0, or remove the key",
     ),
     "pipeline.schedule": _PIPELINE,
     "parallel.sequence_parallel": EffectRule(
         lambda s: s.degrees.tp > 1,
-        "there is no tensor parallelism (parallel.tp is 1)",
+        "there is no tensor parallelism (parallel.tp=1)",
         "Set parallel.tp above 1, or remove the key",
     ),
     "parallel.cp_method": _CONTEXT_PARALLEL,
@@ -193,13 +193,13 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "parallel.param_persistence_threshold": EffectRule(
         lambda s: s.fsdp_size > 1 and s.reshard_after_forward is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
-        "Set parallel.reshard_after_forward to always, or remove the key",
+        "Set parallel.reshard_after_forward=always, or remove the key",
     ),
     "pipeline.stages_per_rank": _PIPELINE,
     "pipeline.layers_per_stage": _PIPELINE,
     "pipeline.balance": EffectRule(
         lambda s: s.degrees.pp > 1 and not s.job.pipeline.layers_per_stage,
-        "there is no pipeline (parallel.pp is 1), or pipeline.layers_per_stage sets its stages",
+        "there is no pipeline (parallel.pp=1), or pipeline.layers_per_stage sets its stages",
         "Set parallel.pp above 1 without pipeline.layers_per_stage, or remove the key",
     ),
     "precision.reduce_dtype": EffectRule(
@@ -211,37 +211,37 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "precision.float8_small": _FLOAT8,
     "activation_checkpoint.every_n_layers": EffectRule(
         lambda s: s.job.activation_checkpoint.mode != "none",
-        "no activations are recomputed (activation_checkpoint.mode is none)",
+        "no activations are recomputed (activation_checkpoint.mode=none)",
         "Set activation_checkpoint.mode, or remove the key",
     ),
     "activation_checkpoint.recompute_every_n_matmuls": EffectRule(
         lambda s: s.job.activation_checkpoint.mode == "selective",
         "only selective recomputation counts matrix products (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode to selective, or remove the key",
+        "Set activation_checkpoint.mode=selective, or remove the key",
     ),
     "activation_checkpoint.memory_budget": EffectRule(
         lambda s: s.job.activation_checkpoint.mode == "budget",
         "recomputation has no budget (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode to budget, or remove the key",
+        "Set activation_checkpoint.mode=budget, or remove the key",
     ),
     "activation_checkpoint.offload_prefetch": EffectRule(
         lambda s: s.job.activation_checkpoint.offload,
-        "no activations are offloaded (activation_checkpoint.offload is false)",
-        "Set activation_checkpoint.offload to true, or remove the key",
+        "no activations are offloaded (activation_checkpoint.offload=false)",
+        "Set activation_checkpoint.offload=true, or remove the key",
     ),
     "compile.cache_dir": EffectRule(
         lambda s: s.job.compile.enable,
-        "the model is not compiled (compile.enable is false)",
-        "Set compile.enable to true, or remove the key",
+        "the model is not compiled (compile.enable=false)",
+        "Set compile.enable=true, or remove the key",
     ),
     "checkpoint.mtbf_hours": EffectRule(
         lambda s: s.job.checkpoint.interval == "auto",
         "the interval between checkpoints is fixed (checkpoint.interval)",
-        "Set checkpoint.interval to auto, or remove the key",
+        "Set checkpoint.interval=auto, or remove the key",
     ),
     "checkpoint.local_interval": EffectRule(
         lambda s: s.job.checkpoint.local_dir != "off",
-        "there are no node-local checkpoints (checkpoint.local_dir is off)",
+        "there are no node-local checkpoints (checkpoint.local_dir=off)",
         "Set checkpoint.local_dir to a directory, or remove the key",
     ),
     "resilience.max_anomalies": _SPIKES,
@@ -273,7 +273,7 @@ def warmup_warnings(job: Job) -> Iterator[str]:
     """Yield a warning if warm-up takes all steps."""
     warmup, steps, optim = job.optim.warmup_steps, job.train.steps, job.optim
     problem = f"optim.warmup_steps={warmup} leaves no step of train.steps={steps} after warm-up"
-    remedy = f"Use about optim.warmup_steps {steps // 10}, or more steps."
+    remedy = f"Use optim.warmup_steps={steps // 10} or less, or more steps."
     if warmup > steps:
         last_lr = optim.lr * steps / warmup
         yield (
