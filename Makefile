@@ -25,8 +25,8 @@ demo: install
 	$(VENV)/bin/weft train demo --run.dir $(RUN)
 	$(VENV)/bin/weft generate $(RUN) --prompt 'def __init__(self, '
 
-# Two tests at a time; a worker that has done its half takes tests from the other's.
-PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal \
+# Three tests at a time, since many wait; a worker that has done its part takes tests from others.
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal \
 	--record-durations=build/test-durations.json
 
 test: install

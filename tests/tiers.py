@@ -117,7 +117,10 @@ def _fixtures(item: pytest.Function) -> list[Callable[..., Any]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with its tier."""
+    """Mark every test with its tier, and begin with the widest tier.
+
+    Tests of processes wait most, so others fill that time, and no long test is left for the end.
+    """
     derived: dict[Any, str] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -129,6 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             derived[functions] = derive_tier(functions)
         item.add_marker(derived[functions])
         item.stash[DERIVED] = True
+    items.sort(key=lambda item: TIERS.index(tier_of(item)), reverse=True)
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.files import describe_cause, open_regular
 from weft.data.document_tokens import END_OF_TEXT, add_start_token, load_document_tokens
 
 # Merges do not cross these, as in Llama 3: contractions, words with the space or sign before
@@ -64,12 +65,13 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     file = Path(path).expanduser() if isinstance(path, str) else path
     remedy = "give the path of a tokenizer.json, or use train"
     try:
-        data = file.read_bytes()
+        with open_regular(file) as stream:
+            data = stream.read()
         return _encode_literally(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
     except FileNotFoundError:
         rule = "does not exist"
     except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
+        rule = f"cannot be read: {describe_cause(error)}"
     except Exception as error:  # tokenizers raises bare Exceptions
         rule = f"is not a tokenizer.json: {error}"
     raise InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])

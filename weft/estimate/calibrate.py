@@ -45,6 +45,7 @@ from weft.plan.stages import format_columns
 
 DeviceParameter = Literal["software", "launch", "bandwidth"]
 MIN_RECORDS = 3  # steady-state records since the last start
+MAX_MEMORY_GIB = 1 << 20  # of a device or host, in an environment.json
 FILE_HEADER = (
     "# Written by `weft plan --calibrate`; see docs/planner.md.  Remove an entry to undo it."
 )
@@ -130,7 +131,10 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
             raise ValueError("local_world_size and world_size must be positive integers")
     with reading(run_dir / "environment.json"):
         name = str(environment["devices"][0]) if device == "cuda" else CPU_DEVICE
-        memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs lack it
+        memory_gib = environment.get("memory_gib") or 0.0  # None if it was unknown
+        if not (is_number(memory_gib) and 0 <= memory_gib <= MAX_MEMORY_GIB):
+            raise ValueError(f"memory_gib must be a number from 0 to {MAX_MEMORY_GIB}")
+        memory = int(memory_gib * GIB) or None
     machine = Machine(
         device,
         devices=local_world_size,
