@@ -94,7 +94,7 @@ GAINS = [
 def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
     """Tokens per second and device, traced and by arithmetic."""
     overrides = list((gain.common | changes).items())
-    _job, plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
+    plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     traced = forecast(plan, machine, device).tokens_per_second_per_device

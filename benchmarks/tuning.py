@@ -139,7 +139,8 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.train import run as weft_run
     from weft.train.setup import connect
 
-    job, base, plan = job_of(folder, steps)
+    base, plan = job_of(folder, steps)
+    job = plan.job
     (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
     text = prepare_data(job.data, folder / "cache")
     in_run: Any = weft_run  # their imported names are replaced
@@ -175,7 +176,7 @@ class Rows(torch.utils.data.Dataset):
         from weft.data.loader import Loader, build_mixture
         from weft.data.prepare import prepare_data
 
-        job, _, _ = job_of(folder, steps)
+        job = job_of(folder, steps)[1].job
         text = prepare_data(job.data, folder / "cache")
         samples = build_mixture(text, "train", SEQ_LEN, job.data, job.train.seed)
         self._loader = Loader(samples, job.train.seed, 1, 0, 1, 1)

@@ -403,7 +403,7 @@ def test_train_prints_stages_and_warnings() -> None:
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]
     overrides += [("model.tied_embeddings", "false")]
-    plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]
+    plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[0]
     console: Console = quiet_console(io.StringIO())
     print_plan(plan, "demo", console, None, "")
     assert isinstance(console.file, io.StringIO)

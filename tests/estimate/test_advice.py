@@ -22,10 +22,10 @@ def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machi
     """``text``: overrides, as ``train.microbatch_size=2 activation_checkpoint.mode=full``."""
     overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
     here = Machine("cpu", devices=2)
-    job, plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
+    plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
-    return job, plan, machine, device
+    return plan.job, plan, machine, device
 
 
 def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
@@ -196,7 +196,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
         *text.items(),
     ]  # two ranks, but eight with rows of one
     here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
-    _job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
+    plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
     assert (machine.world_size, plan.world_size) == (None, 2)
     device = match_device(machine.device_name)
     assert device is not None

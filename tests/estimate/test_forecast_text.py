@@ -26,10 +26,10 @@ def eight() -> tuple[Job, Plan, Machine, Forecast, list[RankTrace]]:
         ("parallel.tp", "2"),
     ]
     here = Machine("cpu", devices=2)
-    job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
+    plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
     device = match_device(machine.device_name, machine.memory_bytes)
     rank_traces = trace_ranks(plan)
-    return job, plan, machine, price_traces(plan, machine, device, rank_traces), rank_traces
+    return plan.job, plan, machine, price_traces(plan, machine, device, rank_traces), rank_traces
 
 
 Eight = tuple[Job, Plan, Machine, Forecast, list[RankTrace]]

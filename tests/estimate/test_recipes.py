@@ -37,7 +37,8 @@ NO_ARITHMETIC = {
 
 @cache
 def planned(recipe: str) -> tuple[Job, Plan, Machine]:
-    return plan_recipe(recipe, [], [], None, lambda device: LAPTOP)
+    plan, machine = plan_recipe(recipe, [], [], None, lambda device: LAPTOP)
+    return plan.job, plan, machine
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
@@ -59,7 +60,8 @@ def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", TRACED_OFTEN)
 def test_recipe_on_its_cluster_fits(recipe: str) -> None:
-    fits(*plan_recipe(recipe, TRACED_OFTEN[recipe], [], None, lambda device: LAPTOP))
+    plan, machine = plan_recipe(recipe, TRACED_OFTEN[recipe], [], None, lambda device: LAPTOP)
+    fits(plan.job, plan, machine)
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ SMALL: Overrides = [
 
 def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
     here = Machine("cpu", devices=2)
-    return plan_recipe("demo", [*SMALL, *overrides], [], cluster, lambda device: here)
+    plan, machine = plan_recipe("demo", [*SMALL, *overrides], [], cluster, lambda device: here)
+    return plan.job, plan, machine
 
 
 def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
@@ -349,15 +350,15 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
     """The best of three thousand layouts of Llama 3.1 405B, with the prediction that its recipe
     gives when it is planned again."""
     here = Machine("cpu", devices=2)
-    job, plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
+    plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
     result = search(plan, machine)
     assert result.num_considered > 2000
     assert result.winner is not None
     assert len(result.best) >= TRACED_OWN
     path = tmp_path / "best.toml"
-    path.write_text(render_recipe(result, job, "llama3-405b", "64x8xH100"), "utf-8")
+    path.write_text(render_recipe(result, plan.job, "llama3-405b", "64x8xH100"), "utf-8")
     again = plan_recipe(str(path), [], [], None, lambda device: here)
-    prediction = trace_candidate((again[0], again[2]))
+    prediction = trace_candidate((again[0].job, again[1]))
     assert not isinstance(prediction, searching.TraceFailure)
     assert prediction.step_seconds == result.winner.prediction.step_seconds
     assert prediction.needed_bytes == result.winner.prediction.needed_bytes

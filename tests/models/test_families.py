@@ -207,7 +207,7 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
         return Machine("cpu", devices=2)
 
     recipe = "llama3-8b"
-    _job, plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", here)
+    plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", here)
     seen = forecast(plan, machine, device_spec(plan, machine))
     assert plan.num_params == 8_190_735_360
     assert seen.step_seconds

@@ -104,13 +104,13 @@ def test_a_rank_gathers_its_own_experts_only() -> None:
 def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
     """Each token of a rank goes to its eight experts and back, in each layer and pass."""
     recipe, layers = "qwen3-30b-a3b", 3
-    job, plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
+    plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
     assert "3,353,032,704 of them active" in describe_plan(plan, machine, recipe)
     few = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
-    job, plan, machine = plan_recipe(recipe, few, [], None, lambda device: Machine("cpu", 2))
+    plan, machine = plan_recipe(recipe, few, [], None, lambda device: Machine("cpu", 2))
     seen = forecast(plan, machine, device_spec(plan, machine))
     shape = plan.model
-    rows = plan.microbatch_size * job.train.seq_len * shape.active_experts
+    rows = plan.microbatch_size * plan.seq_len * shape.active_experts
     # Forward twice, for blocks are computed again, and backward: there and back.
     exchanges = plan.num_microbatches * layers * 3 * 2
     wanted = exchanges * rows * shape.dim * 2

@@ -27,7 +27,8 @@ LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
 def planned(
     recipe: str, *overrides: tuple[str, str], cluster: str | None = None
 ) -> tuple[Job, Plan, Machine]:
-    return plan_recipe(recipe, overrides, [], cluster, lambda device: LAPTOP)
+    plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: LAPTOP)
+    return plan.job, plan, machine
 
 
 def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
@@ -332,7 +333,7 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
         asked.append(device)
         return LAPTOP
 
-    _, plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", here)
+    plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", here)
     assert (asked, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 

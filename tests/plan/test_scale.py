@@ -76,8 +76,8 @@ HELD: dict[str, tuple[int, list[Any]]] = {
 
 
 def planned(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
-    found = plan_recipe(recipe, overrides, [], None, lambda device: Machine("cpu", devices=4))
-    return found[0], found[1]
+    plan, _ = plan_recipe(recipe, overrides, [], None, lambda device: Machine("cpu", devices=4))
+    return plan.job, plan
 
 
 def place(plan: Plan, where: str) -> int:

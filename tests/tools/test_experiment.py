@@ -22,7 +22,6 @@ from weft.cli.main import main
 from weft.cluster import REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
-from weft.config.schema import Job
 from weft.plan.resolve import Plan
 from weft.tools.comparison_dir import trial_seed
 from weft.tools.experiment import failure_reason, trial_order
@@ -81,7 +80,7 @@ def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # no
     recipes, *vary = arguments
     here = [("run.device", "cpu"), ("run.nproc_per_node", "2"), *overrides]
 
-    def read(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
+    def read(recipe: str, overrides: Overrides) -> Plan:
         return prepare_variant("runs", recipe, overrides)
 
     return read_variants(recipes, vary, here, [], read)

@@ -512,7 +512,7 @@ def test_import_run_can_be_trained_and_generates(
         ("train.global_batch_size", "8"),
         ("data.path", str(store_path)),
     ]
-    _, _, plan = prepare_job(job, changes)
+    _, plan = prepare_job(job, changes)
     check_text(plan, open_dataset(store_path))  # a text that it has not seen
     capsys.readouterr()
     # Nothing would be found there, and a start from random weights is not what was meant.

@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> int:
     from weft.train.job_checks import prepare_job
     from weft.train.setup import joined
 
-    _job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
+    base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
         print(plan.to_json())
         return 0
@@ -162,7 +162,7 @@ def plan(options: argparse.Namespace) -> int:
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), problems)
-    _job, plan, machine = plan_recipe(
+    plan, machine = plan_recipe(
         options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
     if options.rank_map:

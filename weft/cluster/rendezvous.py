@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
 )
 
-from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.parallel.private import create_tcp_store
 from weft.train.environment import is_loopback
 
@@ -280,9 +280,11 @@ def connect_store(endpoint: str, run_id: str, node_counts: Sequence[int], second
             # torch only compares host names, and so misses a second network interface.
             is_host = True if is_host is None and is_local_endpoint(endpoint) else None
             if time.monotonic() > deadline:
-                rule = f"no answer for {timedelta(seconds=seconds)}"
+                rule = f"has not answered for {timedelta(seconds=seconds)}"
                 remedy = "start the first node, and open its port in the firewall"
-                raise WeftError(f"run.rendezvous={endpoint}: {rule}; {remedy}") from error
+                raise InvalidConfig(
+                    [ConfigError("run.rendezvous", endpoint, rule, remedy)]
+                ) from error
 
 
 def is_local_endpoint(endpoint: str) -> bool:

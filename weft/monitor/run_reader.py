@@ -67,8 +67,8 @@ def read_run_job(run_dir: Path, key: str = "run") -> Job:
         raise InvalidConfig([run_dir_error(run_dir, key)])
     job, _, problems = read_job(str(path))
     if problems:
-        rule, remedy = f"is damaged ({problems[0]})", "repair the file, or use another run"
-        raise InvalidConfig([ConfigError(key, str(path), rule, remedy)])
+        rule, remedy = "is damaged", "repair the file, or use another run"
+        raise InvalidConfig([ConfigError(key, str(path), rule, remedy), *problems])
     return job
 
 

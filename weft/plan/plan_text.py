@@ -14,7 +14,6 @@ from pathlib import Path
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
-from weft.config.schema import Job
 from weft.models import load_family
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.memory_formula import estimate_rank_bytes, state_bytes_per_param
@@ -32,7 +31,7 @@ def plan_recipe(
     errors: Sequence[ConfigError],
     cluster: str | None,
     detect_machine: Callable[[str], Machine],
-) -> tuple[Job, Plan, Machine]:
+) -> tuple[Plan, Machine]:
     """Read a recipe and plan it for a cluster, without reading any data.
 
     Args:
@@ -69,7 +68,7 @@ def plan_recipe(
         raise InvalidConfig([*errors, *plan_errors]) from invalid
     if errors:
         raise InvalidConfig(errors)
-    return job, plan, machine
+    return plan, machine
 
 
 def _adapt_remedy_to_cluster(error: ConfigError) -> ConfigError:

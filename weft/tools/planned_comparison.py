@@ -19,7 +19,6 @@ from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, write_json
-from weft.config.schema import Job
 from weft.estimate.forecast import Forecast, device_spec, forecast
 from weft.monitor.html import render_document, render_table
 from weft.monitor.step_record import device_hours
@@ -96,10 +95,10 @@ def compare_plans(
     """
     machines: list[tuple[Plan, Machine]] = []  # plans for two machines may be equal
 
-    def read(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
-        job, plan, machine = plan_recipe(recipe, overrides, (), cluster, detect_machine)
+    def read(recipe: str, overrides: Overrides) -> Plan:
+        plan, machine = plan_recipe(recipe, overrides, (), cluster, detect_machine)
         machines.append((plan, machine))
-        return job, plan
+        return plan
 
     directory = Path(out) if out else None
     if directory is not None:

@@ -107,7 +107,7 @@ def read_variants(
     vary: Sequence[tuple[str, Sequence[str]]],
     overrides: Overrides,
     problems: Iterable[ConfigError],
-    read: Callable[[str, Overrides], tuple[Job, Plan]],
+    read: Callable[[str, Overrides], Plan],
 ) -> list[Variant]:
     """Read every recipe with every combination of values.
 
@@ -116,7 +116,7 @@ def read_variants(
         vary: keys, each with its values.
         overrides: of all variants.
         problems: earlier errors of the command line.
-        read: returns the job and plan of a recipe and overrides, or raises InvalidConfig.
+        read: returns the plan of a recipe and overrides, or raises InvalidConfig.
 
     Raises:
         InvalidConfig: if there is only one variant, or all are invalid.  If some are valid, an
@@ -150,8 +150,8 @@ def read_variants(
                 problems += missing
                 continue
             try:
-                job, plan = read(recipe, [*overrides, *own])
-                variants.append(Variant(label, recipe, job, plan))
+                plan = read(recipe, [*overrides, *own])
+                variants.append(Variant(label, recipe, plan.job, plan))
             except InvalidConfig as error:
                 variants.append(Variant(label, recipe, job, None, tuple(error.problems)))
     if variants and all(variant.plan is None for variant in variants):
@@ -161,8 +161,8 @@ def read_variants(
     return variants
 
 
-def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
-    """Check a variant that will train on this machine, and return its job and plan.
+def prepare_variant(out: str, recipe: str, overrides: Overrides) -> Plan:
+    """Check a variant that will train on this machine, and return its plan.
 
     Checkpoints and reports would disturb the timing: except for the last checkpoint they are off
     unless the user sets their keys.
@@ -180,7 +180,7 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, P
         raise InvalidConfig([ConfigError("WORLD_SIZE", MISSING, rule, "run it outside torchrun")])
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
-        job, _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own])
+        _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own])
     except InvalidConfig as error:
         problems = (
             replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems
@@ -188,8 +188,8 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> tuple[Job, P
         raise InvalidConfig(problems) from error
     if plan.node_counts[-1] > 1:
         rule = "does not work in a comparison, which trains on one machine"
-        raise InvalidConfig([ConfigError("run.nodes", job.run.nodes, rule, "use 1")])
-    return job, plan
+        raise InvalidConfig([ConfigError("run.nodes", plan.job.run.nodes, rule, "use 1")])
+    return plan
 
 
 def _short_names(recipes: Sequence[str]) -> list[str]:

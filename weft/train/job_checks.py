@@ -66,7 +66,7 @@ TRACKERS = ("wandb", "mlflow")
 
 def prepare_job(
     recipe: str, overrides: list[tuple[str, str]], problems: Iterable[ConfigError] = ()
-) -> tuple[Job, Job, Plan]:
+) -> tuple[Job, Plan]:
     """Read, check and plan a job.
 
     Args:
@@ -75,8 +75,8 @@ def prepare_job(
         problems: errors that the command line already has.
 
     Returns:
-        The job with absolute paths and its final ``run.dir``; the recipe without the overrides;
-        the plan.
+        The recipe without the overrides; the plan, whose job has absolute paths and the final
+        ``run.dir``.
 
     Raises:
         InvalidConfig: with every mistake in the recipe, the overrides, the plan and the files.
@@ -106,7 +106,7 @@ def prepare_job(
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems or plan is None:
         raise InvalidConfig(problems)
-    return job, base, dataclasses.replace(plan, job=job)
+    return base, dataclasses.replace(plan, job=job)
 
 
 def _absolute_paths(job: Job) -> Job:
