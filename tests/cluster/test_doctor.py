@@ -98,7 +98,7 @@ def test_doctor_json_has_findings_and_facts(
     shown = json.loads(out)
     assert shown["bad"] == 1
     (bad,) = (one for one in shown["findings"] if one["severity"] == "bad")
-    assert (bad["check"], "nowhere" in bad["seen"], bad["remedy"] != "") == (
+    assert (bad["check"], "nowhere" in bad["observation"], bad["remedy"] != "") == (
         "variables",
         True,
         True,
@@ -131,9 +131,9 @@ def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> Non
     for status, out, err in both:
         assert status == 0, out + err
         told = json.loads(out)
-        assert len(told["facts"]["others"]) == 2
+        assert len(told["facts"]["joined_nodes"]) == 2
         (nodes,) = (one for one in told["findings"] if one["check"] == "nodes")
-        apart = re.search(r"are ([\d.]+) ms apart", nodes["seen"])
+        apart = re.search(r"differ by ([\d.]+) ms", nodes["observation"])
         assert apart
         assert float(apart[1]) < 500
 
@@ -241,7 +241,10 @@ def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.Monke
         monkeypatch.setattr("weft.cluster.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
         job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
         facts = collect_job_facts(job)
-        assert (facts.meeting, facts.others) == ("no weft launcher answers there", ())
+        assert (facts.rendezvous_status, facts.joined_nodes) == (
+            "no weft launcher answers there",
+            (),
+        )
         there.shutdown(socket.SHUT_RDWR)
 
 

@@ -205,7 +205,7 @@ def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None
     (run_ / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     assert "the run was stopped or killed at step 7 of 1000" in str(inspect_run(run_))
     error = {"rank": 1, "time": 5.0, "kind": "OSError", "message": "no disk (in step 8)"}
-    error |= {"foreseen": False, "transient": True, "traceback": "t", "where": "in step 8"}
+    error |= {"is_expected": False, "transient": True, "traceback": "t", "where": "in step 8"}
     (run_ / "logs" / "rank-1.error.json").write_text(json.dumps(error))
     said = str(inspect_run(run_))
     assert "no hang: rank 1 failed: OSError: no disk (in step 8)" in said

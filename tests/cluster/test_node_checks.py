@@ -101,7 +101,7 @@ HEALTHY = Facts(
     host="a",
     device="cuda",
     nodes=2,
-    least_nodes=2,
+    min_nodes=2,
     torch="2.13.0+cu130",
     cuda="13.0",
     cores=224,
@@ -111,7 +111,7 @@ HEALTHY = Facts(
     shm=1024 * GIB,
     shm_free=1024 * GIB,
     nofile=65536,
-    clock_in_step=True,
+    is_clock_synchronized=True,
     address="10.0.0.1",
     interfaces=("lo", "eth0", "ib0", "docker0"),
     variables={"NCCL_SOCKET_IFNAME": "^docker,lo,veth", "NCCL_DEBUG": "WARN"},
@@ -125,8 +125,8 @@ HEALTHY = Facts(
     adapters=INFINIBAND,
     directories=(RUN,),
     endpoint="a:29400",
-    meeting="free",
-    others=(Node("a", {"torch": "2.13.0"}), Node("b", {"torch": "2.13.0"}, 0.002, 0.001)),
+    rendezvous_status="free",
+    joined_nodes=(Node("a", {"torch": "2.13.0"}), Node("b", {"torch": "2.13.0"}, 0.002, 0.001)),
     measured=MEASURED,
 )
 AWS = replace(
@@ -159,7 +159,7 @@ def store(**changes: Any) -> dict[str, Any]:
 
 
 def others(*nodes: Node) -> dict[str, Any]:
-    return {"others": nodes}
+    return {"joined_nodes": nodes}
 
 
 A = Node("a", {"torch": "2.13.0"})
@@ -256,8 +256,8 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("limits", {"nofile": 1024}, "warning", "1,024 open files"),
     ("cores", {"usable": 16}, "warning", "16 of 224"),
     ("cores", {"quota": 4.0}, "bad", "4 of 224 usable (limited by the cgroup)"),
-    ("time", {"clock_in_step": False}, "warning", "not synchronized"),
-    ("time", {"clock_in_step": False, "nodes": 1}, "note", "not synchronized"),
+    ("time", {"is_clock_synchronized": False}, "warning", "not synchronized"),
+    ("time", {"is_clock_synchronized": False, "nodes": 1}, "note", "not synchronized"),
     ("directories", folder(error="cannot be written: Read-only"), "bad", "Read-only"),
     ("directories", folder(locks=False), "bad", "no file locks"),
     ("directories", folder(options="rw,localflock"), "warning", "on this node only"),
@@ -271,10 +271,10 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("directories", {**folder(kind="tmpfs"), "nodes": 1}, "note", "in memory"),
     ("stores", store(error="ClientError: 403"), "bad", "ClientError: 403"),
     ("stores", store(once=False), "bad", "ignores conditional writes"),
-    ("rendezvous", {"meeting": "Name or service not known"}, "bad", "not known"),
+    ("rendezvous", {"rendezvous_status": "Name or service not known"}, "bad", "not known"),
     ("rendezvous", {"address": "127.0.1.1"}, "bad", "a resolves to 127.0.1.1"),
     ("nodes", others(A), "bad", "1 of 2 joined"),
-    ("nodes", {**others(A), "least_nodes": 1}, "note", "1 of 2 joined"),
+    ("nodes", {**others(A), "min_nodes": 1}, "note", "1 of 2 joined"),
     ("nodes", others(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
     ("nodes", others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "by 3500.0 ms"),
     ("variables", {"variables": {"NCCL_SOCKET_IFNAME": "en"}}, "bad", "none of lo"),
@@ -290,7 +290,7 @@ def test_examine_faulty_node_finds_what_is_wrong(
     check: str, changes: dict[str, Any], severity: str, words: str
 ) -> None:
     found = list(CHECKS[check](replace(HEALTHY, **changes)))
-    fitting = [one for one in found if one.severity == severity and words in one.seen]
+    fitting = [one for one in found if one.severity == severity and words in one.observation]
     assert fitting, found
     assert all(one.remedy for one in fitting)
 
@@ -306,7 +306,7 @@ def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
     assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
     silent = {name for name, check in CHECKS.items() if not list(check(facts))}
     assert silent == (set() if facts.has_efa else {"efa"})
-    assert not any("cgroup" in one.seen for one in found)
+    assert not any("cgroup" in one.observation for one in found)
 
 
 def test_examine_unknown_facts_are_not_judged() -> None:
@@ -320,7 +320,7 @@ def test_examine_nonfatal_driver_error_is_a_warning() -> None:
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
     assert one.severity == "warning"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=None))
-    assert "no memory errors, driver faults unknown" in one.seen
+    assert "no memory errors, driver faults unknown" in one.observation
 
 
 def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
@@ -345,7 +345,7 @@ def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: s
     found = {one.check: one for one in run_checks(facts) if one.check in ("speed", "all-reduce")}
     assert {one.severity for one in found.values()} == {severity}
     busy = "not checked: the machine is busy: other processes used 69% of the CPU time"
-    assert all((busy in one.seen) == (severity == "note") for one in found.values())
+    assert all((busy in one.observation) == (severity == "note") for one in found.values())
     assert all(bool(one.remedy) == (severity == "note") for one in found.values())
 
 
@@ -364,7 +364,7 @@ SAGEMAKER = {
 
 def test_examine_variables_set_by_sagemaker_are_not_bad() -> None:
     found = list(check_variables(replace(AWS, variables=SAGEMAKER)))
-    told = {one.seen.partition("=")[0]: one.severity for one in found}
+    told = {one.observation.partition("=")[0]: one.severity for one in found}
     assert told == {
         "FI_PROVIDER": "note",
         "FI_EFA_USE_DEVICE_RDMA": "note",
@@ -393,7 +393,7 @@ def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     wrong = next(value for value in candidates if re.fullmatch(row.values, value))
     facts = AWS if "efa" in row.network else HEALTHY
     found = list(check_variables(replace(facts, variables={name: wrong})))
-    assert [(one.severity, row.why in one.seen) for one in found] == [(row.severity, True)]
+    assert [(one.severity, row.why in one.observation) for one in found] == [(row.severity, True)]
     unset = list(check_variables(replace(facts, variables={})))
     assert [one.severity for one in unset] == ["ok"]
 
@@ -466,7 +466,7 @@ def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
         Adapter("without_a_port"),
     ]
     (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(found), modules=("nvidia_peermem",)))
-    assert (one.severity, "not active: without_a_port" in one.seen) == ("warning", True)
+    assert (one.severity, "not active: without_a_port" in one.observation) == ("warning", True)
     assert list(list_adapters(tmp_path / "nowhere")) == []
 
 

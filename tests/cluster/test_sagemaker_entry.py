@@ -206,7 +206,7 @@ def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank, when, kind in ((0, 11.0, "RuntimeError"), (1, 10.0, "MemoryError"), (2, 1.0, "Old")):
         report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
-        report |= {"foreseen": False, "transient": True, "where": ""}
+        report |= {"is_expected": False, "transient": True, "where": ""}
         (tmp_path / f"logs/rank-{rank}.error.json").write_text(json.dumps(report))
     assert describe_root_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith(
         "rank 1: MemoryError: m\n\nt"

@@ -36,11 +36,11 @@ def find_device_spec(facts: Facts) -> Device | None:
     return match_device(gpus[0]["name"], parse_count(gpus[0]["memory"]) * 2**20) if gpus else None
 
 
-def grade(fraction: float, seen: str, remedy: str) -> Finding:
+def grade(fraction: float, observation: str, remedy: str) -> Finding:
     """Return a finding for hardware that reaches ``fraction`` of its specified speed."""
     if fraction >= WARNING_FRACTION:
-        return ok(seen)
-    return warning(seen, remedy) if fraction >= BAD_FRACTION else bad(seen, remedy)
+        return ok(observation)
+    return warning(observation, remedy) if fraction >= BAD_FRACTION else bad(observation, remedy)
 
 
 # --------------------------------------------------------------------------- versions
@@ -62,25 +62,27 @@ FAULTY_NCCL_RELEASES = (
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Check that torch, its CUDA and the driver are compatible."""
     gpus = parse_gpus(facts.gpus)
-    seen = f"torch {facts.torch or 'is missing'}, Python {facts.python}, kernel {facts.kernel}"
+    observation = (
+        f"torch {facts.torch or 'is missing'}, Python {facts.python}, kernel {facts.kernel}"
+    )
     if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
-        seen += ", built without CUDA" if facts.torch else ""
-        yield bad(seen, "install a torch build for these devices")
+        observation += ", built without CUDA" if facts.torch else ""
+        yield bad(observation, "install a torch build for these devices")
         return
     if not facts.cuda or not gpus:
-        yield ok(seen)
+        yield ok(observation)
         return
     driver, supported = gpus[0]["driver"], re.search(r"CUDA Version: (\d+\.\d+)", facts.smi)
-    seen += f", CUDA {facts.cuda}, driver {driver}"
+    observation += f", CUDA {facts.cuda}, driver {driver}"
     minimum = MIN_DRIVERS.get(parse_version(facts.cuda)[0], (0, 0))
     if parse_version(driver) < minimum:
         remedy = f"install driver {minimum[0]} or newer, or a torch for an older CUDA"
-        yield bad(f"{seen}: the driver is too old for this CUDA", remedy)
+        yield bad(f"{observation}: the driver is too old for this CUDA", remedy)
     elif supported and parse_version(supported[1]) < parse_version(facts.cuda):
         remedy = "install a newer driver if CUDA reports a missing kernel"
-        yield note(f"{seen}, which supports CUDA {supported[1]}", remedy)
+        yield note(f"{observation}, which supports CUDA {supported[1]}", remedy)
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 def check_nccl(facts: Facts) -> Iterator[Finding]:
@@ -127,12 +129,14 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         yield bad("nvidia-smi does not answer", "reboot the node")
         return
     if results and results.flops and results.device == "cuda" and not gpus:
-        seen = f"{len(results.flops)} GPUs, but no nvidia-smi: faults and clocks are unknown"
-        yield note(seen, "in a container, add 'utility' to NVIDIA_DRIVER_CAPABILITIES")
+        observation = f"{len(results.flops)} GPUs, but no nvidia-smi: faults and clocks are unknown"
+        yield note(observation, "in a container, add 'utility' to NVIDIA_DRIVER_CAPABILITIES")
         return
     if facts.device_files and not gpus:
-        seen = f"{facts.device_files} GPUs have device files, but nvidia-smi shows none"
-        yield bad(seen, "load the driver, or install matching versions of driver and nvidia-smi")
+        observation = f"{facts.device_files} GPUs have device files, but nvidia-smi shows none"
+        yield bad(
+            observation, "load the driver, or install matching versions of driver and nvidia-smi"
+        )
         return
     if results and results.error:
         subject = (
@@ -141,24 +145,26 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         remedy = "see dmesg and nvidia-smi; if they show no error, reboot the node"
         yield bad(f"{subject}: {results.error}", remedy)
     if not gpus:
-        seen = f"no GPU; {facts.usable} cores"
+        observation = f"no GPU; {facts.usable} cores"
         remedy = "start the container with --gpus, or use run.device=cpu"
-        yield ok(seen) if facts.device == "cpu" else bad(seen, remedy)
+        yield ok(observation) if facts.device == "cpu" else bad(observation, remedy)
         return
     kinds = sorted({gpu["name"] for gpu in gpus})
-    seen = f"{len(gpus)} x {', '.join(kinds)}, {parse_count(gpus[0]['memory']) / 1024:.0f} GiB each"
+    observation = (
+        f"{len(gpus)} x {', '.join(kinds)}, {parse_count(gpus[0]['memory']) / 1024:.0f} GiB each"
+    )
     if len(kinds) > 1:
-        yield warning(seen, "use equal GPUs: the fastest wait for the slowest")
+        yield warning(observation, "use equal GPUs: the fastest wait for the slowest")
     elif facts.device_files > len(gpus):
-        seen += f", of {facts.device_files} with device files"
-        yield note(seen, "the others belong to another job, or are lost: see dmesg")
+        observation += f", of {facts.device_files} with device files"
+        yield note(observation, "the others belong to another job, or are lost: see dmesg")
     else:
-        yield ok(seen)
+        yield ok(observation)
     for gpu in gpus:
         name = f"GPU {gpu['index']}"
         if parse_count(gpu["used"]) > 0.05 * parse_count(gpu["memory"]) > 0:
-            seen = f"{name}: {parse_count(gpu['used']):,} MiB are already in use"
-            yield warning(seen, "end the processes that nvidia-smi shows")
+            observation = f"{name}: {parse_count(gpu['used']):,} MiB are already in use"
+            yield warning(observation, "end the processes that nvidia-smi shows")
         if gpu["mig"] == "Enabled":
             yield note(f"{name} is partitioned (MIG)", "nvidia-smi -mig 0, to use the full device")
 
@@ -169,20 +175,22 @@ def check_health(facts: Facts) -> Iterator[Finding]:
     findings: list[Finding] = []
     for gpu in parse_gpus(facts.gpus):
         if parse_count(gpu["ecc"]):
-            seen = f"GPU {gpu['index']}: {gpu['ecc']} uncorrected memory errors since the last boot"
-            findings.append(bad(seen, "reset the GPU; if errors recur, replace it"))
+            observation = (
+                f"GPU {gpu['index']}: {gpu['ecc']} uncorrected memory errors since the last boot"
+            )
+            findings.append(bad(observation, "reset the GPU; if errors recur, replace it"))
     for line in facts.remapped.splitlines():
         bus, pending, failed = (cell.strip() for cell in f"{line},,".split(",")[:3])
         if failed not in none:
             findings.append(bad(f"{bus}: remapping a memory row failed", "replace the GPU"))
         elif pending not in none:
-            seen = f"{bus}: a memory row is pending remapping"
-            findings.append(warning(seen, "reset the GPU to remap the row"))
+            observation = f"{bus}: a memory row is pending remapping"
+            findings.append(warning(observation, "reset the GPU to remap the row"))
     for bus, code in sorted(set(re.findall(r"Xid \(([^)]*)\): (\d+)", facts.kernel_log or ""))):
         fault = XIDS.get(int(code))
-        seen = f"{bus}: the driver reported Xid {code}, " + (fault or "see NVIDIA's catalog")
+        observation = f"{bus}: the driver reported Xid {code}, " + (fault or "see NVIDIA's catalog")
         remedy = "reset the GPU or reboot the node; if the error recurs, replace the GPU"
-        findings.append(bad(seen, remedy) if fault else warning(seen, remedy))
+        findings.append(bad(observation, remedy) if fault else warning(observation, remedy))
     yield from findings
     if facts.gpus and not findings:
         unknown = "driver faults unknown (the kernel log is not readable)"
@@ -200,11 +208,14 @@ def check_clocks(facts: Facts) -> Iterator[Finding]:
                 if int(gpu["reasons"], 16) & bit:
                     throttled.setdefault(bit, []).append(f"{gpu['index']} ({gpu['celsius']} C)")
     for bit, names in throttled.items():
-        yield replace(CLOCK_REASONS[bit], seen=f"GPU {', '.join(names)}: {CLOCK_REASONS[bit].seen}")
+        yield replace(
+            CLOCK_REASONS[bit],
+            observation=f"GPU {', '.join(names)}: {CLOCK_REASONS[bit].observation}",
+        )
     for gpu in gpus:
         if 0 < parse_count(gpu["width"]) < parse_count(gpu["most_width"]):
-            seen = f"GPU {gpu['index']}: {gpu['width']} of {gpu['most_width']} PCIe lanes"
-            yield warning(seen, "reseat the GPU or its riser")
+            observation = f"GPU {gpu['index']}: {gpu['width']} of {gpu['most_width']} PCIe lanes"
+            yield warning(observation, "reseat the GPU or its riser")
     if gpus and not throttled:
         clocks = [int(gpu["sm"]) for gpu in gpus if gpu["sm"].isdigit()]
         yield ok(
@@ -219,29 +230,31 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
         return
     for number, same in enumerate(results.same):
         if not same:
-            seen = f"device {number}: repeated matmuls give different results"
-            yield bad(seen, "take the device out of service: it computes wrong numbers")
+            observation = f"device {number}: repeated matmuls give different results"
+            yield bad(observation, "take the device out of service: it computes wrong numbers")
     is_cpu = facts.device == "cpu"
     scale, unit = (1e9, "GFLOP/s of float32") if is_cpu else (1e12, "TFLOP/s")
-    seen = f"matmul {format_range(results.flops, scale)} {unit}, "
-    seen += f"memory {format_range(results.bandwidth, 1e9)} GB/s"
+    observation = f"matmul {format_range(results.flops, scale)} {unit}, "
+    observation += f"memory {format_range(results.bandwidth, 1e9)} GB/s"
     if contention := describe_cpu_contention(results):
-        yield note(f"not checked: {contention}; at best {seen}", RECHECK_REMEDY)
+        yield note(f"not checked: {contention}; at best {observation}", RECHECK_REMEDY)
         return
     if is_cpu or device is None:
-        yield ok(seen)
+        yield ok(observation)
         return
     compute = min(results.flops) / device.flops("bf16")
     memory = min(results.bandwidth) / device.bandwidth
-    seen += f": {compute:.0%} and {memory:.0%} of the specified speed of {device.name}"
+    observation += f": {compute:.0%} and {memory:.0%} of the specified speed of {device.name}"
     remedy = "see clocks and health; end other processes on the device"
-    yield grade(min(compute, memory), seen, remedy)
+    yield grade(min(compute, memory), observation, remedy)
     for rates, kind in ((results.flops, "matmul"), (results.bandwidth, "memory")):
         median = statistics.median(rates)
         for number, rate in enumerate(rates):
             if rate < STRAGGLER_FRACTION * median:
-                seen = f"device {number}: {kind} at {rate / median:.0%} of this node's median"
-                yield warning(f"{seen}: all other devices wait for it", remedy)
+                observation = (
+                    f"device {number}: {kind} at {rate / median:.0%} of this node's median"
+                )
+                yield warning(f"{observation}: all other devices wait for it", remedy)
 
 
 RECHECK_REMEDY = "check again on an idle machine; 'cores' shows the limit of the cgroup"
@@ -272,14 +285,14 @@ def check_topology(facts: Facts) -> Iterator[Finding]:
     has_nvlink = device is not None and device.link.peer_access
     if not kinds:
         return
-    seen = f"GPUs connected by {', '.join(kinds)}"
+    observation = f"GPUs connected by {', '.join(kinds)}"
     if has_nvlink and not all(link.startswith("NV") for link in kinds):
         remedy = "start nvidia-fabricmanager; inspect nvidia-smi nvlink -s"
-        yield bad(f"{seen}, although these GPUs have NVLink", remedy)
+        yield bad(f"{observation}, although these GPUs have NVLink", remedy)
     elif has_nvlink and len(kinds) > 1:
-        yield warning(f"{seen}: the links differ", "inspect nvidia-smi nvlink -s")
+        yield warning(f"{observation}: the links differ", "inspect nvidia-smi nvlink -s")
     else:
-        yield ok(seen)
+        yield ok(observation)
     gpu = ""
     for line in facts.nvlinks.splitlines() if has_nvlink else ():
         gpu = match[1] if (match := re.match(r"(GPU \d+)", line)) else gpu
@@ -291,9 +304,9 @@ def check_topology(facts: Facts) -> Iterator[Finding]:
     }
     distant = [gpu for gpu, kinds in to_adapters.items() if kinds and not kinds & {"PIX", "PXB"}]
     if distant:
-        seen = f"{', '.join(distant)}: no network adapter on the same PCIe switch"
+        observation = f"{', '.join(distant)}: no network adapter on the same PCIe switch"
         remedy = "in a virtual machine, which may hide it, set the provider's NCCL_TOPO_FILE"
-        yield note(seen, remedy)
+        yield note(observation, remedy)
 
 
 def check_all_reduce(facts: Facts) -> Iterator[Finding]:
@@ -304,20 +317,20 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
     if not results.right:
         remedy = "do not train on this node; NCCL_P2P_DISABLE=1 shows if a GPU link is at fault"
         yield bad("the sum over ranks is wrong", remedy)
-    seen = f"{results.busbw / 1e9:.3g} GB/s for each of {len(results.flops)} ranks"
+    observation = f"{results.busbw / 1e9:.3g} GB/s for each of {len(results.flops)} ranks"
     if contention := describe_cpu_contention(results):
-        yield note(f"not checked: {contention}; {seen}", RECHECK_REMEDY)
+        yield note(f"not checked: {contention}; {observation}", RECHECK_REMEDY)
         return
     if device is None:
-        yield ok(seen)
+        yield ok(observation)
         return
     fraction = results.busbw / device.link.bandwidth
-    seen += f", {fraction:.0%} of the link's specified {device.link.bandwidth / 1e9:.3g}"
+    observation += f", {fraction:.0%} of the link's specified {device.link.bandwidth / 1e9:.3g}"
     if facts.device == "cuda":
-        yield grade(fraction, seen, "see topology; NCCL_DEBUG=INFO shows NCCL's transport")
+        yield grade(fraction, observation, "see topology; NCCL_DEBUG=INFO shows NCCL's transport")
     else:
         remedy = "usual if ranks share few cores"
-        yield note(seen, remedy) if fraction < BAD_FRACTION else ok(seen)
+        yield note(observation, remedy) if fraction < BAD_FRACTION else ok(observation)
 
 
 def check_copies(facts: Facts) -> Iterator[Finding]:
@@ -326,12 +339,14 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
     if results is None or device is None or not results.pairs:
         return
     a, b, slowest = min(results.pairs, key=lambda pair: pair[2])
-    seen = f"slowest from GPU {a} to {b}: {slowest / 1e9:.3g} GB/s"
+    observation = f"slowest from GPU {a} to {b}: {slowest / 1e9:.3g} GB/s"
     # The specification is that of a collective, and a copy to one neighbor is never slower.
     if slowest < BAD_FRACTION * device.link.bandwidth:
-        yield warning(seen, "disable PCIe access control (ACS, IOMMU), and look for a failed link")
+        yield warning(
+            observation, "disable PCIe access control (ACS, IOMMU), and look for a failed link"
+        )
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 # --------------------------------------------------------------------------- network adapters
@@ -346,13 +361,13 @@ def check_rdma(facts: Facts) -> Iterator[Finding]:
         return
     kinds = sorted({adapter.driver or "?" for adapter in facts.adapters})
     rates = sorted({adapter.rate for adapter in facts.adapters})
-    seen = f"{len(facts.adapters)} x {', '.join(kinds)}, {', '.join(rates)}"
+    observation = f"{len(facts.adapters)} x {', '.join(kinds)}, {', '.join(rates)}"
     down = [adapter.name for adapter in facts.adapters if "ACTIVE" not in adapter.state]
     if down:
         remedy = "check cable, switch port and subnet manager; ibstat shows details"
-        yield warning(f"{seen}; not active: {', '.join(down)}", remedy)
+        yield warning(f"{observation}; not active: {', '.join(down)}", remedy)
     else:
-        yield ok(seen)
+        yield ok(observation)
     if facts.gpus and not facts.has_efa and "nvidia_peermem" not in facts.modules:
         remedy = "modprobe nvidia_peermem, unless the kernel has DMA-BUF (since 5.12)"
         yield note("nvidia_peermem is not loaded: GPUs may send through host memory", remedy)
@@ -374,5 +389,5 @@ def check_efa(facts: Facts) -> Iterator[Finding]:
         fabric = re.search(r"libfabric: (\S+)", facts.libfabric)
         yield ok(f"aws-ofi-nccl {facts.ofi_plugin}, libfabric {fabric[1] if fabric else '?'}")
     if facts.gpus and not any(adapter.rdma_read for adapter in facts.adapters):
-        seen = "the adapters lack RDMA read, so there is no GPUDirect RDMA"
-        yield warning(seen, "use instances that support it (p4d, p5 and later)")
+        observation = "the adapters lack RDMA read, so there is no GPUDirect RDMA"
+        yield warning(observation, "use instances that support it (p4d, p5 and later)")

@@ -55,7 +55,7 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
         InvalidConfig: if run.nodes is invalid, or the environment contradicts itself.
     """
     counts, endpoint = resolve_rendezvous(job)
-    facts = replace(collect_facts(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
+    facts = replace(collect_facts(), nodes=counts[-1], min_nodes=counts[0], endpoint=endpoint)
     gpus = count_visible_gpus(facts)
     uses_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
     ranks = max(1, gpus if uses_gpu else min(facts.usable, MAX_CPU_RANKS))
@@ -70,13 +70,13 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
     )
     if not endpoint or not with_nodes:
         return facts
-    facts = replace(facts, meeting=probe_endpoint(endpoint))
-    if facts.meeting in ("free", "answers"):
+    facts = replace(facts, rendezvous_status=probe_endpoint(endpoint))
+    if facts.rendezvous_status in ("free", "answers"):
         try:
             others = exchange_with_nodes(endpoint, facts.nodes, package_versions(), WAIT_SECONDS)
         except WeftError:
-            return replace(facts, meeting="no weft launcher answers there")
-        facts = replace(facts, others=tuple(others))
+            return replace(facts, rendezvous_status="no weft launcher answers there")
+        facts = replace(facts, joined_nodes=tuple(others))
     return facts
 
 
@@ -147,7 +147,7 @@ def format_report(facts: Facts, findings: Sequence[Finding], seconds: float) -> 
     lines = [f"{facts.host}, {now}, checked in {seconds:.1f} s", ""]
     for finding in findings:
         head = f"{finding.severity:<8} {finding.check:<{width}}  "
-        for start, text in ((head, finding.seen), (f"{'':{len(head)}}-> ", finding.remedy)):
+        for start, text in ((head, finding.observation), (f"{'':{len(head)}}-> ", finding.remedy)):
             indent = " " * (len(head) + 3 * (start != head))
             lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent)
     return "\n".join([*lines, "", count_by_severity(findings)])
@@ -184,7 +184,7 @@ def preflight(job: Job, run_dir: Path, log: Callable[[str], object]) -> bool:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(report, to_json(facts, findings, seconds))
         if bad:
-            replace_text(marker, "".join(f"{f.check}: {f.seen}\n" for f in bad))
+            replace_text(marker, "".join(f"{f.check}: {f.observation}\n" for f in bad))
         else:
             marker.unlink(missing_ok=True)
     except OSError as error:
@@ -195,6 +195,6 @@ def preflight(job: Job, run_dir: Path, log: Callable[[str], object]) -> bool:
         return True
     log(f"node {facts.host} is unhealthy and does not train (exit status {UNHEALTHY}):")
     for finding in bad:
-        log(f"  {finding.check}: {finding.seen}; {finding.remedy}")
+        log(f"  {finding.check}: {finding.observation}; {finding.remedy}")
     log(f"  report: {report}")
     return False

@@ -18,14 +18,14 @@ SEVERITIES = ("ok", "note", "warning", "bad")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: the observation (``seen``), and a remedy unless it is ok.
+    """Result of one check: an observation, and a remedy unless all is well.
 
     ``check``: displayed name of the check; `weft.cluster.node_checks.run_checks` sets it.
     """
 
     check: str = field(default="", kw_only=True)
     severity: str
-    seen: str
+    observation: str
     remedy: str = ""
 
 

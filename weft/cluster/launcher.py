@@ -55,7 +55,7 @@ class Failure:
     message: str
     traceback: str
     log: Path
-    foreseen: bool = False  # the message explains the failure; no traceback is needed
+    is_expected: bool = False  # the message explains the failure; no traceback is needed
     transient: bool = True  # a restart may succeed
     where: str = ""  # 'in step 7', if known
     no_retry_reason: str = ""  # why there is no restart, unless `transient` explains it
@@ -400,7 +400,7 @@ def find_root_cause(
         message=first["message"],
         traceback=first["traceback"],
         log=log_path(run_dir, first["rank"]),
-        foreseen=first["foreseen"],
+        is_expected=first["is_expected"],
         transient=first["transient"],
         where=first["where"],
     )

@@ -104,17 +104,17 @@ def _check_interfaces(facts: Facts) -> Iterator[Finding]:
     )
     interfaces = ", ".join(facts.interfaces)
     if nccl and not match_interfaces(nccl, facts.interfaces):
-        seen = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}: NCCL will not start"
-        yield bad(seen, "unset it, or exclude only virtual interfaces: ^docker,lo,veth")
+        observation = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}: NCCL will not start"
+        yield bad(observation, "unset it, or exclude only virtual interfaces: ^docker,lo,veth")
     if gloo and not set(gloo.split(",")) <= set(facts.interfaces):
-        seen = f"GLOO_SOCKET_IFNAME={gloo} is not one of {interfaces}"
-        yield bad(seen, "name an interface that exists")
+        observation = f"GLOO_SOCKET_IFNAME={gloo} is not one of {interfaces}"
+        yield bad(observation, "name an interface that exists")
     elif gloo == "lo" and facts.nodes > 1 and not is_loopback(facts.endpoint):
-        seen = "GLOO_SOCKET_IFNAME=lo: other nodes cannot reach this node"
-        yield bad(seen, "name the interface of the network")
+        observation = "GLOO_SOCKET_IFNAME=lo: other nodes cannot reach this node"
+        yield bad(observation, "name the interface of the network")
     if parse_count(threads) > facts.usable > 0:
-        seen = f"OMP_NUM_THREADS={threads} exceeds the {facts.usable} cores of this process"
-        yield warning(seen, "unset it: weft divides the cores among the ranks")
+        observation = f"OMP_NUM_THREADS={threads} exceeds the {facts.usable} cores of this process"
+        yield warning(observation, "unset it: weft divides the cores among the ranks")
 
 
 def match_interfaces(value: str, interfaces: Sequence[str]) -> list[str]:
@@ -140,34 +140,34 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     """Compare the host's memory with that of its GPUs."""
     if not facts.memory:
         return
-    seen = f"{format_gib(facts.memory)}, {format_gib(facts.available)} available"
+    observation = f"{format_gib(facts.memory)}, {format_gib(facts.available)} available"
     if facts.limit:
-        seen += f", limited to {format_gib(facts.limit)} by the cgroup"
+        observation += f", limited to {format_gib(facts.limit)} by the cgroup"
     gpus = sum(parse_count(gpu["memory"]) * 2**20 for gpu in parse_gpus(facts.gpus))
     room = min(facts.limit or facts.memory, facts.available)
     if room < gpus / 2:
         # An asynchronous checkpoint holds a copy of parameters and optimizer state there.
         remedy = "request more memory (Slurm: --mem=0), or set checkpoint.async_save=false"
-        yield warning(f"{seen}; the GPUs have {format_gib(gpus)}", remedy)
+        yield warning(f"{observation}; the GPUs have {format_gib(gpus)}", remedy)
     elif room < facts.memory / 10:
-        yield warning(seen, "end the processes that use it, or request more memory")
+        yield warning(observation, "end the processes that use it, or request more memory")
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
     """Check the size of /dev/shm, which the ranks of a node and data workers use."""
     if not facts.shm:
         return
-    seen = f"/dev/shm has {format_gib(facts.shm)}, {format_gib(facts.shm_free)} free"
+    observation = f"/dev/shm has {format_gib(facts.shm)}, {format_gib(facts.shm_free)} free"
     if facts.shm_free < 2**28:
         remedy = "docker --shm-size or --ipc=host; Kubernetes: an emptyDir of medium Memory there"
-        yield bad(f"{seen}: NCCL and gloo need more", remedy)
+        yield bad(f"{observation}: NCCL and gloo need more", remedy)
     elif facts.shm_free < 4 * GIB and facts.gpus:
         remedy = "8 GiB or more: docker --shm-size, Kubernetes: an emptyDir of medium Memory"
-        yield warning(seen, remedy)
+        yield warning(observation, remedy)
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
@@ -191,26 +191,26 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
     if not facts.usable:
         return
     room = min(facts.usable, facts.quota or facts.usable)
-    seen = f"{room:g} of {facts.cores} usable"
+    observation = f"{room:g} of {facts.cores} usable"
     if room < facts.usable:
-        seen += " (limited by the cgroup)"
+        observation += " (limited by the cgroup)"
     gpus = len(parse_gpus(facts.gpus))
     if room < 4 * gpus:
         remedy = "request at least 4 cores per GPU (Slurm: --cpus-per-task or --exclusive)"
-        seen += f", for {gpus} GPUs"
-        yield bad(seen, remedy) if room < gpus else warning(seen, remedy)
+        observation += f", for {gpus} GPUs"
+        yield bad(observation, remedy) if room < gpus else warning(observation, remedy)
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
     """Check that the clock is synchronized, as the heartbeats between nodes require."""
-    if facts.clock_in_step:
+    if facts.is_clock_synchronized:
         yield ok("the clock is synchronized")
-    elif facts.clock_in_step is False:
-        seen = "the kernel's clock is not synchronized"
+    elif facts.is_clock_synchronized is False:
+        observation = "the kernel's clock is not synchronized"
         remedy = "start chrony or systemd-timesyncd: nodes detect lost nodes by their clocks"
-        yield warning(seen, remedy) if facts.nodes > 1 else note(seen, remedy)
+        yield warning(observation, remedy) if facts.nodes > 1 else note(observation, remedy)
 
 
 # --------------------------------------------------------------------------- storage
@@ -243,11 +243,13 @@ def _check_directory(d: Directory, is_distributed: bool, rates: str) -> Iterator
         yield bad(f"{d.path}: {d.error}", remedy)
         return
     if d.key == "run.dir" and not d.locks:
-        seen = "no file locks: two runs in one directory would overwrite each other's files"
-        yield bad(seen, "mount it with locks (Lustre: -o flock; NFS: without nolock)")
+        observation = "no file locks: two runs in one directory would overwrite each other's files"
+        yield bad(observation, "mount it with locks (Lustre: -o flock; NFS: without nolock)")
     elif re.search(r"\b(nolock|local_lock=(all|flock)|localflock)\b", d.options):
-        seen = "locks work on this node only: another node may start a run in the same directory"
-        yield warning(seen, "mount it without nolock, local_lock and localflock")
+        observation = (
+            "locks work on this node only: another node may start a run in the same directory"
+        )
+        yield warning(observation, "mount it without nolock, local_lock and localflock")
     if d.key in ("run.dir", "checkpoint.dir") and not d.links:
         yield bad("no hard links, which checkpoints require", "use another directory")
     if d.free < 10 * GIB or 0 <= d.files < 10_000:
@@ -255,32 +257,39 @@ def _check_directory(d: Directory, is_distributed: bool, rates: str) -> Iterator
         yield warning(f"only {format_gib(d.free)}{files} free", "delete files")
     if d.key == "checkpoint.local_dir":
         if is_network:
-            seen = "is a network file system, so local checkpoints save no network traffic"
-            yield warning(seen, "use memory or a disk of the node")
+            observation = "is a network file system, so local checkpoints save no network traffic"
+            yield warning(observation, "use memory or a disk of the node")
     elif is_distributed and not is_network:
-        seen, remedy = "each node has its own directory", "use a directory that all nodes share"
-        yield warning(seen, remedy) if d.key == "data.cache_dir" else bad(seen, remedy)
+        observation, remedy = (
+            "each node has its own directory",
+            "use a directory that all nodes share",
+        )
+        yield (
+            warning(observation, remedy) if d.key == "data.cache_dir" else bad(observation, remedy)
+        )
     elif d.kind == "tmpfs":
         yield note("is in memory: a reboot deletes it", "use a directory on a disk")
     if d.write < 100e6:
         minutes = CHECKPOINT_BYTES / max(d.write, 1) / 60
-        seen = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
-        yield warning(seen, "checkpoint.local_dir keeps newer state on the node; docs/storage.md")
+        observation = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
+        yield warning(
+            observation, "checkpoint.local_dir keeps newer state on the node; docs/storage.md"
+        )
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:
     """Check the speed of an object store, and that it refuses to overwrite an object."""
     for store in facts.stores:
         rates = format_rates(store.write, store.read)
-        seen = f"{store.url}: {rates}, {store.seconds * 1000:.0f} ms per small put"
+        observation = f"{store.url}: {rates}, {store.seconds * 1000:.0f} ms per small put"
         if store.error:
             remedy = "check AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws, and the permissions of the role"
             finding = bad(f"{store.url}: {store.error}", remedy)
         elif not store.once:
             rule = "but it ignores conditional writes: two runs could claim one checkpoint"
-            finding = bad(f"{seen}, {rule}", "use a store with conditional writes")
+            finding = bad(f"{observation}, {rule}", "use a store with conditional writes")
         else:
-            finding = ok(seen)
+            finding = ok(observation)
         yield replace(finding, check=store.key)
 
 
@@ -289,40 +298,47 @@ def check_stores(facts: Facts) -> Iterator[Finding]:
 
 def check_rendezvous(facts: Facts) -> Iterator[Finding]:
     """Check the rendezvous endpoint, and the address of this host's own name."""
-    if facts.meeting in ("free", "answers"):
-        yield ok(f"{facts.endpoint} {'answers' if facts.meeting == 'answers' else 'is free here'}")
-    elif facts.meeting:
+    if facts.rendezvous_status == "answers":
+        yield ok(f"{facts.endpoint} answers")
+    elif facts.rendezvous_status == "free":
+        yield ok(f"{facts.endpoint} is free here")
+    elif facts.rendezvous_status:
         remedy = "let the first node listen there (default port 29400), and open the firewall"
-        yield bad(f"{facts.endpoint}: {facts.meeting}", remedy)
+        yield bad(f"{facts.endpoint}: {facts.rendezvous_status}", remedy)
     is_local = facts.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in facts.variables
     if facts.nodes > 1 and not is_loopback(facts.endpoint) and is_local:
-        seen = f"{facts.host} resolves to {facts.address}, where other nodes cannot reach gloo"
-        yield bad(seen, "set GLOO_SOCKET_IFNAME to the network's interface, or fix /etc/hosts")
+        observation = (
+            f"{facts.host} resolves to {facts.address}, where other nodes cannot reach gloo"
+        )
+        yield bad(
+            observation, "set GLOO_SOCKET_IFNAME to the network's interface, or fix /etc/hosts"
+        )
 
 
 def check_nodes(facts: Facts) -> Iterator[Finding]:
     """Check that all nodes joined, with equal versions and synchronized clocks."""
-    if not facts.others:
+    if not facts.joined_nodes:
         return
-    hosts = ", ".join(node.host for node in facts.others)
-    if (joined := len(facts.others)) < facts.nodes:
-        seen = f"{joined} of {facts.nodes} joined within {WAIT_SECONDS:.0f} s: {hosts}"
+    hosts = ", ".join(node.host for node in facts.joined_nodes)
+    if (joined := len(facts.joined_nodes)) < facts.nodes:
+        observation = f"{joined} of {facts.nodes} joined within {WAIT_SECONDS:.0f} s: {hosts}"
         remedy = "start weft doctor on every node at about the same time"
-        yield bad(seen, remedy) if joined < facts.least_nodes else note(seen, remedy)
-    for package in sorted({name for node in facts.others for name in node.versions}):
-        if len({node.versions.get(package, "none") for node in facts.others}) > 1:
-            seen = "; ".join(
-                f"{n.host} has {package} {n.versions.get(package)}" for n in facts.others
+        yield bad(observation, remedy) if joined < facts.min_nodes else note(observation, remedy)
+    for package in sorted({name for node in facts.joined_nodes for name in node.versions}):
+        if len({node.versions.get(package, "none") for node in facts.joined_nodes}) > 1:
+            observation = "; ".join(
+                f"{n.host} has {package} {n.versions.get(package)}" for n in facts.joined_nodes
             )
-            yield bad(seen, "install the same version on every node")
-    offsets = [node.ahead for node in facts.others]
-    doubt = max(node.doubt for node in facts.others)
+            yield bad(observation, "install the same version on every node")
+    offsets = [node.clock_offset for node in facts.joined_nodes]
+    uncertainty = max(node.clock_uncertainty for node in facts.joined_nodes)
     skew = max(offsets) - min(offsets)
-    seen = f"clocks of {hosts} differ by {skew * 1000:.1f} ms (uncertainty {doubt * 1000:.1f} ms)"
-    if skew - doubt > MAX_CLOCK_SKEW:
-        yield bad(seen, "start chrony on every node: live nodes look lost")
+    error = f"(uncertainty {uncertainty * 1000:.1f} ms)"
+    observation = f"clocks of {hosts} differ by {skew * 1000:.1f} ms {error}"
+    if skew - uncertainty > MAX_CLOCK_SKEW:
+        yield bad(observation, "start chrony on every node: live nodes look lost")
     else:
-        yield ok(seen)
+        yield ok(observation)
 
 
 # By displayed name, in the order of the report.

@@ -88,13 +88,14 @@ class ObjectStore:
 class Node:
     """Facts that nodes exchange.
 
-    ``ahead``: offset of its clock to the first node's, in seconds; ``doubt``: its uncertainty.
+    ``clock_offset`` is relative to the first node's clock, and ``clock_uncertainty`` is its
+    uncertainty, both in seconds.
     """
 
     host: str
     versions: Mapping[str, str]
-    ahead: float = 0.0
-    doubt: float = 0.0
+    clock_offset: float = 0.0
+    clock_uncertainty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Facts:
     host: str = ""
     device: str = "cpu"  # type of device that the job uses
     nodes: int = 1  # maximum number of nodes of the job
-    least_nodes: int = 1  # minimum number of nodes of the job
+    min_nodes: int = 1  # minimum number of nodes of the job
     weft: str = weft.__version__
     torch: str = ""
     cuda: str = ""  # version for which torch was built
@@ -145,7 +146,7 @@ class Facts:
     shm_free: int = 0
     memlock: int = -1  # -1: no limit
     nofile: int = -1
-    clock_in_step: bool | None = None
+    is_clock_synchronized: bool | None = None
     address: str = ""  # to which this host's name resolves
     interfaces: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -164,8 +165,8 @@ class Facts:
     directories: tuple[Directory, ...] = ()
     stores: tuple[ObjectStore, ...] = ()
     endpoint: str = ""  # of the rendezvous
-    meeting: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
-    others: tuple[Node, ...] = ()
+    rendezvous_status: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
+    joined_nodes: tuple[Node, ...] = ()
     measured: DeviceMeasurements | None = None
 
     @property

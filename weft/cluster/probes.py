@@ -84,7 +84,7 @@ def collect_facts() -> Facts:
         shm_free=shm.free if shm else 0,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        clock_in_step=is_clock_synchronized(),
+        is_clock_synchronized=is_clock_synchronized(),
         address=address,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         variables={
@@ -390,7 +390,7 @@ def exchange_with_nodes(
     store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(own_versions)]))
     try:
         if number == 0:
-            store.set("ahead/0", "[0.0, 0.0]")
+            store.set("clock/0", "[0.0, 0.0]")
             for other in range(1, nodes):
                 store.wait([f"node/{other}"])
                 store.set(f"turn/{other}", "")
@@ -401,12 +401,12 @@ def exchange_with_nodes(
             store.wait([f"turn/{number}"])
             names = [f"{number}/{ask}" for ask in range(CLOCK_SAMPLES)]
             offsets = [_measure_clock_offset(store, name) for name in names]
-            store.set(f"ahead/{number}", json.dumps(min(offsets, key=lambda offset: offset[1])))
-        store.wait([f"ahead/{other}" for other in range(nodes)])
+            store.set(f"clock/{number}", json.dumps(min(offsets, key=lambda offset: offset[1])))
+        store.wait([f"clock/{other}" for other in range(nodes)])
     except DistStoreError:
         pass  # some nodes did not join in time
     joined = [n for n in range(nodes) if store.check([f"node/{n}"])]
-    clocks = {n: json.loads(store.get(f"ahead/{n}")) for n in joined if store.check([f"ahead/{n}"])}
+    clocks = {n: json.loads(store.get(f"clock/{n}")) for n in joined if store.check([f"clock/{n}"])}
     result = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
     time.sleep(LINGER_SECONDS)  # this process may host the store, and others still read it
     return result

@@ -93,13 +93,13 @@ def write_error(run_dir: Path, rank: int, error: BaseException, terminal: TextIO
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     where = ", ".join(getattr(error, "__notes__", []))
-    foreseen = isinstance(error, WeftError)
+    is_expected = isinstance(error, WeftError)
     report = {
         "kind": type(error).__name__,
-        "foreseen": foreseen,
+        "is_expected": is_expected,
         # torch, drivers and disks raise these; any other error is a bug in code, and will recur.
         "transient": getattr(
-            error, "transient", isinstance(error, RuntimeError | OSError) and not foreseen
+            error, "transient", isinstance(error, RuntimeError | OSError) and not is_expected
         ),
         "where": where,
         "message": f"{error}" + (f" ({where})" if where else ""),
@@ -119,7 +119,7 @@ def write_error_report(
     Args:
         run_dir: the report goes to its ``logs/``.
         rank: global rank of this process.
-        report: kind, foreseen, message, traceback; see `weft.cluster.launcher.Failure`.
+        report: kind, is_expected, message, traceback; see `weft.cluster.launcher.Failure`.
         torchrun: torchrun's error file for this rank, if torchrun started it.
     """
     write_json(error_path(run_dir, rank), {"rank": rank, "time": time.time(), **report})
@@ -142,7 +142,7 @@ def read_error_reports(run_dir: Path, since: float = 0.0) -> list[dict[str, Any]
 
 
 def _is_error_report(report: dict[str, Any]) -> bool:
-    types = {"rank": int, "time": float, "foreseen": bool, "transient": bool}
+    types = {"rank": int, "time": float, "is_expected": bool, "transient": bool}
     types |= dict.fromkeys(("kind", "message", "traceback", "where"), str)
     return all(type(report.get(name)) is kind for name, kind in types.items())
 

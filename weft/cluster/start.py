@@ -120,11 +120,11 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
-    prediction, doubt = predict_run(plan, detect_machine(job.run.device), force)
+    prediction, warning = predict_run(plan, detect_machine(job.run.device), force)
     dataset = load_dataset(plan, console)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
     with lock, report_pages(plan, console):
-        print_plan(plan, recipe, console, prediction, doubt)
+        print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
         changes = describe_changes(run_dir, job)
         write_run_files(run_dir, job, base, recipe, dataset, prediction)
@@ -265,12 +265,12 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     try:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
-                prediction, doubt = predict_run(plan, detect_machine(job.run.device), force)
+                prediction, warning = predict_run(plan, detect_machine(job.run.device), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             dataset = load_dataset_on_host(plan, console, ranks)
             if rank == 0:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
-                print_plan(plan, recipe, console, prediction, doubt)
+                print_plan(plan, recipe, console, prediction, warning)
                 print_dataset(plan, dataset, console)
                 write_run_files(run_dir, job, base, recipe, dataset, prediction)
             dist.barrier()
@@ -368,7 +368,7 @@ def describe_changes(run_dir: Path, job: Job) -> str:
 
 
 def print_plan(
-    plan: Plan, recipe: str, console: Console, prediction: RunPrediction | None, doubt: str
+    plan: Plan, recipe: str, console: Console, prediction: RunPrediction | None, warning: str
 ) -> None:
     """Print the plan of a run: a summary line, its pipeline stages, and warnings."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
@@ -392,8 +392,8 @@ def print_plan(
         console.print("\n".join(format_stages(plan)), soft_wrap=True)
     if prediction is not None:
         console.print(f"predicted: {prediction}", soft_wrap=True)
-    for warning in filter(None, (*plan.warnings, doubt)):
-        console.print(f"warning: {warning}", soft_wrap=True)
+    for text in filter(None, (*plan.warnings, warning)):
+        console.print(f"warning: {text}", soft_wrap=True)
 
 
 def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
@@ -520,13 +520,13 @@ def print_failure(failure: Failure, home: Path, run_dir: Path) -> int:
     note_event(run_dir, "hang" if is_hang else "failure", last_logged_step(run_dir), message)
     if failure.kind == "InvalidConfig":
         return USAGE_ERROR
-    if failure.traceback and not failure.foreseen:
+    if failure.traceback and not failure.is_expected:
         for line in failure.traceback.rstrip().splitlines()[-12:]:
             print(f"  | {line}", file=sys.stderr)
     print(f"  log: {failure.log}", file=sys.stderr)
     if failure.no_retry_reason:
         print(f"  not restarted: {failure.no_retry_reason}", file=sys.stderr)
-    if not failure.foreseen or failure.kind != "CheckpointError":  # its message has the remedy
+    if not failure.is_expected or failure.kind != "CheckpointError":  # its message has the remedy
         print(f"  {resume_hint(list_checkpoints(home))}", file=sys.stderr)
     return HUNG if is_hang else FAILED
 

@@ -417,7 +417,7 @@ def report_hang(
             print(rank.read_stacks() or "no Python stacks: the rank wrote none\n", file=log)
         report = {
             "kind": "Hang",
-            "foreseen": False,
+            "is_expected": False,
             "transient": True,
             "where": "",
             "message": sentence,
