@@ -326,7 +326,7 @@ def test_preflight_sick_node_starts_no_ranks(
     assert status == (UNHEALTHY if launcher == "weft" else 1), out + err
     assert f"is unhealthy and does not train (exit status {UNHEALTHY})" in out
     assert "NCCL_SOCKET_IFNAME=nowhere" in out
-    assert "is not fit to train" in err or launcher == "weft"
+    assert "this node is unhealthy and does not train" in err or launcher == "weft"
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert "nowhere" in (tmp_path / "run" / UNHEALTHY_NODES_DIR / "n7").read_text()
 
