@@ -142,7 +142,7 @@ class DataSection(Section):
     mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
         {},
         "weighted data sources, in place of data.path; a weight is the source's share of the "
-        'tokens: {"web/" = 0.7, "code/" = 0.3}, or web/=0.7,code/=0.3 on the command line',
+        'sequences: {"web/" = 0.7, "code/" = 0.3}, or web/=0.7,code/=0.3 on the command line',
     )
     text_field: Text = key("text", "field or column that holds the text of a document")
     format: Literal["text", "chat", "preferences"] = key(
@@ -275,10 +275,8 @@ class ParallelSection(Section):
     pp: Positive = key(1, "pipeline-parallel degree")
     cp: Positive = key(1, "context-parallel degree")
     ep: Positive = key(1, "expert-parallel degree; divides dp_shard x cp")
-    sequence_parallel: bool = key(
-        True, "tp: shard activations between matrix products along the sequence"
-    )
-    async_tp: bool = key(False, "tp: overlap communication with matrix products (SymmetricMemory)")
+    sequence_parallel: bool = key(True, "tp: shard activations between matmuls along the sequence")
+    async_tp: bool = key(False, "tp: overlap communication with matmuls (SymmetricMemory)")
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
         "cp: attention across ranks. ring: pass keys and values around; allgather: gather keys "
@@ -347,7 +345,7 @@ class PrecisionSection(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
         "none",
-        "float8 matrix products of the blocks, by the elements that share a scale. tensorwise: a "
+        "float8 matmuls of the blocks, by the elements that share a scale. tensorwise: a "
         "matrix; rowwise: a row; rowwise_with_gw_hp: a row, weight gradients in high precision; "
         "mxfp8: 32 elements; needs weft[torchao]",
     )
@@ -367,7 +365,7 @@ class ActivationCheckpointSection(Section):
     )
     every_n_layers: Positive = key(1, "checkpoint every n-th block only")
     recompute_every_n_matmuls: NonNegative = key(
-        2, "selective: recompute every n-th matrix product; 0: none"
+        2, "selective: recompute every n-th matmul; 0: none"
     )
     memory_budget: Annotated[float, Field(ge=0, le=1)] = key(
         0.5, "budget: fraction of the activation memory that may be kept"
@@ -402,7 +400,7 @@ class CheckpointSection(Section):
     mtbf_hours: Annotated[float, Field(gt=0)] = key(
         24.0, "interval=auto: mean time between failures of the whole job, in hours"
     )
-    async_save: bool = key(True, "write a copy of the state in the background while training")
+    async_save: bool = key(True, "write checkpoints in the background while training continues")
     dir: Text = key(
         "auto",
         "directory or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir",
