@@ -170,7 +170,7 @@ def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--train.steps", "400")
     launcher.until_step(12)
     assert "running on n[0-1]" in launcher.status()
-    assert "is told to save and end" in launcher.weft("job", "cancel", "run")
+    assert "to save a checkpoint and end" in launcher.weft("job", "cancel", "run")
     assert "ended: saved a checkpoint and stopped" in launcher.until_said("ended")
     saved = checkpoint_step(list_checkpoints(launcher.run / "checkpoints")[-1])
     assert 12 <= saved == launcher.step() < 400
@@ -184,7 +184,7 @@ def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
     slow = ["--launch.setup", '["sleep 15"]']
     launcher.launch("--nodes", "1", *slow)
     launcher.until_said("running on")
-    assert "is told to save and end" in launcher.weft("job", "cancel", "run")
+    assert "to save a checkpoint and end" in launcher.weft("job", "cancel", "run")
     launcher.until_said("ended")
     time.sleep(5)
     assert "ended" in launcher.status()
@@ -199,9 +199,9 @@ def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_p
     preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([sick])]
     launcher.launch("--nodes", "1", *preflight)
     assert "ended: completed" in launcher.until_said("ended")
-    assert "does not take part (exit status 69)" in launcher.out()
-    assert launcher.out().count("was checked in") == 1
-    assert [path.name for path in (launcher.run / "sick").iterdir()] == ["n0"]
+    assert "does not train (exit status 69)" in launcher.out()
+    assert launcher.out().count("checked node") == 1
+    assert [path.name for path in (launcher.run / "unhealthy-nodes").iterdir()] == ["n0"]
     number = re.search(r"job (\d+)", launcher.status())
     assert number is not None
     told = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
@@ -215,7 +215,7 @@ def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
     assert "waiting: pending, BeginTime" in launcher.status()
     assert "has printed nothing" in launcher.weft("job", "logs", "run", status=1)
-    assert "taken out of the queue" in launcher.weft("job", "cancel", "run")
+    assert "from the queue" in launcher.weft("job", "cancel", "run")
     assert "ended: cancelled" in launcher.status()
 
 
@@ -230,7 +230,7 @@ def test_slurm_preempted_job_is_requeued_and_resumes(
     assert number is not None
     # As Slurm does some minutes before the limit, which is in whole minutes.
     launcher.cluster.run("scancel", "--signal=TERM", number[1])
-    said = launcher.until_said("started again 1 times")
+    said = launcher.until_said("restarted 1 time")
     assert number[0] in said
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
@@ -248,7 +248,7 @@ def test_slurm_time_limit_requeues_and_resumes(
     On a busy machine it comes more than once.
     """
     launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time_limit", "00:02:00")
-    launcher.until_said("started again 1 times")
+    launcher.until_said("restarted 1 time")
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended", 400)
     assert "resuming from" in launcher.out()
@@ -276,8 +276,8 @@ def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
     launcher.cluster.kill("n1")
     step = launcher.step()
     launcher.until_step(step + 15)
-    assert "1 node train" in launcher.out()
-    assert "started again" not in launcher.status()
+    assert "training on 1 node" in launcher.out()
+    assert "restarted" not in launcher.status()
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
     check_against_undisturbed(tmp_path, store_path, 80)

@@ -357,8 +357,8 @@ def test_script_excludes_sick_nodes(
     words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
     text = script(*words, *(["--launch.options", options] if options else []))
     for name in sick:
-        (tmp_path / "my run" / "sick").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "my run" / "sick" / name).touch()
+        (tmp_path / "my run" / "unhealthy-nodes").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my run" / "unhealthy-nodes" / name).touch()
     fakes = ['scontrol() { echo "$@"; }', f"srun() {{ return {status}; }}", "SLURM_JOB_ID=7"]
     done = subprocess.run(
         ["/bin/bash"],
@@ -372,7 +372,7 @@ def test_script_excludes_sick_nodes(
 
 
 def test_script_without_preflight_excludes_no_node() -> None:
-    assert "sick" not in script("--run.device", "cpu")
+    assert "unhealthy" not in script("--run.device", "cpu")
 
 
 @pytest.mark.system

@@ -521,7 +521,7 @@ def test_replica_groups_killed_group_rejoins(scene: Scene) -> None:
         scene.until_step(victim, scene.last(survivor) + 10)
         joined = scene.lost_seconds(survivor, now - 1)
         print(f"{victim} killed: {survivor} stood still {killed:.1f} s; joined: {joined:.1f} s")
-        assert "took the state of step" in (scene.folder / f"{victim}.said").read_text()
+        assert "received the state of step" in (scene.folder / f"{victim}.said").read_text()
         assert killed < 20
     scene.finish()
 
@@ -544,6 +544,6 @@ def test_replica_groups_stopped_group_catches_up(scene: Scene) -> None:
         os.kill(worker, signal.SIGCONT)
     print(f"a stopped: b stood still {scene.lost_seconds('b', now - 1):.1f} s")
     scene.until_step("a", scene.last("b") + 10)
-    assert "took the state of step" in (scene.folder / "a.said").read_text()
+    assert "received the state of step" in (scene.folder / "a.said").read_text()
     scene.finish()
     assert len(list((scene.folder / "checkpoints").glob("lease-*"))) == 2

@@ -40,7 +40,7 @@ from weft.train.run_dir import unwritable_error
 MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
 QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store
 WIDTH = 100  # characters per line of the report
-UNHEALTHY_NODES_DIR = "sick"  # in the run directory; Slurm scripts read it
+UNHEALTHY_NODES_DIR = "unhealthy-nodes"  # in the run directory; Slurm scripts read it
 
 
 def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> Facts:

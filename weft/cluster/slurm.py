@@ -176,7 +176,8 @@ def status(id: str) -> str:
     """Return one line: 'waiting...', 'running on NODES', or how the job ended."""
     job = _show_job(id)
     state, nodes, reason = job.get("JobState", ""), job.get("NodeList"), job.get("Reason")
-    restarts = f", restarted {n} times" if (n := job.get("Restarts", "0")) != "0" else ""
+    n = job.get("Restarts", "0")
+    restarts = f", restarted {n} time{'s' * (n != '1')}" if n != "0" else ""
     if state in ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED"):
         return f"waiting: {state.lower()}, {reason}{restarts}"
     if state in ("RUNNING", "COMPLETING"):
