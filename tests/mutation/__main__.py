@@ -2,7 +2,7 @@
 
 --only A,B         faults whose kind, name or file has one of these texts
 --checks A,B       checks whose name has one of these
---precision bf16   or float8: faults in numeric functions that a check of the precision executes
+--precision bf16   or float8: faults in numeric code that a check of the precision executes
 --json FILE        a line for each fault; those that are in it already are not planted again
 --seconds N        stop after so long; the same command goes on
 --baseline         only run the battery without a fault
@@ -24,8 +24,8 @@ from tests.mutation.runner import (
     Outcome,
     baseline,
     forked,
-    function_of,
     import_heavy,
+    is_executed,
     run_fault,
     tree_hash,
 )
@@ -93,9 +93,7 @@ def main() -> int:
 
 def is_applicable(fault: Fault, base: Baseline) -> bool:
     """Whether a fault may be of another size in another precision, and a check executes it."""
-    # A fault in the data of a module is executed if any function of the file is.
-    place = function_of(fault) or f"{fault.file}:"
-    executed = any(name.startswith(place) for each in base.functions.values() for name in each)
+    executed = any(is_executed(fault, lines) for lines in base.lines.values())
     return fault.file.startswith(NUMERIC) and fault.kind != "counters" and executed
 
 

@@ -4,9 +4,9 @@
     source of one module changed --fork--> the ranks of a check
 
 So a fault costs neither a copy of the tree nor an import of torch.  Without a fault the battery is
-run once, to see that it finds nothing, what each check takes, and which functions of weft each
-check executes: a fault in a function that no check executes is missed, and the others are tried by
-the checks that execute it, in the order of the battery.
+run once, to see that it finds nothing, what each check takes, and which lines of weft each check
+executes: a fault in a line that no check executes is missed, and the others are tried by the
+checks that execute it, in the order of the battery.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ class Baseline(NamedTuple):
     """Of the battery without a fault, by check."""
 
     seconds: dict[str, float]
-    functions: dict[str, list[str]]  # as "file:first line of the function"
+    lines: dict[str, dict[str, list[int]]]  # that it executes, by file
 
 
 # --------------------------------------------------------------------------- planting
@@ -174,22 +175,22 @@ def tree_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _run_one(name: str, precision: str, functions: bool, timeout: float) -> Any:
-    """A check by name, with what it executes."""
+def _run_one(name: str, precision: str, timeout: float) -> Any:
+    """A check by name, with the lines that it executes, and its processor time."""
     from tests.mutation.battery import battery
 
     check = next(check for check in battery() if check.name == name)
-    if functions:
-        with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
-            _trace_into(folder)
-            began = _processor_seconds()
-            found = check.run(precision, timeout)
-            _dump(folder)
-            executed: set[str] = set()
-            for file in Path(folder).glob("*.json"):
-                executed |= set(json.loads(file.read_text()))
-            return found, sorted(executed), _processor_seconds() - began
-    return check.run(precision, timeout), [], 0.0
+    with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
+        _trace_into(folder)
+        began = _processor_seconds()
+        found = check.run(precision, timeout)
+        _dump(folder)
+        executed: dict[str, set[int]] = {}
+        for file in Path(folder).glob("*.json"):
+            for name, lines in json.loads(file.read_text()).items():
+                executed.setdefault(name, set()).update(lines)
+        lines = {name: sorted(lines) for name, lines in executed.items()}
+        return found, lines, _processor_seconds() - began
 
 
 def _processor_seconds() -> float:
@@ -199,24 +200,31 @@ def _processor_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-_SEEN: set[str] = set()
-_CODES: set[Any] = set()
+_LINES: dict[str, set[int]] = {}
+_CODES: dict[Any, tuple[set[int], set[int]]] = {}  # of a function: lines executed, and all
 
 
 def _trace_into(folder: str) -> None:
-    """From now on note which functions of weft are called, in this process and its ranks."""
+    """From now on note which lines of weft are executed, in this process and its ranks."""
     root = f"{WEFT}{os.sep}"
 
-    def note(frame: Any, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code not in _CODES:
-            _CODES.add(code)
-            if code.co_filename.startswith(root):
-                file = code.co_filename.removeprefix(root)
-                _SEEN.add(f"{file}:{code.co_firstlineno}")
+    def note_line(frame: Any, event: str, arg: Any) -> Any:
+        executed, _ = _CODES[frame.f_code]
+        executed.add(frame.f_lineno)
+        return note_line
 
-    sys.setprofile(note)
-    threading.setprofile(note)
+    def note_call(frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(root):
+            return None
+        if code not in _CODES:
+            executed = _LINES.setdefault(code.co_filename.removeprefix(root), set())
+            _CODES[code] = executed, {line for *_, line in code.co_lines() if line}
+        executed, every = _CODES[code]
+        return None if every <= executed else note_line
+
+    sys.settrace(note_call)
+    threading.settrace(note_call)
     # A rank ends by os._exit, after its result has been sent: what it has seen goes first.
     from weft.tools import local_ranks as ranks
 
@@ -235,7 +243,8 @@ def _trace_into(folder: str) -> None:
 
 
 def _dump(folder: str) -> None:
-    (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(sorted(_SEEN)))
+    lines = {name: sorted(executed) for name, executed in _LINES.items()}
+    (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(lines))
 
 
 def baseline(
@@ -255,13 +264,14 @@ def baseline(
         key = hashlib.sha256(source.encode()).hexdigest()[:16]
         if known.get(name, [""])[0] == key:
             continue
-        state, result = forked(_run_one, name, precision, True, 600.0, timeout=700)
-        found, functions, seconds = result if state == "done" else (result, [], 0.0)
-        say(f"baseline {name}: {seconds:.1f} s, {len(functions)} functions, {found or 'sound'}")
+        state, result = forked(_run_one, name, precision, 600.0, timeout=700)
+        found, lines, seconds = result if state == "done" else (result, {}, 0.0)
+        number = sum(map(len, lines.values()))
+        say(f"baseline {name}: {seconds:.1f} s, {number:,} lines, {found or 'sound'}")
         if found is not None:
             unsound.append(name)
             continue
-        known[name] = [key, seconds, functions]
+        known[name] = [key, seconds, lines]
         folder.mkdir(parents=True, exist_ok=True)
         if file.exists():  # another one may have added to it
             known |= json.loads(file.read_text()) | {name: known[name]}
@@ -274,23 +284,37 @@ def baseline(
     )
 
 
-def function_of(fault: Fault) -> str | None:
-    """The innermost function that a fault lies in, as `Baseline` has it; None: in none."""
-    path = WEFT / fault.file
-    source = path.read_text("utf-8")
-    at = source.index(fault.right)
+def is_executed(fault: Fault, lines: dict[str, list[int]]) -> bool:
+    """Return True if a check that executes these lines executes the faulty statement.
+
+    The data of a module counts as executed if any function of the module is.
+    """
+    executed = set(lines.get(fault.file, ()))
+    statement = _statement_of(fault)
+    return bool(executed) if statement is None else not executed.isdisjoint(statement)
+
+
+@cache
+def _statement_of(fault: Fault) -> range | None:
+    """Return the lines of the innermost statement that a fault lies in; None: in no function."""
+    source = (WEFT / fault.file).read_text("utf-8")
     # Where the texts begin to differ: the same beginning may only say which place is meant.
     pairs = zip(fault.right, fault.wrong, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(fault.wrong))
-    line = source[: at + min(same, len(fault.right) - 1)].count("\n") + 1
-    best: tuple[int, str] | None = None
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            body = node.body[0].lineno
-            if body <= line <= (node.end_lineno or 0) and (best is None or first > best[0]):
-                best = (first, f"{fault.file}:{first}")
-    return None if best is None else best[1]
+    start = source.index(fault.right)
+    line = source[: start + min(same, len(fault.right) - 1)].count("\n") + 1
+    best = None
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.stmt) or node is function:
+                continue
+            body = getattr(node, "body", None)  # of a compound statement the head counts
+            end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
+            if line in range(node.lineno, end) and (best is None or node.lineno >= best.start):
+                best = range(node.lineno, end)
+    return best
 
 
 # --------------------------------------------------------------------------- faults
@@ -314,8 +338,7 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
     """Plant a fault, and try the checks that execute it."""
     began = time.monotonic()
-    function = function_of(fault)
-    checks = [name for name in base.seconds if function is None or function in base.functions[name]]
+    checks = [name for name in base.seconds if is_executed(fault, base.lines[name])]
     check = text = module = ""
     if checks:
         try:
