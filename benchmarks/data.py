@@ -80,7 +80,7 @@ def by_datasets(file: Path, tokenizer: Path, folder: Path) -> int:
     return int(sum(map(len, done.with_format("arrow")[:]["input_ids"].to_pylist())))
 
 
-def tokenising(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
+def tokenizing(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
     ways = {"weft": by_weft, "datasets": by_datasets}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {}
@@ -92,7 +92,7 @@ def tokenising(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
             seconds[name].append(time.perf_counter() - began)
             shutil.rmtree(place)
     size = file.stat().st_size
-    print(f"tokenising {size / 1e6:.0f} MB of lines, {CORES} cores, {rounds} rounds")
+    print(f"tokenizing {size / 1e6:.0f} MB of lines, {CORES} cores, {rounds} rounds")
     for name, times in seconds.items():
         told = " ".join(f"{t:.1f}" for t in times)
         speed = size / median(times) / 1e6
@@ -155,7 +155,7 @@ def main() -> None:
             some = [text for _, text in zip(range(500), texts, strict=False)]
         train_tokenizer(some, 16_000).save(str(tokenizer))
         reading(file, tokenizer, folder, options.seq_len, max(5, options.rounds))
-        tokenising(file, tokenizer, folder, options.rounds)
+        tokenizing(file, tokenizer, folder, options.rounds)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def make_text(folder: Path) -> Path:
 
 
 def make_store(text: Path, cache: Path) -> Path:
-    """The text tokenised with 512 entries."""
+    """The text tokenized with 512 entries."""
     return prepare_store(DataSection(path=str(text), vocab_size=512), cache).path
 
 

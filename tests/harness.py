@@ -90,7 +90,7 @@ def run_ranks(
     """Call ``function(*args, **kwargs)`` on every rank of a new gloo process group.
 
     Each rank is a process of its own with one thread, equal seeds, the caller's working
-    directory, environment and ``sys.path``, and an initialised default group.  The group is
+    directory, environment and ``sys.path``, and an initialized default group.  The group is
     destroyed afterwards.
 
     Args:

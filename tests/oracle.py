@@ -338,7 +338,7 @@ def _build_moe(config: Any, shape: dict[str, Any]) -> nn.Module:
     experts = {
         "num_experts_per_tok": config.active_experts,
         "moe_intermediate_size": config.expert_dim,
-        "norm_topk_prob": config.renormalise,
+        "norm_topk_prob": config.renormalize,
         "hidden_size": config.dim,
     }
     experts["experts_implementation"] = "eager"

@@ -114,7 +114,7 @@ def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
     assert places(allocator)[2] == (0, 40 * MIB)
 
 
-def test_free_neighbours_grow_together() -> None:
+def test_free_neighbors_grow_together() -> None:
     """Whichever is freed last: three blocks of a segment become one, of all 18 MiB and the rest."""
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         allocator = after(6 * MIB, 6 * MIB, 6 * MIB)

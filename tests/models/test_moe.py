@@ -58,7 +58,7 @@ def one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
             range(c.num_experts), key=lambda e: -(scores_E + layer.router.expert_bias)[e]
         )
         chosen = ranked[: c.active_experts]
-        total = sum(scores_E[e] for e in chosen) if c.renormalise else 1.0
+        total = sum(scores_E[e] for e in chosen) if c.renormalize else 1.0
         y_D = torch.zeros_like(x_D)
         for e in chosen:
             gate, up, down = (
@@ -78,7 +78,7 @@ def one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
     "changes",
     [
         {},
-        {"renormalise": False},
+        {"renormalize": False},
         {"score": "sigmoid", "route_scale": 2.5, "shared_experts": 2},
         {"active_experts": 1, "num_experts": 2},
         {"active_experts": 6},
@@ -151,12 +151,12 @@ def test_sizes_of_fake_tensors_are_balanced() -> None:
         assert group_sizes(torch.tensor([7, 0, 1]), 8) == [3, 3, 2]
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_moe_logits_and_gradients_equal_transformers(renormalise: bool) -> None:
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
     """Qwen3's mixture of experts there, with the same weights: logits and every gradient."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    c = config(dense_layers=0, renormalise=renormalise)
+    c = config(dense_layers=0, renormalize=renormalize)
     theirs = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
             num_hidden_layers=c.num_layers,
@@ -167,7 +167,7 @@ def test_moe_logits_and_gradients_equal_transformers(renormalise: bool) -> None:
             num_experts=c.num_experts,
             num_experts_per_tok=c.active_experts,
             moe_intermediate_size=c.expert_dim,
-            norm_topk_prob=renormalise,
+            norm_topk_prob=renormalize,
             vocab_size=c.vocab_size,
             max_position_embeddings=c.max_seq_len,
             rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},

@@ -214,7 +214,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
             "model__balance_rate": 0,
             "train__objective": "dpo",
             "train__dpo_beta": 0.3,
-            "model__renormalise": False,
+            "model__renormalize": False,
         },
         "preferences",
     ),

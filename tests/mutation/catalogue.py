@@ -343,8 +343,8 @@ FAULTS: list[Fault] = [
         "experts",
         "scores are not brought to one",
         "models/moe.py",
-        "if config.renormalise:",
-        "if not config.renormalise:",
+        "if config.renormalize:",
+        "if not config.renormalize:",
         EXPERTS,
     ),
     Fault(

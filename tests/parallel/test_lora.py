@@ -295,7 +295,7 @@ def test_nf4_levels_equal_torchao() -> None:
     torch.testing.assert_close(torch.tensor(NF4), theirs.nf4.float(), rtol=0, atol=1e-4)
     ours = dequantize_matrix(quantize_matrix(weight, "nf4"), torch.float32)
     off = (ours - theirs.get_original_weight()).abs()
-    # They quantise scales once more, to 8 bits; and have levels of four digits, so that a few
+    # They quantize scales once more, to 8 bits; and have levels of four digits, so that a few
     # numbers between two fall on the other one.
     assert (off > 0.02 * weight.abs().max()).sum() < 1e-3 * weight.numel()
     assert off.mean() < 5e-3

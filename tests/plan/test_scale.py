@@ -260,7 +260,7 @@ def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[st
     # Context parallel: keys and values are gathered in forward and anew in backward.
     counts["all_gather cp"] = (2 * blocks + recomputed) * microbatches
     counts["reduce_scatter cp"] = blocks * microbatches
-    # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbour.
+    # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbor.
     handed = microbatches * (2 * holds["stages"] - holds["embed"] - holds["head"])
     counts["send pp"] = counts["recv pp"] = handed
     return of_axes(plan, counts)

@@ -6,7 +6,7 @@ et al., arXiv:1701.06538).  A *router*, one small matrix, scores the experts for
 outputs of the A best experts are summed with weights from their scores.
 
 *Routing.*  ``score = "softmax"`` is Qwen3's rule (arXiv:2505.09388): probabilities over all
-experts; those of the selected experts are normalized to a sum of one if ``renormalise`` is set.
+experts; those of the selected experts are normalized to a sum of one if ``renormalize`` is set.
 ``"sigmoid"`` is DeepSeek-V3's (arXiv:2412.19437): independent scores, multiplied by
 ``route_scale``.  There, every token also passes through ``shared_experts``, and the first
 ``dense_layers`` have no experts.  Routing is always computed in float32, which keeps layouts as
@@ -70,7 +70,7 @@ class MoeConfig(DecoderConfig):
     dense_layers: NonNegative = key(0, "number of first layers without experts")
     ffn_dim: Positive = key(6144, "inner width of the feed-forward layer of dense layers")
     score: Literal["softmax", "sigmoid"] = key("softmax", "function from router logits to scores")
-    renormalise: bool = key(True, "divide the selected experts' scores by their sum")
+    renormalize: bool = key(True, "divide the selected experts' scores by their sum")
     route_scale: PositiveFloat = key(1.0, "factor of the scores, applied after normalization")
     balance_rate: Annotated[float, Field(ge=0)] = key(
         0.001, "update of an expert's load-balance bias per step; 0: no load balancing"
@@ -183,7 +183,7 @@ class Router(nn.Module):
         biased_NE = scores_NE.detach() + self.expert_bias
         chosen_NA = biased_NE.topk(config.active_experts, dim=1).indices
         weights_NA = scores_NE.gather(1, chosen_NA)
-        if config.renormalise:
+        if config.renormalize:
             weights_NA = weights_NA / weights_NA.sum(1, keepdim=True)
         return chosen_NA, weights_NA * config.route_scale
 
