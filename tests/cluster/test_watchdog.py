@@ -40,7 +40,7 @@ WATCHED = [
     str(LIMIT),
 ]
 WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
-IN_FAULT = r"at weft/monitor/faults\.py:\d+ in _happen"
+IN_FAULT = r"at weft/monitor/faults\.py:\d+ in _fire"
 
 
 def faults(**fields: object) -> list[str]:
@@ -75,7 +75,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
         ),
         pytest.param(
             {"site": "step", "kind": "lock", "rank": 1, "seconds": 1000},
-            "rank 1 is missing: it does not answer: something keeps the interpreter lock, "
+            "rank 1 is missing: it does not answer: a thread holds the interpreter lock, "
             f"{IN_FAULT}, in step 8, waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
@@ -87,7 +87,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
         ),
         pytest.param(  # the watchdog's own parent
             {"site": "gradients", "kind": "stop", "rank": 0},
-            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the weights; "
+            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the parameters; "
             f"{WAITS}",
             marks=pytest.mark.slow,
         ),
@@ -183,7 +183,7 @@ def test_watchdog_inside_torchrun_ends_the_run(
     os.kill(workers(process)[1], signal.SIGSTOP)
     assert process.wait(timeout=30 + LIMIT) == FAILED
     text = (tmp_path / "run/logs/rank-1.log").read_text()
-    assert "the watchdog: rank 1 is missing: it is stopped (SIGSTOP) in step" in text
+    assert "watchdog: rank 1 is missing: it is stopped (SIGSTOP) in step" in text
 
 
 @pytest.mark.slow
