@@ -37,7 +37,8 @@ from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.data.loader import Batch
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.setup import Built, Rank, build
 
 BLOCK = 16 << 20

@@ -281,6 +281,7 @@ def probe(tiny: bool) -> dict[str, Any]:
     import torch
 
     from weft.config.reader import read_job
+    from weft.config.schema import RunSection
     from weft.plan.memory_formula import USABLE_MEMORY
     from weft.plan.plan_text import estimate_memory_bytes
     from weft.plan.resolve import resolve
@@ -288,7 +289,7 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     if not (tiny or torch.cuda.is_available()):
         sys.exit("Error: no CUDA device is visible; --tiny runs on anything")
-    machine = replace(detect_machine("auto"), world_size=1, local_world_size=1)
+    machine = replace(detect_machine(RunSection()), world_size=1, local_world_size=1)
 
     def needs(layers: int, **more: str) -> float:
         pairs = shape_of(False, layers) | {key.replace("__", "."): v for key, v in more.items()}

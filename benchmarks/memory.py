@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from weft.config.reader import read_job
+from weft.config.schema import RunSection
 from weft.data.loader import Batch
 from weft.estimate.forecast import forecast
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.train.setup import Built, Rank, build, detect_machine
 
 WAYS = {
@@ -72,7 +74,7 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Plan, Mac
     }
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
-    machine = replace(detect_machine("auto"), world_size=1, local_world_size=1)
+    machine = replace(detect_machine(RunSection()), world_size=1, local_world_size=1)
     return resolve(job, machine), machine
 
 

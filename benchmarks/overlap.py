@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.config.reader import read_job
+from weft.config.schema import RunSection
 from weft.data.loader import Batch
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build, detect_machine
@@ -80,7 +81,7 @@ def _rank(
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
     machine = replace(
-        detect_machine("auto"), world_size=options.ranks, local_world_size=options.ranks
+        detect_machine(RunSection()), world_size=options.ranks, local_world_size=options.ranks
     )
     plan = resolve(job, machine)
     device = torch.device("cuda", rank) if plan.device == "cuda" else torch.device("cpu")

@@ -70,7 +70,8 @@ from weft.data.prepare import prepare_store
 from weft.data.token_store import open_store
 from weft.models import load_family
 from weft.parallel.initialization import init_params
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 
 # How far apart the losses of a fixed batch may be, and, relative to them, the norms of all
 # parameters: by rounding, which training makes grow.  After so many steps it has grown too far to

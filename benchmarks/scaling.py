@@ -46,7 +46,8 @@ from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import reduce_result
 from weft.monitor.stragglers import StragglerDetector, gather_rows
 from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build
 
 LIMIT = 1.1  # of an exponent

@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.config.schema import Job
 from weft.estimate.trace import axis_groups, record_step
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.setup import Built
 
 

@@ -52,7 +52,8 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.optim.schedule import learning_rate
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.train.reference_logprobs import log_probs
 from weft.train.setup import Built, Rank, build
 

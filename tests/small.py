@@ -22,7 +22,8 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, build_mixture
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.train import loop
 from weft.train.loop import train
 from weft.train.setup import Rank, build

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.main import main
-from weft.plan.resolve import Machine
+from weft.plan.plan import Machine
 
 
 def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -31,7 +31,8 @@ from weft.cluster.rendezvous import RendezvousHandler, is_local_endpoint, open_r
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.parallel.private import create_tcp_store
-from weft.plan.resolve import Machine, resolve_nodes
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve_nodes
 
 pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
 

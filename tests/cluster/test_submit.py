@@ -18,7 +18,7 @@ from weft.cluster.submit import JobRequest, SubmittedJob, build_request
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.plan.resolve import Machine
+from weft.plan.plan import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"
 

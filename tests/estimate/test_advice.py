@@ -12,8 +12,9 @@ from weft.config.schema import Job
 from weft.estimate.advice import Advice, advise, apply_change, candidate_changes
 from weft.estimate.forecast import Forecast, forecast
 from weft.plan.devices import Device, match_device
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import resolve
 
 slow = pytest.mark.slow
 

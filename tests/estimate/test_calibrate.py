@@ -25,8 +25,9 @@ from weft.plan.devices import (
     parse_cluster,
     user_cluster_files,
 )
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import resolve
 from weft.train.run_dir import write_plan
 
 WEFT = [sys.executable, "-m", "weft.cli"]

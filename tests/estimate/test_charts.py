@@ -22,8 +22,9 @@ from weft.estimate.forecast import GIB, Forecast, forecast
 from weft.plan.devices import parse_cluster
 from weft.plan.pipeline_schedule import build_schedule
 from weft.plan.placement import rank_to_coordinates
+from weft.plan.plan import Plan
 from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import Plan, resolve
+from weft.plan.resolve import resolve
 
 SVG = "{http://www.w3.org/2000/svg}"
 BASE: Overrides = [("model.num_layers", "8"), ("model.tied_embeddings", "false")]

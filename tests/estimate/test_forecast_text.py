@@ -12,8 +12,8 @@ from weft.estimate.forecast import Forecast, price_traces
 from weft.estimate.forecast_text import render_plan
 from weft.estimate.trace import RankTrace, trace_ranks
 from weft.plan.devices import GIB, match_device
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import Machine, Plan
 
 
 @pytest.fixture(scope="module")

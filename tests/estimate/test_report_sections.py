@@ -24,7 +24,8 @@ from weft.estimate.report_sections import measured_timeline, prediction_sections
 from weft.monitor.html import render_document
 from weft.monitor.run_reader import RunReader
 from weft.plan.devices import GIB
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.tools.run_report import REPORT_FILE
 from weft.train.run_dir import write_plan
 

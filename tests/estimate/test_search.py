@@ -32,8 +32,8 @@ from weft.estimate.search import (
     search,
     trace_candidate,
 )
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import Machine, Plan
 
 Overrides = list[tuple[str, str]]
 
@@ -198,7 +198,7 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     """A trace that needs more than estimated prunes similar candidates."""
     job, _, machine = tight[:3]
     subset = [c for c in all_candidates(*tight[:3]) if c.precision == "none"]
-    subset = [c for c in subset if not schedule_conflict(job, c.layout)]
+    subset = [c for c in subset if not schedule_conflict(c.layout)]
     tried: list[int] = []
 
     def trace(tasks: Any) -> Any:
@@ -264,7 +264,7 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
     job, plan, machine = planned("1x4xH100")
     kinds = {
-        (c.layout.activation_checkpoint, c.precision, bool(schedule_conflict(job, c.layout)))
+        (c.layout.activation_checkpoint, c.precision, bool(schedule_conflict(c.layout)))
         for c in all_candidates(job, plan, machine)
         if c.layout.schedule == "ZBVZeroBubble"
     }
@@ -324,7 +324,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
     assert result.winner is not None
     seconds, fitting = [], {}
     for candidate in all_candidates(job, plan, machine):
-        if candidate.precision == "none" and not schedule_conflict(job, candidate.layout):
+        if candidate.precision == "none" and not schedule_conflict(candidate.layout):
             prediction = trace_candidate(
                 (searching.replace_sections(job, **candidate.changes), machine)
             )

@@ -36,7 +36,8 @@ from weft.models import llama
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.parallel.private_hooks import clear_mesh_cache
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.train.setup import Built, build
 
 BASE: Overrides = [

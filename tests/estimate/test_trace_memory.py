@@ -8,7 +8,8 @@ from tests.layouts import parse
 from tests.small import small_job
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_memory import simulate_memory
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

@@ -28,7 +28,8 @@ from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.optim.optimizer import build_adamw
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor_parallel import apply_tensor_parallel
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train import loop
 from weft.train.loop import train
 from weft.train.setup import Rank, fastest_attention

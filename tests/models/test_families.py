@@ -15,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.test_layouts import MODEL, check
+from weft.config.schema import RunSection
 from weft.models import FAMILIES, resolve_model
 from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes, to_hf_config
 from weft.models.llama import INIT, num_matmul_params
-from weft.plan.resolve import Machine
+from weft.plan.plan import Machine
 
 # Heads that are wider than dim / num_heads, as in Qwen3 0.6B, and grouped.
 SHAPE: dict[str, Any] = {
@@ -203,7 +204,7 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
         ("train.global_batch_size", "4"),
     ]
 
-    def here(device: str) -> Machine:
+    def here(section: RunSection) -> Machine:
         return Machine("cpu", devices=2)
 
     recipe = "llama3-8b"

@@ -21,7 +21,8 @@ from weft.monitor.profile_breakdown import STEP, find_axis
 from weft.monitor.profiler import format_table
 from weft.monitor.spans import spans_path
 from weft.monitor.step_timer import PHASES
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.job_checks import prepare_job
 from weft.train.loop import train
 

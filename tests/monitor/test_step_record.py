@@ -28,7 +28,8 @@ from weft.monitor.step_timer import StepTimes
 from weft.monitor.terminal import Terminal, format_duration
 from weft.monitor.tracker_backends import TensorBoard
 from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 
 
 def record(step: int, **changes: object) -> StepRecord:

@@ -65,7 +65,8 @@ from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family, resolve_model
 from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, set_learning_rate
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.tools.local_ranks import run_ranks
 from weft.train.setup import Built, Rank, build
 

@@ -32,7 +32,8 @@ from weft.optim.lean import (
 )
 from weft.optim.optimizer import build_adamw, masked_step
 from weft.plan.memory_formula import MOMENT_BYTES
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.setup import build
 
 STATES = ("bfloat16", "8bit")

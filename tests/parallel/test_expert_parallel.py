@@ -28,7 +28,8 @@ from weft.checkpoint.state_dict import persistent_buffers
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.parallel.data_parallel import _choose_shard_dim
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.setup import build
 
 TOLERANCE = 1e-5

@@ -26,7 +26,8 @@ from weft.parallel import lora
 from weft.parallel.lora import LoraLinear
 from weft.parallel.quantize import NF4, dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.train.setup import build
 
 MODEL: Overrides = [

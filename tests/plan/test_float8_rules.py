@@ -15,8 +15,9 @@ from weft.models import load_family
 from weft.models.llama import PRESETS
 from weft.plan.devices import parse_cluster
 from weft.plan.float8_rules import find_float8_matrices
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine, describe_plan
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.reader import recipe_names
-from weft.config.schema import Job
+from weft.config.schema import Job, RunSection
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import (
     describe_plan,
     estimate_memory_bytes,
@@ -18,7 +19,6 @@ from weft.plan.plan_text import (
     format_stages,
     plan_recipe,
 )
-from weft.plan.resolve import Machine, Plan
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
@@ -329,8 +329,8 @@ def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_pa
 def test_plan_recipe_local_cluster_is_this_machine() -> None:
     asked = []
 
-    def here(device: str) -> Machine:
-        asked.append(device)
+    def here(section: RunSection) -> Machine:
+        asked.append(section.device)
         return LAPTOP
 
     plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", here)

@@ -13,7 +13,8 @@ from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.plan.devices import peak_flops
 from weft.plan.layout import divisors, format_choices
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 
 CPU = Machine("cpu", devices=8)
 H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")

@@ -28,8 +28,8 @@ from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
 from weft.parallel.private_hooks import clear_mesh_cache
 from weft.plan.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import Machine, Plan
 from weft.train.loss import chunk_tokens
 from weft.train.setup import build
 

@@ -22,7 +22,7 @@ from weft.cli.main import main
 from weft.cluster import REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.tools.comparison_dir import trial_seed
 from weft.tools.experiment import failure_reason, trial_order
 from weft.tools.variants import Variant, parse_vary, prepare_variant, read_variants, split_values

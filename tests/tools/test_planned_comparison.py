@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_cli import rejected
 from weft.cli.main import main
-from weft.plan.resolve import Machine, Plan
+from weft.plan.plan import Machine, Plan
 from weft.tools import planned_comparison as planning
 from weft.tools.planned_comparison import PlannedVariant, make_verdict
 

@@ -25,13 +25,12 @@ from torch.distributed.tensor import DTensor
 from tests.test_extending import MINE
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.cli.main import main
-from weft.config import schema
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job
 from weft.data.loader import Batch
 from weft.optim.optimizer import clip_grad_norm
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.tools import verify_measure as measure
 from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.shrink import Case, plan_for_recipe, shrink
@@ -782,8 +781,7 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
         dp_rank = 0
 
     def rows(seed: int) -> Batch:
-        other = replace(found, job=schema.replace(found.job, train={"seed": seed}))
-        (batch,) = measure._loader(other, Mesh()).get_microbatches(0)  # type: ignore[arg-type]
+        (batch,) = measure._loader(replace(found, seed=seed), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
         return measure._mask_targets(batch)
 
     batch = rows(0)

@@ -21,7 +21,7 @@ from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main
 from weft.config.schema import flatten
 from weft.models import FAMILIES
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.tools import verify as verify_module
 from weft.tools import verify_measure as measure
 from weft.tools.job_space import (

@@ -11,7 +11,8 @@ import torch
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, losses, newest_state, small_job, train_rank
 from weft.config.errors import InvalidConfig
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 
 STEPS: Overrides = [
     ("train.steps", "4"),

@@ -20,7 +20,8 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, before_each_step, losses, small_job, train_rank
 from weft.data.dataset import open_dataset
 from weft.data.loader import Prefetcher
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train import loop, run
 from weft.train.setup import Rank, keep_freed_memory
 

@@ -13,13 +13,15 @@ from weft.config.schema import Job
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.epochs import MAX_EPOCHS, epoch_warnings
 
 
 def warned(job: Job, text: Dataset) -> list[str]:
-    samples = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
-    return list(epoch_warnings(job, text, samples))
+    plan = resolve(job, Machine("cpu", 2, world_size=1))
+    samples = build_mixture(text, "train", plan.seq_len, job.data, plan.seed)
+    return list(epoch_warnings(plan, text, samples))
 
 
 def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(

@@ -40,7 +40,8 @@ from weft.data.loader import (
     build_mixture,
 )
 from weft.data.prepare import prepare_data
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
 from weft.train.objectives import Objective, SequenceLosses, count_targets, dpo
 from weft.train.reference_logprobs import log_probs

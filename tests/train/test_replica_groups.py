@@ -41,7 +41,8 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
 from weft.optim.optimizer import compute_grad_norm
-from weft.plan.resolve import Machine, resolve
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
 from weft.train.loop import train
 from weft.train.replica_groups import ReplicaGroupError, ReplicaGroups, join_replica_groups

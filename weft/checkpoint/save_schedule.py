@@ -32,7 +32,7 @@ class CheckpointSchedule:
     def __init__(self, section: CheckpointSection, step: int, log: Callable[[str], None]) -> None:
         self._mtbf_seconds = section.mtbf_hours * 3600
         self._interval = section.interval
-        self._local_interval = 0 if section.local_dir == "off" else section.local_interval
+        self._local_interval = section.local_interval if section.saves_locally else 0
         self._next, self._steps_between = step + FIRST_SAVE_STEPS, FIRST_SAVE_STEPS
         self._log = log
 

@@ -26,7 +26,7 @@ from weft.config.reader import read_job, recipe_names
 
 if TYPE_CHECKING:
     from weft.data.dataset import Dataset
-    from weft.plan.resolve import Machine, Plan
+    from weft.plan.plan import Machine, Plan
 
 
 def main(argv: list[str] | None = None) -> int:

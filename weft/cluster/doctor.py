@@ -86,7 +86,7 @@ def resolve_rendezvous(job: Job) -> tuple[Sequence[int], str]:
     Raises:
         InvalidConfig: see `collect_job_facts`.
     """
-    environment = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
+    environment = detect_environment(os.environ, job.run.nodes_text, job.run.rendezvous)
     if environment.nodes == "1":
         return (1,), ""
     from weft.plan.resolve import node_range  # imports torch, whose installation may be broken

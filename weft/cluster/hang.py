@@ -311,4 +311,4 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[dict[str, Any]
 
 
 def _resume_hint(run_dir: Path, job: Job) -> str:
-    return resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint.dir, run_dir)))
+    return resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)))

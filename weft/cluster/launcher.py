@@ -34,7 +34,7 @@ from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendez
 from weft.config.schema import flatten
 from weft.monitor.process import PYTHON, single_host_env
 from weft.monitor.signals import STOP_SIGNALS
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.environment import is_loopback
 
 # A second signal within this time is a duplicate: a terminal signals the whole process group, and

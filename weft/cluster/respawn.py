@@ -18,7 +18,7 @@ from weft.config.schema import Job
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.prepare import prepare_data
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.tools.inference_model import CheckpointRef
 from weft.train.setup import Rank, connect, joined
 

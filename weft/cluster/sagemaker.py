@@ -107,7 +107,7 @@ def render(request: JobRequest) -> str:
     if job.data.path.startswith("s3://") and not re.search(r"[*?\[]", job.data.path):
         parameters["data.path"] = f"{CHANNEL}/training"
         channels.append(_channel("training", job.data.path, "FastFile"))
-    if request.nodes[1] > 1 and job.checkpoint.dir == "auto":
+    if request.nodes[1] > 1 and job.checkpoint.is_in_run_dir:
         parameters["checkpoint.dir"] = f"{home}/checkpoints"
     limit = parse_duration(job.launch.time_limit)
     stopping = {"MaxRuntimeInSeconds": limit}

@@ -199,12 +199,12 @@ def train_arguments(pairs: Overrides, container: Container) -> list[str]:
     job, _, _ = read_job(recipe, given)  # weft train reports the errors
     defaults = []
     channel = next((name for name in CHANNELS if name in container.channels), None)
-    chosen = {key for key, _ in given}
-    if channel and not chosen.intersection(("data.path", "data.mixture")) and not job.data.mixture:
+    chosen = {key for key, _ in given} & {"data.path", "data.mixture"}
+    if channel and not chosen and not job.data.is_mixture:
         defaults.append(("data.path", str(container.channels[channel])))
     if job.run.dir == "auto":
         defaults.append(("run.dir", str(container.base / "checkpoints")))
-    if job.checkpoint.dir == "auto" and job.run.dir == "auto" and len(container.hosts) > 1:
+    if job.checkpoint.is_in_run_dir and job.run.dir == "auto" and len(container.hosts) > 1:
         rule = f"is not possible: {container.base}/checkpoints is not shared by the "
         rule += f"{len(container.hosts)} hosts, which all write parts of a checkpoint"
         remedy = "set the hyperparameter checkpoint.dir to s3://bucket/prefix, or to a path on FSx"

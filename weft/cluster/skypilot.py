@@ -92,7 +92,7 @@ def render(request: JobRequest) -> str:
     job, options = request.job, request.job.launch.options
     recipe, bucket = standalone_recipe(request), options["bucket"]
     changes = {RUN_DIR: f"/runs/{request.name}"}
-    if job.checkpoint.dir == "auto":
+    if job.checkpoint.is_in_run_dir:
         changes["checkpoint.dir"] = f"{bucket}/{request.name}/checkpoints"
     words = build_command(request, request.words[2] if recipe is None else RECIPE, changes)
     resources: dict[str, Any] = {}

@@ -62,8 +62,8 @@ from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import display_path, format_duration, quiet_console
 from weft.plan.placement import AXES
+from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages
-from weft.plan.resolve import Plan
 from weft.tools.run_report import (
     PREDICTION_NOTE,
     REPORT_FILE,
@@ -120,7 +120,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
-    prediction, warning = predict_run(plan, detect_machine(job.run.device), force)
+    prediction, warning = predict_run(plan, detect_machine(job.run), force)
     dataset = load_dataset(plan, console)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
     with lock, report_pages(plan, console):
@@ -128,7 +128,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         print_dataset(plan, dataset, console)
         changes = describe_changes(run_dir, job)
         write_run_files(run_dir, job, base, recipe, dataset, prediction)
-        home = checkpoint_dir(job.checkpoint.dir, run_dir)
+        home = checkpoint_dir(job.checkpoint, run_dir)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
         if step < plan.num_steps:
@@ -224,7 +224,7 @@ def rollback(run_dir: Path, step: int) -> str:
         InvalidConfig: if it is not a run, has no such checkpoint, or is being trained.
     """
     job = read_run_job(run_dir)
-    home = checkpoint_dir(job.checkpoint.dir, run_dir)
+    home = checkpoint_dir(job.checkpoint, run_dir)
     with lock_directory(run_dir, run_dir_in_use(run_dir)):
         steps = [checkpoint_step(path) for path in list_checkpoints(home)]
         if step not in [0, *steps]:
@@ -265,7 +265,7 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     try:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
-                prediction, warning = predict_run(plan, detect_machine(job.run.device), force)
+                prediction, warning = predict_run(plan, detect_machine(job.run), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             dataset = load_dataset_on_host(plan, console, ranks)
             if rank == 0:
@@ -278,7 +278,7 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             is_complete = train(plan, dataset, ranks, console)
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
-                hint = resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint.dir, run_dir)))
+                hint = resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)))
                 console.print(f"saved a checkpoint and stopped; {hint}", soft_wrap=True)
             elif rank == 0:
                 print_results(run_dir, recipe, plan, dataset, console)
@@ -404,8 +404,8 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         fraction = f"{entries:,} of the model's {plan.model.vocab_size:,} vocabulary entries"
         line = f"warning: the tokenizer uses {fraction}; the other entries are never trained"
         console.print(line, soft_wrap=True)
-    samples = build_mixture(dataset, "train", plan.seq_len, job.data, job.train.seed)
-    usage = count_epochs(job, dataset, samples)
+    samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed)
+    usage = count_epochs(plan, dataset, samples)
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
         manifest = source.store.manifest
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
@@ -413,9 +413,9 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         share = f"  {source.share:6.1%}  " if dataset.shares else ""
         console.print(f"{share}{line}", soft_wrap=True)
         if manifest.kind != "text" or job.data.packing == "best_fit":
-            line = describe_packing(source.store, plan.seq_len, job.data, job.train.seed)
+            line = describe_packing(source.store, plan.seq_len, job.data, plan.seed)
             console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
-    for warning in epoch_warnings(job, dataset, samples):
+    for warning in epoch_warnings(plan, dataset, samples):
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
@@ -438,8 +438,8 @@ def print_results(
     # A skipped step has no loss.
     losses = run.column("loss")[np.isfinite(run.column("loss"))]
     newest = losses[-20:] if len(losses) else np.array([nan])
-    is_next_token = job.train.objective == "next_token"
-    unit = "in nats per token" if is_next_token else f"of {job.train.objective}"
+    is_next_token = plan.objective == "next_token"
+    unit = "in nats per token" if is_next_token else f"of {plan.objective}"
     lines = [
         f"\ntrained {plan.num_steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
         f"{format_duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
@@ -453,7 +453,7 @@ def print_results(
         note = "baseline: loss of predicting tokens by their frequency"
         lines.append(f"  unigram    {dataset.unigram_entropy_nats:.3f}   {note}")
     last = read_tail(run_dir / "metrics.jsonl").last
-    if diverged := divergence_of(last, job.train.objective, plan.model.vocab_size):
+    if diverged := divergence_of(last, plan.objective, plan.model.vocab_size):
         lines.append(str(diverged))
     if run.last("time_breakdown.restarting"):  # the run was started more than once
         kinds = run.time_breakdown()
@@ -468,7 +468,7 @@ def print_results(
         lines.append(line)
     run_argument = shlex.quote(display_path(run_dir))
     lines.append(f"run directory: {display_path(run_dir)}")
-    if job.data.path == STDLIB and not job.data.mixture:
+    if job.data.path == STDLIB and not job.data.is_mixture:
         name = recipe if not recipe.endswith(".toml") else "demo"
         lines += [
             f"next:  weft generate {run_argument} --prompt 'class '",

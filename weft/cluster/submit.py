@@ -22,11 +22,12 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError, s
 from weft.config.escaping import is_one_line
 from weft.config.files import replace_text, write_json
 from weft.config.reader import read_job
-from weft.config.schema import Job
+from weft.config.schema import Job, RunSection
 from weft.config.schema import replace as changed
 from weft.plan.devices import CPU_DEVICE, parse_cluster
+from weft.plan.plan import Machine
 from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import Machine, node_range, resolve_nodes
+from weft.plan.resolve import node_range, resolve_nodes
 
 CLUSTERS = {
     "slurm": "weft.cluster.slurm",
@@ -97,7 +98,7 @@ def build_request(
     recipe: str,
     overrides: Sequence[tuple[str, str]],
     problems: Sequence[ConfigError],
-    detect_machine: Callable[[str], Machine],
+    detect_machine: Callable[[RunSection], Machine],
 ) -> JobRequest:
     """Build and check a request, as far as that is possible on this machine.
 
@@ -106,7 +107,7 @@ def build_request(
         recipe: see `read_job`.
         overrides: see `read_job`.
         problems: errors that the command line already has.
-        detect_machine: returns this machine, given the value of ``run.device``.
+        detect_machine: returns this machine, by ``run.device``.
 
     Raises:
         InvalidConfig: with every error.
@@ -121,7 +122,7 @@ def build_request(
     if any(error.key in ("recipe", "extends") for error in errors):
         raise InvalidConfig(errors)  # further checks would only see defaults
     bad_keys = {error.key for error in errors}
-    nodes, machine, devices = str(job.run.nodes), None, 0
+    nodes, machine, devices = job.run.nodes_text, None, 0
     if job.run.cluster != "local":
         parsed = parse_cluster(job.run.cluster)
         if isinstance(parsed, ConfigError):
@@ -131,7 +132,7 @@ def build_request(
             devices = 0 if parsed.device_name == CPU_DEVICE else parsed.devices_per_node
             machine = replace(cluster_machine(parsed), world_size=None, local_world_size=None)
     elif job.run.device == "cpu":
-        machine = detect_machine("cpu")
+        machine = detect_machine(job.run)
     else:
         rule = "does not describe the nodes"
         remedy = "use --run.cluster 2x8xH100 (nodes x GPUs per node), or --run.device cpu"
@@ -153,7 +154,7 @@ def build_request(
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
-        node_command(recipe, overrides, run_dir, nodes, str(base.run.nodes)),
+        node_command(recipe, overrides, run_dir, nodes, base.run.nodes_text),
         job,
         (counts[0], counts[-1]),
         devices,

@@ -37,7 +37,7 @@ def main() -> None:
         from weft.train.setup import connect, detect_machine
 
         job, _, _ = read_job(str(run_dir / "job.toml"))
-        plan = resolve(job, detect_machine(job.run.device))
+        plan = resolve(job, detect_machine(job.run))
         with connect(plan, job.debug.deterministic) as ranks:
             start_watchdog(job, run_dir, ranks)
             is_complete = train(plan, open_dataset(dataset_dir), ranks, quiet_console(terminal))

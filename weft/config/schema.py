@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -116,6 +117,11 @@ class RunSection(Section):
         "cluster that weft plan plans for, as NODESxDEVICESxNAME (64x8xH100); local: this machine",
     )
 
+    @property
+    def nodes_text(self) -> str:
+        """``nodes`` as text: auto, a number or MIN:MAX."""
+        return str(self.nodes)
+
 
 class ModelSection(Section):
     """Model family and size; more keys override fields of the configuration."""
@@ -124,6 +130,11 @@ class ModelSection(Section):
 
     kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
+
+    @property
+    def full_name(self) -> str:
+        """The family and the preset, such as ``llama-toy``."""
+        return f"{self.kind}-{self.preset}"
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that are fields of the family's configuration."""
@@ -182,9 +193,39 @@ class DataSection(Section):
     cache_dir: Text = key("auto", "directory of prepared data; auto: the user's cache directory")
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """The data sources: those of the mixture, or the one path."""
+        return tuple(self.mixture) or (self.path,)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Return True if the data are a mixture, which replaces ``data.path``."""
+        return bool(self.mixture)
+
+    @property
+    def is_text(self) -> bool:
+        """Return True if the data are documents, not conversations."""
+        return self.format == "text"
+
+    @property
+    def has_preferences(self) -> bool:
+        """Return True if the data are pairs of a chosen and a rejected answer."""
+        return self.format == "preferences"
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Return True if weft trains a tokenizer on the data."""
+        return self.tokenizer == "train"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The file of a tokenizer that is not trained."""
+        return Path(self.tokenizer).expanduser()
+
+    @property
     def keeps_documents(self) -> bool:
         """Return True if a sequence may hold several documents that do not see each other."""
-        return self.format != "text" or self.packing != "windows"
+        return not self.is_text or self.packing != "windows"
 
 
 class TrainSection(Section):
@@ -229,6 +270,11 @@ class LoraSection(Section):
         "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
         "the compute dtype",
     )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return True if adapters are trained, not all weights."""
+        return self.rank > 0
 
 
 class OptimSection(Section):
@@ -314,6 +360,16 @@ class ParallelSection(Section):
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
 
+    @property
+    def ranks_per_shard(self) -> int:
+        """The product of all degrees except ``dp_shard``."""
+        return self.pp * self.dp_replicate * self.cp * self.tp
+
+    @property
+    def num_ranks(self) -> int | None:
+        """The product of all degrees; None if weft chooses ``dp_shard``."""
+        return None if isinstance(self.dp_shard, str) else self.ranks_per_shard * self.dp_shard
+
 
 class PipelineSection(Section):
     """The pipeline schedule and the split into stages."""
@@ -379,6 +435,16 @@ class ActivationCheckpointSection(Section):
         1, "offload: blocks whose activations are loaded, or stay on the device, ahead of use"
     )
 
+    @property
+    def period(self) -> int:
+        """The number of blocks after which the pattern of recomputed blocks repeats."""
+        return self.every_n_layers if self.mode != "none" else 1
+
+    @property
+    def recomputes_all_blocks(self) -> bool:
+        """Return True if backward computes every block again, completely."""
+        return self.mode == "full" and self.every_n_layers == 1
+
 
 class CompileSection(Section):
     """Compilation of each block with torch.compile; see docs/speed.md."""
@@ -412,6 +478,16 @@ class CheckpointSection(Section):
         "memory) or a local disk; off: none",
     )
     local_interval: Positive = key(10, "steps between node-local saves")
+
+    @property
+    def is_in_run_dir(self) -> bool:
+        """Return True if the run directory holds the checkpoints."""
+        return self.dir == "auto"
+
+    @property
+    def saves_locally(self) -> bool:
+        """Return True if nodes also save to a node-local directory."""
+        return self.local_dir != "off"
 
 
 class Fault(Section):
@@ -476,6 +552,11 @@ class ResilienceSection(Section):
         "weft[torchft]; none: no replica groups",
     )
     faults: tuple[Fault, ...] = key((), "faults to inject, as tables [[resilience.faults]]")
+
+    @property
+    def has_replica_groups(self) -> bool:
+        """Return True if the run is one of several replica groups."""
+        return self.lighthouse != "none"
 
 
 class MonitorSection(Section):

@@ -377,7 +377,7 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
         rule, remedy = "needs jinja2, which is not installed", "run pip install 'weft[chat]'"
         raise InvalidConfig([ConfigError("data.format", section.format, rule, remedy)]) from None
 
-    directory = Path(section.tokenizer).expanduser().parent
+    directory = section.tokenizer_path.parent
     directories = [directory, directory / "huggingface"]
     template_file = Path(section.chat_template).expanduser()
     key, value = "data.chat_template", section.chat_template

@@ -87,7 +87,7 @@ def prepare_conversations(
     """
     report = progress or (lambda _: None)
     encoder = _load_chat_encoder(section)
-    if not section.mixture:
+    if not section.is_mixture:
         return dataset_from_store(_prepare_store(section, encoder, cache, report))
     problems: list[ConfigError] = []
     stores = []
@@ -102,13 +102,13 @@ def prepare_conversations(
 
 def check_chat(section: DataSection) -> list[ConfigError]:
     """Return the errors of tokenizer, template and files, without reading lines."""
-    if section.format == "text":
+    if section.is_text:
         return []
     problems: list[ConfigError] = []
     with collect_errors(problems):
         _load_chat_encoder(section)
-    for path in section.mixture or [section.path]:
-        with collect_errors(problems, mixture=bool(section.mixture)):
+    for path in section.sources:
+        with collect_errors(problems, mixture=section.is_mixture):
             if not is_store(path):
                 _detect_conversations(path)
     return problems
@@ -147,7 +147,7 @@ def _prepare_store(
     path = section.path
     if is_store(path):
         store = open_given_store(section, encoder.hash, cache, report)
-        if (section.format == "preferences") != (store.manifest.kind == "preferences"):
+        if section.has_preferences != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
             raise InvalidConfig(
                 [ConfigError("data.path", path, rule, f"set data.format={store.manifest.kind}")]
@@ -184,7 +184,7 @@ class _Survey(NamedTuple):
 def _survey(fragments: list[FileFragment], section: DataSection, report: Report) -> _Survey:
     total_bytes = sum(fragment.size_bytes for fragment in fragments)
     advance = progress_counter(report, "reading the conversations", total_bytes)
-    preferences = section.format == "preferences"
+    preferences = section.has_preferences
     what = "preference" if preferences else "conversation"
     invalid_lines = _InvalidLines(section.path, f"not a {what}", f"not {what}s")
     hashes = array("Q")
@@ -367,9 +367,7 @@ def _build_store(
                         frequency[:] += np.bincount(tokens, minlength=entries)
             batch.clear()
 
-        for count, line in enumerate(
-            _reread_lines(fragments, survey, section.format == "preferences"), 1
-        ):
+        for count, line in enumerate(_reread_lines(fragments, survey, section.has_preferences), 1):
             try:
                 batch.append(
                     (line, [encoder.render_with_spans(example) for example in line.examples])
@@ -387,7 +385,7 @@ def _build_store(
             else f"repair these lines, or the template {encoder.template.path}"
         )
         invalid_lines.raise_any(remedy)
-        write_durably(directory / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
+        write_durably(directory / TOKENIZER_FILE, section.tokenizer_path.read_bytes())
         write_durably(directory / TEMPLATE_FILE, encoder.template.sources["default"].encode())
         separator = find_separator(encoder.tokenizer, section.tokenizer)
         write_durably(directory / RECORD_FILE, format_record(separator, False).encode())

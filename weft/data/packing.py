@@ -158,7 +158,7 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
         return []
-    if section.format == "text":
+    if section.is_text:
         rule = f"does not match the store {store.path}, which holds {kind}"
         return [ConfigError("data.format", "text", rule, f"use {kind}")]
     if kind == "preferences" and section.overlong == "truncate":

@@ -51,9 +51,9 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
     Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`
     and `weft.data.conversations.prepare_conversations`.
     """
-    if section.format != "text":
+    if not section.is_text:
         return prepare_conversations(section, cache, progress)
-    if not section.mixture:
+    if not section.is_mixture:
         return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
@@ -147,7 +147,7 @@ def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokeni
     problems: list[ConfigError] = []
     with collect_errors(problems):
         source = None if is_store(section.path) else detect_source(section.path)
-    if section.tokenizer == "train":
+    if section.trains_tokenizer:
         if source is not None and source.kind == "tokens":
             rule = f"cannot be trained: {section.path} already holds tokens"
             problems.append(
@@ -159,9 +159,7 @@ def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokeni
         with collect_errors(problems):
             tokenizer, digest = load_tokenizer(section.tokenizer)
             separator = find_separator(tokenizer, section.tokenizer)
-            given_tokenizer = _GivenTokenizer(
-                Path(section.tokenizer).expanduser(), digest, separator
-            )
+            given_tokenizer = _GivenTokenizer(section.tokenizer_path, digest, separator)
     raise_errors(problems)
     return source, given_tokenizer
 

@@ -23,7 +23,8 @@ from weft.estimate.forecast import Forecast, build_hardware, forecast
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import Device
 from weft.plan.float8_rules import supports_float8
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 
 # A change with a smaller speedup is not listed.
 MIN_SPEEDUP = 0.02
@@ -110,7 +111,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     for kind in ("none", "selective", "full"):
         # Arithmetic does not model selective recomputation with tensor parallelism.
         if (kind, 1) != (
-            job.activation_checkpoint.mode,
+            plan.activation_checkpoint,
             job.activation_checkpoint.every_n_layers,
         ) and (kind != "selective" or plan.tp == 1):
             yield {"activation_checkpoint.mode": kind} | (
@@ -126,7 +127,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
         if plan.local_batch_size % size == 0:
             yield {"train.microbatch_size": size}
     # Float8 is fast only if the compiler fuses casts; async TP needs the compiler.
-    compiled: Change = {} if job.compile.enable else {"compile.enable": True}
+    compiled: Change = {} if plan.is_compiled else {"compile.enable": True}
     if compiled:
         yield compiled
     can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
@@ -134,20 +135,20 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     )
     if plan.float8 == "none" and can_use_float8:
         yield compiled | {"precision.float8": "tensorwise"}
-    if plan.tp > 1 and not job.parallel.async_tp:
+    if plan.tp > 1 and not plan.async_tp:
         yield compiled | {"parallel.async_tp": True}
     if plan.pipeline is not None:
         for schedule in ("Interleaved1F1B", "1F1B"):
-            if schedule != plan.pipeline.schedule:
+            if schedule != plan.schedule_name:
                 stages_per_rank = job.pipeline.stages_per_rank
                 stages = {} if stages_per_rank == "auto" else {"pipeline.stages_per_rank": "auto"}
                 yield {"pipeline.schedule": schedule} | stages
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
         keeps_unsharded = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if keeps_unsharded else "never"}
-    if job.optim.name == "adamw":
+    if plan.optimizer == "adamw":
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
-        for dtype in smaller_dtypes.get(job.optim.state_dtype, ()):
+        for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}
     yield from mesh_changes(plan)
 
@@ -207,7 +208,7 @@ def _traced_advice(
         {"train.microbatch_size": size} for size in sizes if plan.local_batch_size % size == 0
     ]
     recompute: list[Change] = []
-    if (job.activation_checkpoint.mode, job.activation_checkpoint.every_n_layers) != ("full", 1):
+    if not job.activation_checkpoint.recomputes_all_blocks:
         recompute = [
             {"activation_checkpoint.mode": "full"}
             | (

@@ -40,7 +40,8 @@ from weft.plan.devices import (
     read_clusters,
     user_cluster_files,
 )
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.plan.stages import format_columns
 
 DeviceParameter = Literal["software", "launch", "bandwidth"]

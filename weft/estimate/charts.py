@@ -26,7 +26,7 @@ from weft.plan.placement import (
     rank_groups,
     rank_to_coordinates,
 )
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 WIDTH = 1200  # pixels
 CHARACTER_WIDTH = 6.6  # of the smallest text, which has 11 pixels
@@ -285,15 +285,12 @@ def draw_memory_stack(
 
 def label_passes(plan: Plan, prediction: Forecast) -> dict[OpLocation, str]:
     """Return a label for each location in the fullest rank's timeline."""
-    job = plan.job
     pp = rank_to_coordinates(prediction.rank, plan.axis_sizes, plan.axis_order)["pp"]
     actions = rank_actions(plan, pp)
     first_units = (
         [stage.first_unit for stage in plan.pipeline.stages_by_rank[pp]] if plan.pipeline else [0]
     )
-    is_grouped = (
-        job.activation_checkpoint.mode != "none" and job.activation_checkpoint.every_n_layers > 1
-    )
+    is_grouped = plan.job.activation_checkpoint.period > 1
     labels = {}
     for location, _ in prediction.memory.timeline:
         text = LABELS.get(location.kind, location.kind)

@@ -26,7 +26,7 @@ from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
 from weft.estimate.trace_memory import RankMemory, find_fullest_rank, peak_live_bytes
 from weft.estimate.trace_to_cost import PricingOptions, TracePricer
 from weft.plan.devices import GIB, Device
-from weft.plan.resolve import Machine, Plan
+from weft.plan.plan import Machine, Plan
 
 # Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
 # interpreter with PyTorch.
@@ -197,14 +197,13 @@ def price_traces(
     plan: Plan, machine: Machine, device: Device | None, rank_traces: Sequence[RankTrace]
 ) -> Forecast:
     """Return the `forecast` of a traced plan."""
-    job = plan.job
     on_gpu = plan.device == "cuda"
     capacity = machine.memory_per_rank(plan.local_world_size)
     outside = OUTSIDE_ALLOCATOR[plan.device]
     allocator_capacity = None if capacity is None else capacity - outside
     live = tuple(peak_live_bytes(trace) for trace in rank_traces)
     index, memory = find_fullest_rank(
-        rank_traces, live, on_gpu, allocator_capacity, job.parallel.cpu_offload
+        rank_traces, live, on_gpu, allocator_capacity, plan.cpu_offload
     )
     time_breakdown = timeline = None
     if device is not None:
@@ -263,13 +262,13 @@ def pricing_options(plan: Plan, device: Device) -> PricingOptions:
         "dp_replicate": "prefetch",
         "edp": "prefetch",
         "ep": "exposed",  # experts wait for tokens, and the next operators for experts
-        "tp": "async" if job.parallel.async_tp else "exposed",
+        "tp": "async" if plan.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
     }
     has_hopper_attention = device.capability >= (9, 0) and not job.data.keeps_documents
-    fused_optimizer = job.optim.state_dtype != "float32"
+    fused_optimizer = plan.state_dtype != "float32"
     return PricingOptions(
-        job.compile.enable,
+        plan.is_compiled,
         fused_optimizer,
         "attention" if has_hopper_attention else "flash",
         overlaps,

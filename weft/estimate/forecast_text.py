@@ -10,8 +10,8 @@ from weft.estimate.op_recorder import OpLocation
 from weft.estimate.plan_to_analytic import decoder_dims
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
 from weft.plan.devices import GIB
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import describe_plan
-from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import format_columns
 
 # Fraction of the capacity left free below which a plan fits only narrowly.

@@ -20,8 +20,9 @@ from weft.estimate.forecast import Forecast, build_hardware, device_spec, foreca
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.monitor.device_memory import PREDICTION
 from weft.plan.devices import CPU_DEVICE, GIB, get_device
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import estimate_memory_bytes
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import resolve
 
 # Fraction of the device's memory; a plan that needs less by arithmetic is not traced.
 TRACE_THRESHOLD = 0.5

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.config.schema import Job
 from weft.estimate.decoder import DecoderDims, Layout
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
 from weft.plan.devices import Device
 from weft.plan.memory_formula import moment_bytes_per_param
-from weft.plan.pipeline_schedule import is_schedule_file
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.loss import chunk_tokens
 
 CheckpointMode = Literal["none", "selective", "block", "full"]
@@ -45,7 +43,7 @@ def analytic_layout(plan: Plan, device: Device) -> Layout | None:
     job = plan.job
     per_rank = 1
     if plan.pipeline is not None:
-        if is_schedule_file(plan.pipeline.schedule):
+        if plan.pipeline.has_schedule_file:
             return None
         per_rank = len(plan.pipeline.stages) // plan.pp
     shards = plan.dp_shard * plan.cp
@@ -53,7 +51,7 @@ def analytic_layout(plan: Plan, device: Device) -> Layout | None:
     accumulates_unsharded = (
         plan.gradient_sync == "step" and plan.num_microbatches > 1 and shards > 1
     )
-    activation_checkpoint, part = checkpoint_mode(job)
+    activation_checkpoint, part = checkpoint_mode(plan)
     tokens = plan.microbatch_size * plan.seq_len // plan.cp
     documents = job.data.keeps_documents
     return Layout(
@@ -66,29 +64,29 @@ def analytic_layout(plan: Plan, device: Device) -> Layout | None:
         cp=plan.cp,
         pp=plan.pp,
         stages_per_rank=per_rank,
-        schedule=plan.pipeline.schedule if plan.pipeline else "1F1B",
+        schedule=plan.schedule_name,
         precision="bf16" if plan.float8 == "none" else "float8",
         activation_checkpoint=activation_checkpoint,
         activation_checkpoint_fraction=part,
-        fusion="compiled" if job.compile.enable else "eager",
+        fusion="compiled" if plan.is_compiled else "eager",
         kernel="attention" if device.capability >= (9, 0) and not documents else "flash",
         zero=zero,
-        sequence_parallel=job.parallel.sequence_parallel,
-        tp_overlap="async" if job.parallel.async_tp else "exposed",
+        sequence_parallel=plan.sequence_parallel,
+        tp_overlap="async" if plan.async_tp else "exposed",
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
-        state_bytes=8 + moment_bytes_per_param(job, plan.model, plan.family),
+        state_bytes=8 + moment_bytes_per_param(plan.state_dtype, plan.cost),
         unsharded_bytes=4.0 if accumulates_unsharded and zero == 3 else 0.0,
         chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
-        and job.train.objective == "next_token",
+        and plan.objective == "next_token",
         include_reserved=plan.device == "cuda",
     )
 
 
-def checkpoint_mode(job: Job) -> tuple[CheckpointMode, float]:
+def checkpoint_mode(plan: Plan) -> tuple[CheckpointMode, float]:
     """Return the recompute mode and the fraction of blocks that it applies to."""
-    activation_checkpoint = job.activation_checkpoint
-    if activation_checkpoint.mode == "budget":
-        return "block", 1 - activation_checkpoint.memory_budget
-    if activation_checkpoint.mode == "full" and activation_checkpoint.every_n_layers > 1:
-        return "block", 1 / activation_checkpoint.every_n_layers
-    return activation_checkpoint.mode, 1.0
+    mode, section = plan.activation_checkpoint, plan.job.activation_checkpoint
+    if mode == "budget":
+        return "block", 1 - section.memory_budget
+    if mode == "full" and section.period > 1:
+        return "block", 1 / section.period
+    return mode, 1.0

@@ -26,7 +26,7 @@ from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
 from weft.plan.placement import rank_to_coordinates
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 HEADING = "Predicted and measured"
 

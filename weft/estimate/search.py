@@ -43,7 +43,8 @@ from weft.plan.float8_rules import supports_float8
 from weft.plan.layout import divisors
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import AXES
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the
 # recipe's, fitting or not.
@@ -172,7 +173,7 @@ def search(
         raise InvalidConfig([ConfigError("model.kind", job.model.kind, rule, remedy)])
     if base is None:
         rule, remedy = "is a file, which fits only one layout", "use the name of a schedule"
-        raise InvalidConfig([ConfigError("pipeline.schedule", job.pipeline.schedule, rule, remedy)])
+        raise InvalidConfig([ConfigError("pipeline.schedule", plan.schedule_name, rule, remedy)])
     hardware = build_hardware(plan, device)
     available_bytes = (
         None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE_ALLOCATOR["cuda"]
@@ -185,7 +186,7 @@ def search(
             if index % 500 == 0:
                 log(f"{index:,} layouts estimated")
             layout = candidate.layout
-            if conflict := schedule_conflict(job, layout):
+            if conflict := schedule_conflict(layout):
                 rejected.append(RejectedCandidate(candidate, "rule", conflict))
                 continue
             try:
@@ -195,7 +196,7 @@ def search(
                 rejected.append(RejectedCandidate(candidate, "rule", str(error)))
                 continue
             estimated.append(replace(candidate, seconds=seconds, memory_bytes=needed))
-        own_precision = job.precision.float8
+        own_precision = plan.float8
         best: list[TracedCandidate] = []
         for precision in sorted(
             {c.precision for c in estimated}, key=lambda name: name != own_precision
@@ -357,13 +358,12 @@ def enumerate_candidates(
     dims: DecoderDims, base: Layout, plan: Plan, machine: Machine
 ) -> Iterator[Candidate]:
     """Yield all layouts that satisfy the numeric rules."""
-    job = plan.job
     world, node = plan.world_size, plan.local_world_size
     for tp in divisors(node):
         if dims.kv_heads % tp or dims.vocab % tp:
             continue
         for pp in divisors(world // tp, dims.layers):
-            for cp in cp_degrees(job, world // (tp * pp)):
+            for cp in cp_degrees(plan, world // (tp * pp)):
                 dp = world // (tp * pp * cp)
                 if world % (tp * pp * cp) or plan.global_batch_size % dp:
                     continue
@@ -374,23 +374,21 @@ def enumerate_candidates(
                         base, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard, dp_replicate=dp // dp_shard
                     )
                     for precision in precisions(plan, machine):
-                        yield from mesh_candidates(job, dims, mesh, precision)
+                        yield from mesh_candidates(plan, dims, mesh, precision)
 
 
-def cp_degrees(job: Job, max_degree: int) -> Iterable[int]:
+def cp_degrees(plan: Plan, max_degree: int) -> Iterable[int]:
     """Return context-parallel degrees; only long sequences are split."""
     degrees = [1]
-    while job.train.seq_len // (2 * degrees[-1]) >= 8192 and 2 * degrees[-1] <= max_degree:
+    while plan.seq_len // (2 * degrees[-1]) >= 8192 and 2 * degrees[-1] <= max_degree:
         degrees.append(2 * degrees[-1])
     return degrees
 
 
 def precisions(plan: Plan, machine: Machine) -> list[str]:
     """Return the values of ``precision.float8`` to try, the recipe's first."""
-    job = plan.job
-    own_precision = job.precision.float8
-    if own_precision != "none":
-        return [own_precision, "none"]
+    if plan.float8 != "none":
+        return [plan.float8, "none"]
     can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
         "tensorwise", machine.capability
     )
@@ -398,10 +396,10 @@ def precisions(plan: Plan, machine: Machine) -> list[str]:
 
 
 def mesh_candidates(
-    job: Job, dims: DecoderDims, mesh_layout: Layout, float8: str
+    plan: Plan, dims: DecoderDims, mesh_layout: Layout, float8: str
 ) -> Iterator[Candidate]:
     """Yield microbatch sizes, schedules and recomputation for a mesh and precision."""
-    local_batch_size = job.train.global_batch_size // mesh_layout.dp
+    local_batch_size = plan.global_batch_size // mesh_layout.dp
     shards = mesh_layout.dp_shard * mesh_layout.cp
     for microbatch_size in MICROBATCHES:
         if local_batch_size % microbatch_size:
@@ -424,7 +422,7 @@ def mesh_candidates(
                 )
                 parallel: dict[str, Any] = {axis: getattr(mesh_layout, axis) for axis in AXES}
                 parallel |= {"reshard_after_forward": "auto"}
-                parallel |= {"async_tp": job.parallel.async_tp and mesh_layout.tp > 1}
+                parallel |= {"async_tp": plan.async_tp and mesh_layout.tp > 1}
                 pipeline: dict[str, Any] = {
                     "stages_per_rank": per_rank if per_rank > 1 else "auto",
                     "layers_per_stage": (),
@@ -455,11 +453,11 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> Iterator[tuple[
                 yield name, per_rank
 
 
-def schedule_conflict(job: Job, layout: Layout) -> str:
+def schedule_conflict(layout: Layout) -> str:
     """Return why a schedule with split backward cannot run the layout, or ''."""
     if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
         return ""
-    if job.compile.enable:
+    if layout.fusion == "compiled":
         return f"{layout.schedule} does not support torch.compile"
     if layout.activation_checkpoint != "none":
         return f"{layout.schedule} recomputes twice, for input and for weight gradients"

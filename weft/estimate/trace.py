@@ -52,12 +52,11 @@ from weft.parallel.private_hooks import fake_process_group, get_group_ranks
 from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
-    is_schedule_file,
     max_pending_backwards,
     stage_indices,
 )
 from weft.plan.placement import coordinates_to_rank
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.plan.stages import Stage
 from weft.train import setup
 from weft.train.run import manual_gc
@@ -199,7 +198,7 @@ def empty_batches(plan: Plan) -> list[Batch]:
             (tokens.clone(), tokens.clone()) if job.data.keeps_documents else (None, None)
         )
         batch = Batch(tokens, tokens.clone(), *document_columns)
-        if job.data.format == "preferences":
+        if job.data.has_preferences:
             batch = batch._replace(references_B2=torch.zeros(len(tokens), 2))
         batches.append(batch)
         num_sequences -= plan.microbatch_size
@@ -270,16 +269,13 @@ def trace_ranks(plan: Plan) -> list[RankTrace]:
     blocks run if the optimizer does not treat parameters one by one: Muon exchanges the matrices of
     all blocks at once.
     """
-    job = plan.job
-    group_size = (
-        job.activation_checkpoint.every_n_layers if job.activation_checkpoint.mode != "none" else 1
-    )
+    group_size = plan.job.activation_checkpoint.period
     if reshards_stages(plan):
         return _trace_ranks(plan, plan, 1)
     for num_recorded in RECORDED_COUNTS:
         try:
             small_plan = shrink_plan(
-                plan, num_recorded, group_size, all_blocks=job.optim.name != "adamw"
+                plan, num_recorded, group_size, all_blocks=plan.optimizer != "adamw"
             )
             return _trace_ranks(plan, small_plan, group_size)
         except HeterogeneousLayers:
@@ -302,7 +298,7 @@ def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrac
     rank_traces = []
     folded = fold_stages(small_plan)
     short_plan = plan
-    if plan.pipeline is None or not is_schedule_file(plan.pipeline.schedule):
+    if plan.pipeline is None or not plan.pipeline.has_schedule_file:
         short_plan = replace(
             plan, num_microbatches=min(plan.num_microbatches, STEADY_MICROBATCHES * plan.pp)
         )
@@ -358,9 +354,8 @@ def fold_stages(plan: Plan) -> tuple[Plan, list[int]] | None:
     hold the stages between them.  Return None if each rank has one stage, if neighboring stages
     share a rank, or if a stage's work depends on the other stages.
     """
-    job = plan.job
     pipeline = plan.pipeline
-    if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.name != "adamw":
+    if pipeline is None or len(pipeline.stages) == plan.pp or plan.optimizer != "adamw":
         return None
     if any(a == b for a, b in itertools.pairwise(pipeline.stage_ranks)) or reshards_stages(plan):
         return None
@@ -395,7 +390,7 @@ def record_rank(
     )
     # 1F1B waits for a message before it sends the next; the schedule recorded instead would hold
     # all messages until the end.
-    keep_sent = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
+    keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"
     world = fake_world(rank, plan.world_size, keep_sent)
     with world as mode, tempfile.TemporaryDirectory() as directory:
         has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
@@ -424,13 +419,12 @@ def make_traceable(plan: Plan, device: str) -> Plan:
     documents without additional memory.
     """
     job = plan.job
-    changes: dict[str, dict[str, object]] = {"compile": {"enable": False}}
-    changes["parallel"] = {"async_tp": False, "symmetric_memory": False}
+    changes: dict[str, dict[str, object]] = {"parallel": {"symmetric_memory": False}}
     if device == "cuda":
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":
             changes["data"]["format"] = "text"
-    return replace(plan, job=replace_sections(job, **changes))
+    return replace(plan, job=replace_sections(job, **changes), is_compiled=False, async_tp=False)
 
 
 def stage_signature(plan: Plan, pp: int) -> object:
@@ -499,9 +493,7 @@ def use_sequential_schedule(plan: Plan, split_backward: bool, directory: Path) -
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    if len(set(pipeline.stage_ranks)) == len(pipeline.stages) and not is_schedule_file(
-        pipeline.schedule
-    ):
+    if len(set(pipeline.stage_ranks)) == len(pipeline.stages) and not pipeline.has_schedule_file:
         return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
     lines = []
     for rank in range(plan.pp):

@@ -13,11 +13,18 @@ from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.config.reader import check_section
-from weft.config.schema import Job, Section, replace
+from weft.config.schema import Job, ModelSection, Section, replace
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "expand_preset", "load_family", "resolve_model"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "expand_preset",
+    "load_family",
+    "resolve_model",
+    "resolve_section",
+]
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -116,13 +123,18 @@ def resolve_model(
     return (None if problems else config), problems
 
 
+def resolve_section(section: ModelSection) -> tuple[Section | None, list[ConfigError]]:
+    """Resolve the model of a job: see `resolve_model`."""
+    return resolve_model(section.kind, section.preset, section.overrides())
+
+
 def expand_preset(job: Job) -> Job:
     """Return the job with every field of its model written out.
 
     Two jobs with the same model then have the same keys, even if one is imported and has no preset.
     The job is returned unchanged if its model is unknown.
     """
-    config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    config, _ = resolve_section(job.model)
     if config is None:
         return job
     first = next(iter(load_family(job.model.kind).presets))

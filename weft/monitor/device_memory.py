@@ -17,7 +17,7 @@ from weft.config.errors import WeftError
 from weft.config.files import read_json
 from weft.parallel.private_hooks import dump_memory_snapshot
 from weft.plan.devices import GIB
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 PREDICTION = "expected.json"  # in the run directory; `weft.estimate.memory_check` writes it
 OTHERS, FRAGMENTS = "activations, gathered parameters and temporaries", "fragmentation"
@@ -116,20 +116,19 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 def memory_remedies(category: str, plan: Plan) -> list[str]:
     """Return options that reduce the memory of a category, cheapest first."""
-    job = plan.job
     remedies = []
     if category == "gradients" and plan.gradient_sync == "step" and plan.num_microbatches > 1:
         remedies.append("--parallel.gradient_sync microbatch")
-    if category == "optimizer" and job.optim.state_dtype != "8bit":
+    if category == "optimizer" and plan.state_dtype != "8bit":
         remedies.append("--optim.state_dtype 8bit")
     if category == FRAGMENTS:
         return ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"]
     if category == OTHERS:
         if plan.microbatch_size > 1:
             remedies.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
-        if job.activation_checkpoint.mode != "full":
+        if plan.activation_checkpoint != "full":
             remedies.append("--activation_checkpoint.mode full")
         return [*remedies, "shard sequences over more ranks (--parallel.cp, tp)"]
     remedies.append("shard over more ranks (--parallel.dp_shard, tp, pp)")
-    offloads = plan.device == "cpu" or job.parallel.cpu_offload
+    offloads = plan.device == "cpu" or plan.cpu_offload
     return remedies if offloads else [*remedies, "--parallel.cpu_offload true"]

@@ -27,7 +27,7 @@ from typing import Any
 
 from weft.monitor.step_timer import PHASES
 from weft.plan.placement import AXES, rank_to_coordinates
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 STEP = ("sync", "data", "forward_backward", "update", "device")  # keys of `PHASES`
 COLLECTIVE_PREFIX = "communication: "  # followed by the axis

@@ -30,7 +30,7 @@ from weft.monitor.profile_breakdown import COLLECTIVE_PREFIX, WORLD, compute_bre
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.private_hooks import dump_memory_snapshot, set_memory_history, wrap_collectives
 from weft.plan.placement import AXES
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 LABELS = {
     "compute": "compute",

@@ -18,7 +18,7 @@ from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.step_record import StepRecord
 from weft.monitor.terminal import Terminal
 from weft.monitor.tracker_backends import MLflow, TensorBoard, WeightsAndBiases
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 BURST_SECONDS = 1.0  # time between two bursts of records
 CLOSE_SECONDS = 60.0  # maximum time for the remaining records at the end
@@ -51,7 +51,7 @@ def open_sinks(plan: Plan, resumed_step: int, console: Console) -> list[Sink]:
             BackgroundTracker(name, lookup(name, SINKS), run_dir, job, resumed_step, console)
         )
     # Last, because its progress line hides the cursor.
-    sinks.append(Terminal(console, job.train.steps, resumed_step))
+    sinks.append(Terminal(console, plan.num_steps, resumed_step))
     return sinks
 
 

@@ -26,7 +26,7 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel, materialize_local_weights
 from weft.plan.float8_rules import find_float8_matrices
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 
 def build_model_parts(plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
@@ -78,7 +78,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
     sharding = family.sharding
-    if job.lora.rank:
+    if plan.lora_rank:
         apply_lora(model, blocks, job.lora, getattr(torch, plan.compute_dtype))
         sharding = add_adapter_sharding(sharding)
 
@@ -91,7 +91,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             mesh.param_mesh["tp"],
             sharding,
             config.num_kv_heads,
-            job.parallel.sequence_parallel,
+            plan.sequence_parallel,
         )
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None:
@@ -102,18 +102,18 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             mesh.cp_group,
             job.parallel.cp_method,
             job.parallel.cp_load_balance,
-            compiled=job.compile.enable,
+            compiled=plan.is_compiled,
         )
 
     # Before torch.compile, which then compiles the recomputation too, and before FSDP, which then
     # gathers the parameters for it.
-    apply_activation_checkpoint(blocks, job.activation_checkpoint, job.compile.enable)
+    apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
 
     # After tensor parallelism, because the compiler must see its collectives to overlap them with
     # matmuls.  Before FSDP, because FSDP's hooks must stay outside of the compiled forward.
-    if job.parallel.async_tp:
+    if plan.async_tp:
         enable_async_tp(mesh.get_group("tp"))
-    if job.compile.enable:
+    if plan.is_compiled:
         if plan.tp > 1:
             for block in blocks:
                 materialize_local_weights(block)
@@ -128,11 +128,8 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if job.activation_checkpoint.offload:
         apply_activation_offload(blocks, job.activation_checkpoint.offload_prefetch)
 
-    # FSDP is last: it replaces the parameters by shards and decides when they are gathered.  One
-    # rank in float32 needs no FSDP, because it has nothing to gather and nothing to cast.
-    casts = plan.compute_dtype != "float32"
-    needs_fsdp = plan.world_size > 1 or casts or job.parallel.cpu_offload
-    if needs_fsdp and not plan.world_size_invariant:
+    # FSDP is last: it replaces the parameters by shards and decides when they are gathered.
+    if plan.uses_fsdp:
         expert_mesh = mesh.expert_mesh
         apply_fsdp(
             model,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.plan.placement import AXES, rank_to_coordinates
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 # In weft, an axis belongs to a mesh and a dim to a tensor.
 PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")

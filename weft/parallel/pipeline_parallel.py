@@ -28,8 +28,7 @@ from weft.parallel.private import (
     skip_self_p2p_init,
     unshard_for_split_backward,
 )
-from weft.plan.pipeline_schedule import is_schedule_file
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 
 def build_pipeline_schedule(
@@ -99,7 +98,7 @@ def build_pipeline_schedule(
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     keeps_unsharded = plan.reshard_after_forward is False
     with set_max_active_stages(len(stages)) if keeps_unsharded else nullcontext():
-        if is_schedule_file(pipeline.schedule):
+        if pipeline.has_schedule_file:
             return load_schedule(pipeline.schedule, stages, plan.num_microbatches, **options)
         schedule_class = get_schedule_class(pipeline.schedule)
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")

@@ -24,7 +24,8 @@ from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
 from weft.plan.layout import ParallelDims
 from weft.plan.matrices import Matrix, list_matrices
-from weft.plan.pipeline_schedule import find_schedule
+from weft.plan.pipeline_schedule import SCHEDULES
+from weft.plan.plan import Plan
 
 
 def required_multiple(recipe: str) -> int:
@@ -130,26 +131,28 @@ def check_float8(
         rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
         remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
+    if family.moe_layers is not None:
+        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
+        yield ConfigError(key, recipe, rule, "use none", ("model.kind",))
 
 
-def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[str]:
+def float8_warnings(plan: Plan) -> Iterator[str]:
     """Yield warnings about choices that cost the speed of float8."""
-    recipe = job.precision.float8
-    if recipe == "none":
+    if plan.float8 == "none":
         return
-    key = f"precision.float8={recipe}"
-    if device != "cpu" and emulated:
+    key = f"precision.float8={plan.float8}"
+    if plan.device != "cpu" and plan.float8_emulated:
         yield (
             f"{key} is emulated on this GPU, which does not support it: training is slower than "
             "in bfloat16. Use it only to measure the effect on the loss."
         )
-    elif device != "cpu" and not job.compile.enable:
+    elif plan.device != "cpu" and not plan.is_compiled:
         yield (
             f"{key} without compile.enable runs scaling and casting as separate kernels, which "
             "may cost more than the products gain. Set compile.enable=true."
         )
-    spec = find_schedule(job.pipeline.schedule)
-    if pp > 1 and not isinstance(spec, ConfigError) and spec.splits_backward:
+    spec = SCHEDULES.get(plan.schedule_name)
+    if spec and spec.splits_backward:
         yield (
             f"{key} with pipeline.schedule={spec.name} computes each gradient twice: the schedule "
             "asks for the input and weight gradients separately, and a float8 layer always "

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from weft.config.errors import ConfigError, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
+from weft.models.family import UnitCost
 from weft.plan.layout import ParallelDims
 from weft.plan.matrices import list_matrices, weight_split
-from weft.plan.pipeline_plan import PipelinePlan
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
 # Bytes of a block and its scale: see `weft.parallel.quantize`.
@@ -33,8 +33,12 @@ def lora_scaling(section: LoraSection) -> float:
 
 
 class TrainingCost(NamedTuple):
-    """Trainable parameters and FLOPs per token, forward and backward."""
+    """Trainable parameters, and the cost of a token: forward and backward."""
 
+    seq_len: int
+    units: list[UnitCost]  # of the unsharded model; empty if its family defines none
+    lora_rank: int  # 0: all weights are trained
+    num_params: int  # without adapters
     trainable_params: int
     quantized_params: int
     flops_per_token: float
@@ -54,8 +58,11 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     full, causal = (
         family.flops_per_token(model, tokens) for tokens in (seq_len, (seq_len + 1) // 2)
     )
+    units = family.unit_costs(model, seq_len) if family.unit_costs else []
+    num_params = family.num_params(model)
+    common = (seq_len, units, section.rank, num_params)
     if not section.rank:
-        return TrainingCost(family.num_params(model), 0, full, causal)
+        return TrainingCost(*common, num_params, 0, full, causal)
     matrices = list_matrices(model, family)
     params = sum(
         section.rank * (m.out_features + m.in_features)
@@ -65,7 +72,7 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     quantized = sum(m.out_features * m.in_features for m in matrices) * (section.quantize != "none")
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
     change = 6.0 * params - family.flops_per_token(model, 0) / 3
-    return TrainingCost(params, quantized, full + change, causal + change)
+    return TrainingCost(*common, params, quantized, full + change, causal + change)
 
 
 class FrozenWeights(NamedTuple):
@@ -76,24 +83,21 @@ class FrozenWeights(NamedTuple):
 
 
 def frozen_weights(
-    job: Job, model: Any, family: Family, compute_bytes: int
+    section: LoraSection, cost: TrainingCost, compute_bytes: int
 ) -> FrozenWeights | None:
     """Return the memory of the frozen weights; None if all weights are trainable.
 
     Args:
-        job: keys of the run.
-        model: the family's configuration.
-        family: the model family.
+        section: the section ``[lora]``.
+        cost: of the model.
         compute_bytes: bytes of a weight that is not quantized.
     """
-    if not job.lora.rank:
+    if not cost.lora_rank:
         return None
-    cost = training_cost(job.lora, model, family, job.train.seq_len)
-    params = family.num_params(model)
-    quantized = cost.quantized_params / params
-    quantized_bytes = QUANT_BLOCK_BYTES.get(job.lora.quantize, 0) / QUANT_BLOCK_SIZE
+    quantized = cost.quantized_params / cost.num_params
+    quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
     bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
-    return FrozenWeights(bytes_per_weight, cost.trainable_params / params)
+    return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)
 
 
 def check_lora(
@@ -135,25 +139,6 @@ def check_lora(
                     ", or a smaller parallel.tp" if tp > 1 else ""
                 )
                 yield ConfigError("lora.quantize", section.quantize, rule, remedy, ("parallel.tp",))
-
-
-def check_lora_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[ConfigError]:
-    """Yield errors if a pipeline has a rank without a trainable adapter.
-
-    torch computes gradients of the first stage's output, so that stage needs a trainable
-    parameter.  Every rank has an optimizer, which needs a parameter.
-    """
-    if not job.lora.rank or pipeline is None:
-        return
-    key, remedy = "pipeline.layers_per_stage", "give it at least one block"
-    value: object = list(job.pipeline.layers_per_stage)
-    if not value:
-        key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
-        value = len(pipeline.stages_by_rank)
-    if not pipeline.stages[0].num_blocks:
-        rule = "leaves the first stage without blocks, and so without an adapter to train"
-        yield ConfigError(key, value, rule, remedy)
-    for rank, stages in enumerate(pipeline.stages_by_rank):
-        if pipeline.stages[0] not in stages and not any(stage.num_blocks for stage in stages):
-            rule = f"leaves pipeline rank {rank} without blocks, and so without an adapter to train"
-            yield ConfigError(key, value, rule, remedy)
+    if family.moe_layers is not None:
+        rule = "adapts only linear layers, which a mixture of experts does not have"
+        yield ConfigError("lora.rank", section.rank, rule, "use 0", ("model.kind",))

@@ -16,7 +16,7 @@ from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
 from weft.plan.layout import ParallelDims, divisors, format_choices
-from weft.plan.lora_plan import frozen_weights, is_target
+from weft.plan.lora_plan import TrainingCost, frozen_weights, is_target
 from weft.plan.matrices import list_matrices, weight_split
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
@@ -27,19 +27,16 @@ MOMENT_BLOCK_SIZE = 32  # neighbors in a row of a matrix that share two scale by
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
 
 
-def moment_bytes_per_param(job: Job, model: Any, family: Family) -> float:
-    """Return the mean bytes of AdamW's moments per trainable parameter.
-
-    ``model`` is the family's configuration.
-    """
-    packed = MOMENT_BYTES[job.optim.state_dtype]
-    if job.optim.state_dtype != "8bit":
+def moment_bytes_per_param(state_dtype: str, cost: TrainingCost) -> float:
+    """Return the mean bytes of AdamW's moments per trainable parameter."""
+    packed = MOMENT_BYTES[state_dtype]
+    if state_dtype != "8bit":
         return packed
-    if job.lora.rank:  # one of the two matrices of an adapter has rows of this length
-        return packed if job.lora.rank % MOMENT_BLOCK_SIZE == 0 else (packed + 8) / 2
-    if family.unit_costs is None:
+    if cost.lora_rank:  # one of the two matrices of an adapter has rows of this length
+        return packed if cost.lora_rank % MOMENT_BLOCK_SIZE == 0 else (packed + 8) / 2
+    if not cost.units:
         return 8  # an upper bound
-    first, *blocks, last = family.unit_costs(model, job.train.seq_len)
+    first, *blocks, last = cost.units
     block_params = sum(unit.params for unit in blocks)
     other_params = first.params + last.params
     return (packed * block_params + 8 * other_params) / (block_params + other_params)
@@ -47,8 +44,7 @@ def moment_bytes_per_param(job: Job, model: Any, family: Family) -> float:
 
 def state_bytes_per_param(
     job: Job,
-    model: Any,
-    family: Family,
+    cost: TrainingCost,
     fsdp_size: int,
     *,
     has_unsharded_params: bool,
@@ -59,20 +55,20 @@ def state_bytes_per_param(
 
     Args:
         job: keys of the run.
-        model: the family's configuration.
-        family: the model family.
+        cost: of the model.
         fsdp_size: ranks of the shard group.
         has_unsharded_params: True if gathered weights stay until the end of the step
             (reshard_after_forward never).
         has_unsharded_gradients: True if unsharded gradients accumulate over microbatches.
         compute_bytes: bytes of one weight in forward and backward.
     """
-    sharded = 4 + 4 + moment_bytes_per_param(job, model, family)  # weight, gradient, moments
+    # Weight, gradient and moments.
+    sharded = 4 + 4 + moment_bytes_per_param(job.optim.state_dtype, cost)
     trainable = sharded / fsdp_size
     trainable += compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients
     if fsdp_size == 1 and compute_bytes == 4:
         trainable = sharded
-    frozen = frozen_weights(job, model, family, compute_bytes)
+    frozen = frozen_weights(job.lora, cost, compute_bytes)
     if frozen is None:
         return trainable
     copies = 1 / fsdp_size + (has_unsharded_params and fsdp_size > 1)
@@ -90,7 +86,7 @@ def check_state_dtype(
         return
     invalid = {}
     for matrix in list_matrices(model, family):
-        if job.lora.rank and not is_target(matrix.name, job.lora):
+        if job.lora.has_adapters and not is_target(matrix.name, job.lora):
             continue
         is_blockwise = (
             weight_split(matrix.name, family) == "row"

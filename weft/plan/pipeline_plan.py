@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from weft.config.errors import ConfigError
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.layout import ParallelDims, format_choices
+from weft.plan.lora_plan import TrainingCost
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     PipelineSchedule,
@@ -44,6 +46,11 @@ class PipelinePlan:
     stage_ranks: tuple[int, ...]
     in_flight: tuple[int, ...]
 
+    @property
+    def has_schedule_file(self) -> bool:
+        """Return True if a CSV file has the schedule."""
+        return is_schedule_file(self.schedule)
+
     def stages_on_rank(self, rank: int) -> list[int]:
         """Return the stage indices of one pipeline rank, in order."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
@@ -69,6 +76,7 @@ def resolve_pipeline(
     job: Job,
     model: Any,
     family: Family,
+    cost: TrainingCost,
     degrees: ParallelDims,
     local_batch_size: int,
     bytes_per_param: float,
@@ -80,6 +88,7 @@ def resolve_pipeline(
         job: keys of the run.
         model: the family's configuration.
         family: the model family.
+        cost: of the model.
         degrees: degrees of all axes.
         local_batch_size: sequences of one rank in a step.
         bytes_per_param: bytes of state on a rank per parameter of its stages.
@@ -101,8 +110,7 @@ def resolve_pipeline(
         job, spec, schedule, local_batch_size, pp, num_stages
     )
     errors += new_errors
-    units = family.unit_costs(model, job.train.seq_len) if family.unit_costs else []
-    errors += _check_stage_count(job, len(units) - 2, num_stages) if units else []
+    errors += _check_stage_count(job, len(cost.units) - 2, num_stages) if cost.units else []
     if errors:
         return None, microbatch_size, errors
 
@@ -112,9 +120,9 @@ def resolve_pipeline(
         schedule = build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
     in_flight = max_in_flight(schedule)
     # tp divides the parameters and activations of every unit equally; cp divides activations.
-    tokens = microbatch_size * job.train.seq_len / (degrees.cp * degrees.tp)
+    tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
     stages = split_into_stages(
-        units,
+        cost.units,
         in_flight=in_flight,
         bytes_per_param=bytes_per_param / degrees.tp,
         tokens_per_microbatch=tokens * compute_bytes / 2,
@@ -263,31 +271,21 @@ def _check_stage_count(job: Job, num_blocks: int, num_stages: int) -> list[Confi
     return [ConfigError("parallel.pp", job.parallel.pp, rule, remedy, depends)]
 
 
-def activation_checkpoint_warnings(
-    job: Job, model: Any, family: Family, pipeline: PipelinePlan | None
-) -> list[str]:
-    """Return warnings about wasted recomputation and about offload that moves nothing."""
-    warnings, section, num_blocks = [], job.activation_checkpoint, 0
-    if pipeline:
-        num_blocks, owner = max(stage.num_blocks for stage in pipeline.stages), "the largest stage"
-    elif family.unit_costs:
-        num_blocks, owner = len(family.unit_costs(model, job.train.seq_len)) - 2, "the model"
-    if section.offload and 0 < num_blocks <= section.offload_prefetch:
-        remedy = (
-            f"Use activation_checkpoint.offload_prefetch={num_blocks - 1} or less"
-            if num_blocks > 1
-            else "Use activation_checkpoint.offload=false"
-        )
-        warnings.append(
-            "activation_checkpoint.offload=true offloads nothing: the last "
-            f"activation_checkpoint.offload_prefetch={section.offload_prefetch} blocks stay on "
-            f"the device, and {owner} has {num_blocks}. {remedy}."
-        )
-    spec = SCHEDULES.get(pipeline.schedule) if pipeline else None
-    if spec and spec.splits_backward and section.mode == "full":
-        warnings.append(
-            f"activation_checkpoint.mode=full with pipeline.schedule={spec.name} recomputes each "
-            "block for the gradient of its input and again for that of each of its weights. "
-            "Another schedule is faster."
-        )
-    return warnings
+def check_adapter_stages(job: Job, pipeline: PipelinePlan) -> Iterator[ConfigError]:
+    """Yield errors if a pipeline has a rank without a trainable adapter.
+
+    torch computes gradients of the first stage's output, so that stage needs a trainable
+    parameter.  Every rank has an optimizer, which needs a parameter.
+    """
+    key, remedy = "pipeline.layers_per_stage", "give it at least one block"
+    value: object = list(job.pipeline.layers_per_stage)
+    if not value:
+        key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
+        value = len(pipeline.stages_by_rank)
+    if not pipeline.stages[0].num_blocks:
+        rule = "leaves the first stage without blocks, and so without an adapter to train"
+        yield ConfigError(key, value, rule, remedy)
+    for rank, stages in enumerate(pipeline.stages_by_rank):
+        if pipeline.stages[0] not in stages and not any(stage.num_blocks for stage in stages):
+            rule = f"leaves pipeline rank {rank} without blocks, and so without an adapter to train"
+            yield ConfigError(key, value, rule, remedy)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
-from weft.models import load_family
+from weft.config.schema import RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.memory_formula import estimate_rank_bytes, state_bytes_per_param
 from weft.plan.placement import format_rank_map
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.plan import Machine, Plan
+from weft.plan.resolve import resolve
 from weft.plan.stages import format_stage_table
 
 # A longer table shows only the first and the last stages.
@@ -30,7 +31,7 @@ def plan_recipe(
     overrides: Sequence[tuple[str, str]],
     errors: Sequence[ConfigError],
     cluster: str | None,
-    detect_machine: Callable[[str], Machine],
+    detect_machine: Callable[[RunSection], Machine],
 ) -> tuple[Plan, Machine]:
     """Read a recipe and plan it for a cluster, without reading any data.
 
@@ -39,7 +40,7 @@ def plan_recipe(
         overrides: see `read_job`.
         errors: errors of the command line.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
-        detect_machine: returns this machine for a value of ``run.device``.
+        detect_machine: returns this machine, by ``run.device``.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
@@ -52,7 +53,7 @@ def plan_recipe(
     parsed = None if text == "local" else parse_cluster(text, key)
     if isinstance(parsed, ConfigError):
         raise InvalidConfig([*errors, parsed])
-    machine = detect_machine(job.run.device) if parsed is None else cluster_machine(parsed)
+    machine = detect_machine(job.run) if parsed is None else cluster_machine(parsed)
     invalid_keys = {error.key for error in errors}
     try:
         plan = resolve(job, machine, recipe, base)
@@ -124,13 +125,12 @@ def describe_machine(plan: Plan, machine: Machine) -> str:
 
 def _describe_model(plan: Plan) -> str:
     job = plan.job
-    name = f"{job.model.kind}-{job.model.preset}"
+    name = job.model.full_name
     changes = ", ".join(f"{field} {value}" for field, value in job.model.overrides().items())
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
     if plan.num_trainable_params < plan.num_params:
-        text += (
-            f", of which {plan.num_trainable_params:,} are trainable (LoRA of rank {job.lora.rank})"
-        )
+        trainable, rank = plan.num_trainable_params, plan.lora_rank
+        text += f", of which {trainable:,} are trainable (LoRA of rank {rank})"
     if plan.num_active_params < plan.num_params:
         text += f", {plan.num_active_params:,} of them active per token"
     return text
@@ -147,9 +147,8 @@ def _describe_layout(plan: Plan) -> str:
 
 
 def _describe_batch(plan: Plan) -> str:
-    job = plan.job
     return (
-        f"{job.train.global_batch_size:,} sequences of {job.train.seq_len:,} tokens: "
+        f"{plan.global_batch_size:,} sequences of {plan.seq_len:,} tokens: "
         f"{plan.tokens_per_step:,} tokens per step"
     )
 
@@ -200,7 +199,7 @@ def _describe_sharding(plan: Plan) -> str:
 def _describe_pipeline(plan: Plan) -> str:
     assert plan.pipeline is not None
     num_stages = len(plan.pipeline.stages)
-    return f"{plan.pipeline.schedule}, {num_stages} stages on {plan.pp} ranks"
+    return f"{plan.schedule_name}, {num_stages} stages on {plan.pp} ranks"
 
 
 # --------------------------------------------------------------------------- memory
@@ -208,15 +207,13 @@ def _describe_pipeline(plan: Plan) -> str:
 
 def estimate_memory_bytes(plan: Plan) -> float | None:
     """Estimate the bytes on the fullest rank; None if the family has no units."""
-    job = plan.job
-    family = load_family(job.model.kind)
-    if family.unit_costs is None:
+    cost = plan.cost
+    if not cost.units:
         return None
     compute_bytes = 2 if plan.compute_dtype == "bfloat16" else 4
     bytes_per_param = state_bytes_per_param(
-        job,
-        plan.model,
-        family,
+        plan.job,
+        cost,
         plan.dp_shard * plan.cp,
         has_unsharded_params=plan.reshard_after_forward is False,
         has_unsharded_gradients=plan.gradient_sync == "step" and plan.num_microbatches > 1,
@@ -226,10 +223,10 @@ def estimate_memory_bytes(plan: Plan) -> float | None:
     stage_bytes = [math.fsum(stage.memory_bytes for stage in stages) for stages in stages_by_rank]
     # The stages of a pipeline count state and activations: only gathered parameters are missing.
     return max(stage_bytes, default=0.0) + estimate_rank_bytes(
-        family.unit_costs(plan.model, job.train.seq_len),
+        cost.units,
         tp=plan.tp,
         pp=1,
-        tokens=0 if stage_bytes else plan.microbatch_size * job.train.seq_len // plan.cp,
+        tokens=0 if stage_bytes else plan.microbatch_size * plan.seq_len // plan.cp,
         in_flight=1,
         bytes_per_param=0.0 if stage_bytes else bytes_per_param,
         compute_bytes=compute_bytes,

@@ -1,9 +1,8 @@
-"""Plan: everything that `resolve` derives from a Job on a given machine.
+"""Derive the Plan of a Job on a given machine, or every reason why there is none.
 
-The trainer consumes the Plan, ``weft plan`` prints it, and tests assert on it; no other code
-computes a degree or a batch size.  `resolve` is pure: it queries no device and starts no process.
-It reads only a schedule's CSV file, the device tables and a user's model family.  Equal arguments
-give an equal Plan, or the same complete list of configuration errors.
+`resolve` is pure: it queries no device and starts no process.  It reads only a schedule's CSV file,
+the device tables and a user's model family.  Equal arguments give an equal Plan, or the same
+complete list of configuration errors.
 """
 
 from __future__ import annotations
@@ -11,49 +10,38 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, difference
-from weft.models import Family, load_family, resolve_model
-from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device, peak_flops
+from weft.models import Family, load_family, resolve_section
+from weft.plan.devices import peak_flops
 from weft.plan.float8_rules import (
     check_float8,
     find_float8_matrices,
     float8_warnings,
     supports_float8,
 )
-from weft.plan.layout import (
-    DEGREE_KEYS,
-    ParallelDims,
-    check_layout,
-    ranks_per_shard,
-    resolve_degrees,
-)
-from weft.plan.lora_plan import check_lora, check_lora_stages, training_cost
+from weft.plan.layout import DEGREE_KEYS, ParallelDims, resolve_degrees
+from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
 from weft.plan.memory_formula import check_state_dtype, state_bytes_per_param
 from weft.plan.pipeline_plan import (
     PipelinePlan,
-    activation_checkpoint_warnings,
+    check_adapter_stages,
     count_microbatches,
     resolve_pipeline,
 )
-from weft.plan.pipeline_schedule import (
-    PipelineSchedule,
-    build_schedule,
-    is_schedule_file,
-    read_schedule_csv,
-    single_stage_schedule,
-)
-from weft.plan.placement import AXES, MESH_ORDERS, placement_warnings, rank_groups, ranks_per_node
+from weft.plan.placement import placement_warnings
+from weft.plan.plan import Machine, Plan
 from weft.plan.rules import (
     check_batch,
     check_data,
     check_device,
     check_full_microbatches,
+    check_layout,
     check_sections,
     check_world_size_invariant,
 )
@@ -63,9 +51,11 @@ from weft.plan.sharding import (
     resolve_gradient_sync,
     resolve_reshard,
 )
-from weft.plan.unused_keys import KeyContext, unused_key_warnings, warmup_warnings
-
-DeviceType = Literal["cpu", "cuda"]
+from weft.plan.unused_keys import (
+    activation_checkpoint_warnings,
+    unused_key_warnings,
+    warmup_warnings,
+)
 
 # The CPU ranks of one machine share its cores; more ranks only add traffic.
 MAX_AUTO_CPU_RANKS = 4
@@ -89,150 +79,6 @@ SAME_MODEL_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The hardware that a run uses.
-
-    Attributes:
-        devices: GPUs of this host, or its cores on CPU.
-        world_size, local_world_size: ranks of the job and of this host, if a launcher has set
-            them; None if weft chooses them.
-        memory_bytes: memory of one GPU, or of this host on CPU; None if unknown.
-        peer_access: True if the GPUs of a host can read each other's memory.
-        capability: CUDA compute capability; (0, 0) if unknown.
-    """
-
-    device: DeviceType
-    devices: int
-    device_name: str = ""
-    world_size: int | None = None
-    local_world_size: int | None = None
-    memory_bytes: int | None = None
-    peer_access: bool = False
-    capability: tuple[int, int] = (0, 0)
-
-    @property
-    def spec(self) -> Device | None:
-        """The entry of its devices in the device table; None if unknown."""
-        if self.device == "cpu":
-            return get_device(CPU_DEVICE)
-        return match_device(self.device_name, self.memory_bytes)
-
-    def memory_per_rank(self, local_world_size: int) -> int | None:
-        """Return the bytes of memory of each rank; CPU ranks share their host's memory."""
-        if self.memory_bytes is None:
-            return None
-        return self.memory_bytes // (local_world_size if self.device == "cpu" else 1)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A Job and everything derived from it.
-
-    Counts of sequences are per optimizer step.
-    """
-
-    job: Job
-    run_dir: str
-    device: DeviceType
-    world_size: int
-    local_world_size: int  # ranks per node
-    node_counts: tuple[int, ...]  # node counts that the run can use; this plan is for the last
-    rendezvous: str  # HOST:PORT
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int  # splits the dp_shard x cp ranks
-    mesh_order: str  # a key of `MESH_ORDERS`
-    num_threads: int  # CPU threads per rank
-    seq_len: int  # tokens of a sequence
-    num_steps: int  # optimizer steps of the run
-    global_batch_size: int  # sequences
-    local_batch_size: int  # sequences per rank
-    microbatch_size: int  # sequences per forward pass; the last may have fewer
-    world_size_invariant: bool  # unsharded parameters, one sequence per forward pass
-    num_microbatches: int  # forward passes per rank
-    pipeline: PipelinePlan | None  # None if pp is 1
-    reshard_after_forward: bool | int  # as fully_shard takes it
-    gradient_sync: Literal["microbatch", "step"]
-    tokens_per_step: int
-    compute_dtype: Literal["float32", "bfloat16"]
-    reduce_dtype: Literal["float32", "bfloat16"]
-    model: Any  # the family's frozen configuration
-    num_params: int  # includes adapters
-    num_active_params: int  # parameters that process a token; fewer in a mixture of experts
-    num_trainable_params: int  # frozen parameters have no gradient and no optimizer state
-    flops_per_token: float  # forward and backward, without recomputation
-    causal_flops_per_token: float  # counts only the attention scores below the causal mask
-    # FLOP/s of one device; None if unknown.  bfloat16 also with float8: see `weft.plan.devices`.
-    peak_flops: float | None
-    peak_dtype: str | None
-    float8: str  # the scaling recipe, or none
-    num_float8_matrices: int  # of the unsharded model
-    float8_all_gather: bool  # FSDP gathers the float8 matrices in float8
-    float8_emulated: bool  # float8 rounding without float8 speed
-    warnings: tuple[str, ...]
-
-    @property
-    def family(self) -> Family:
-        """The model family."""
-        return load_family(self.job.model.kind)
-
-    @property
-    def run_path(self) -> Path:
-        """The run directory."""
-        return Path(self.run_dir)
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks, which read different data."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Ranks along each axis of the mesh."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def axis_order(self) -> tuple[str, ...]:
-        """Axes of the mesh, outermost (slowest-varying) first."""
-        return MESH_ORDERS[self.mesh_order]
-
-    @property
-    def pipeline_schedule(self) -> PipelineSchedule:
-        """Ordered actions of each pipeline rank; a single stage without a pipeline.
-
-        Raises:
-            InvalidConfig: if the CSV file of the schedule has become invalid.
-        """
-        if self.pipeline is None:
-            return single_stage_schedule(self.num_microbatches)
-        if is_schedule_file(self.pipeline.schedule):
-            schedule = read_schedule_csv(Path(self.pipeline.schedule), self.pp)
-            if isinstance(schedule, ConfigError):
-                raise InvalidConfig([schedule])
-            return schedule
-        stages_per_rank = len(self.pipeline.stages) // self.pp
-        return build_schedule(
-            self.pipeline.schedule, self.pp, stages_per_rank, self.num_microbatches
-        )
-
-    @property
-    def shard_ranks_per_node(self) -> int | None:
-        """Ranks per node of each FSDP shard group; None if nodes differ."""
-        group = rank_groups(("dp_shard", "cp"), self.axis_sizes, self.axis_order)[0]
-        counts = set(ranks_per_node(group, self.local_world_size).values())
-        return counts.pop() if len(counts) == 1 else None
-
-    def to_json(self) -> str:
-        """Return the content of ``plan.json``, which leaves the job to ``job.toml``."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "job"}
-        values["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
-        return json.dumps(values | {"model": self.model.model_dump()}, indent=2)
-
-
 def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
     """Derive the Plan.
 
@@ -247,7 +93,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     """
     errors: list[ConfigError] = []
     train, parallel = job.train, job.parallel
-    model, new_errors = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    model, new_errors = resolve_section(job.model)
     errors += new_errors
     if model is not None:
         errors += check_data(job, model)
@@ -265,14 +111,14 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         errors += [] if new_errors else check_batch(job, degrees)
         raise InvalidConfig(errors)
     family = load_family(job.model.kind)
-    lora = training_cost(job.lora, model, family, train.seq_len)
+    cost = training_cost(job.lora, model, family, train.seq_len)
     if new_errors:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.
         raise InvalidConfig([*errors, *check_layout(job, model, family, degrees)])
 
     if parallel.dp_shard == "fit" and not errors:
         available = machine.memory_per_rank(local_world_size)
-        degrees, new_errors = fit_dp_shard(job, model, family, degrees, compute_bytes, available)
+        degrees, new_errors = fit_dp_shard(job, cost, degrees, compute_bytes, available)
         errors += new_errors
     errors += check_layout(job, model, family, degrees)
     errors += check_device(job, machine.device, machine.peer_access, degrees, local_world_size)
@@ -283,19 +129,21 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     errors += check_lora(job, model, family, degrees)
     errors += check_state_dtype(job, model, family, degrees)
     errors += check_sections(job, family, degrees)
-    params = lora.trainable_params
-    batch, new_errors = _resolve_batch(job, model, family, degrees, params, compute_bytes)
+    batch, new_errors = _resolve_batch(job, model, family, cost, degrees, compute_bytes)
     errors += new_errors
     if errors:
         raise InvalidConfig(errors)
 
     peak = peak_flops(machine.device_name) if compute_dtype == "bfloat16" else None
-    adapters = params if job.lora.rank else 0
+    adapters = cost.trainable_params if cost.lora_rank else 0
     num_nodes = max(1, world_size // local_world_size)
     cores_per_rank = max(1, machine.devices // local_world_size)
-    axis_order = MESH_ORDERS[parallel.mesh_order]
     plan = Plan(
         job=job,
+        seed=train.seed,
+        objective=train.objective,
+        optimizer=job.optim.name,
+        state_dtype=job.optim.state_dtype,
         seq_len=train.seq_len,
         num_steps=train.steps,
         global_batch_size=train.global_batch_size,
@@ -321,15 +169,21 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         pipeline=batch.pipeline,
         reshard_after_forward=batch.reshard_after_forward,
         gradient_sync=batch.gradient_sync,
+        sequence_parallel=parallel.sequence_parallel,
+        async_tp=parallel.async_tp,
+        cpu_offload=parallel.cpu_offload,
+        activation_checkpoint=job.activation_checkpoint.mode,
+        is_compiled=job.compile.enable,
         tokens_per_step=train.global_batch_size * train.seq_len,
         compute_dtype=compute_dtype,
         reduce_dtype=job.precision.reduce_dtype,
         model=model,
-        num_params=family.num_params(model) + adapters,
+        num_params=cost.num_params + adapters,
         num_active_params=(family.num_active_params or family.num_params)(model) + adapters,
-        num_trainable_params=params,
-        flops_per_token=lora.flops_per_token,
-        causal_flops_per_token=lora.causal_flops_per_token,
+        lora_rank=cost.lora_rank,
+        num_trainable_params=cost.trainable_params,
+        flops_per_token=cost.flops_per_token,
+        causal_flops_per_token=cost.causal_flops_per_token,
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
@@ -340,24 +194,16 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         and isinstance(batch.reshard_after_forward, bool)
         and not parallel.cpu_offload,
         float8_emulated=emulated,
-        warnings=(
-            *placement_warnings(degrees.axis_sizes, local_world_size, axis_order),
-            *float8_warnings(job, machine.device, degrees.pp, emulated),
-            *activation_checkpoint_warnings(job, model, family, batch.pipeline),
-            *warmup_warnings(job),
-        ),
+        warnings=(),
     )
-    context = KeyContext(
-        job=job,
-        degrees=degrees,
-        num_nodes=num_nodes,
-        local_world_size=local_world_size,
-        shard_ranks_per_node=plan.shard_ranks_per_node,
-        num_microbatches=plan.num_microbatches,
-        reshard_after_forward=plan.reshard_after_forward,
-        compute_dtype=compute_dtype,
+    warnings = (
+        *placement_warnings(plan.axis_sizes, local_world_size, plan.axis_order),
+        *float8_warnings(plan),
+        *activation_checkpoint_warnings(plan),
+        *warmup_warnings(plan),
+        *unused_key_warnings(plan),
     )
-    return replace(plan, warnings=(*plan.warnings, *unused_key_warnings(context)))
+    return replace(plan, warnings=warnings)
 
 
 def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
@@ -407,7 +253,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
 
 def node_range(job: Job) -> range:
     """Return ``run.nodes`` as a range of node counts; empty if the value is invalid."""
-    minimum, colon, maximum = str(job.run.nodes).replace("auto", "1").partition(":")
+    minimum, colon, maximum = job.run.nodes_text.replace("auto", "1").partition(":")
     texts = (minimum, maximum if colon else minimum)
     is_valid = all(re.fullmatch("[1-9]\\d{,4}", text) for text in texts)
     return range(int(texts[0]), int(texts[1]) + 1) if is_valid else range(0)
@@ -424,7 +270,12 @@ class _BatchPlan(NamedTuple):
 
 
 def _resolve_batch(
-    job: Job, model: Any, family: Family, degrees: ParallelDims, params: int, compute_bytes: int
+    job: Job,
+    model: Any,
+    family: Family,
+    cost: TrainingCost,
+    degrees: ParallelDims,
+    compute_bytes: int,
 ) -> tuple[_BatchPlan, list[ConfigError]]:
     """Resolve microbatches, pipeline and gradient synchronization.
 
@@ -432,12 +283,12 @@ def _resolve_batch(
         job: keys of the run.
         model: the family's configuration.
         family: the model family.
+        cost: of the model.
         degrees: degrees of all axes.
-        params: trainable parameters of the model.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
-    local_params = local_trainable_params(family, model, degrees, params)
+    local_params = local_trainable_params(family, model, degrees, cost.trainable_params)
     gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
     local_batch_size = max(1, train.global_batch_size // degrees.dp_size)
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
@@ -446,18 +297,18 @@ def _resolve_batch(
     if degrees.pp > 1 and not errors:
         bytes_per_param = state_bytes_per_param(
             job,
-            model,
-            family,
+            cost,
             degrees.fsdp_size,
             has_unsharded_params=reshard is False,
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
         )
         pipeline, microbatch_size, errors = resolve_pipeline(
-            job, model, family, degrees, local_batch_size, bytes_per_param, compute_bytes
+            job, model, family, cost, degrees, local_batch_size, bytes_per_param, compute_bytes
         )
         errors += check_full_microbatches(job, family, local_batch_size, microbatch_size)
-        errors += check_lora_stages(job, pipeline)
+        if cost.lora_rank and pipeline is not None:
+            errors += check_adapter_stages(job, pipeline)
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync), errors
 
 
@@ -480,10 +331,9 @@ def _resolve_nproc(job: Job, machine: Machine, errors: list[ConfigError]) -> int
 
 def _auto_nproc(job: Job, machine: Machine) -> int:
     """Return the most processes that the devices allow and that divide the batch."""
-    dp_shard, unit = job.parallel.dp_shard, ranks_per_shard(job.parallel)
-    if isinstance(dp_shard, int):
-        return unit * dp_shard
-    limit = machine.devices
+    if job.parallel.num_ranks is not None:
+        return job.parallel.num_ranks
+    limit, unit = machine.devices, job.parallel.ranks_per_shard
     if machine.device == "cpu":
         limit = min(limit, MAX_AUTO_CPU_RANKS)
     microbatch_size = 1 if job.train.microbatch_size == "auto" else job.train.microbatch_size

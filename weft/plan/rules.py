@@ -1,19 +1,26 @@
-"""Rules about combinations of keys, and about what the hardware supports.
+"""Rules about parallel layouts, combinations of keys, and hardware support.
 
-The rules of parallel layouts are in `weft.plan.layout`.  weft checks all of them before it
-allocates anything; each error names the key, its value, the rule and a remedy.
+weft checks every rule before it allocates anything, so that no rank of five hundred fails with a
+shape error.  Each error names the key, its value, the rule and a remedy.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from weft.config.errors import ConfigError
-from weft.config.schema import Job, steps_of
+from weft.config.schema import Job, ParallelSection, steps_of
 from weft.models import Family
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors, format_choices
+from weft.plan.layout import (
+    DEGREE_KEYS,
+    ParallelDims,
+    divisors,
+    format_choices,
+    nearest_divisors,
+)
 from weft.plan.placement import MESH_ORDERS, crosses_nodes
 
 MAX_PROFILED_STEPS = 20
@@ -22,9 +29,8 @@ MAX_PROFILED_STEPS = 20
 def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[ConfigError]:
     """Yield errors of keys that conflict with each other on every machine."""
     yield from _check_replica_groups(job, degrees)
-    yield from _check_optimizer(job)
+    yield from _check_optimizer(job, family)
     yield from _check_activation_checkpoint(job)
-    yield from _check_experts(job, family)
     yield from _check_objective(job, degrees)
     yield from _check_profile(job)
     yield from _check_debug(job)
@@ -32,7 +38,7 @@ def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[
 
 def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
     """Yield errors if sequences or vocabulary exceed the model's."""
-    name = f"{job.model.kind}-{job.model.preset}"
+    name = job.model.full_name
     if job.train.seq_len > model.max_seq_len:
         yield ConfigError(
             "train.seq_len",
@@ -41,7 +47,7 @@ def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
             f"use at most {model.max_seq_len}, or --model.max_seq_len {job.train.seq_len}",
             ("model.preset", "model.max_seq_len"),
         )
-    if job.data.tokenizer == "train" and job.data.vocab_size > model.vocab_size:
+    if job.data.trains_tokenizer and job.data.vocab_size > model.vocab_size:
         yield ConfigError(
             "data.vocab_size",
             job.data.vocab_size,
@@ -184,20 +190,23 @@ def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigErr
     if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
         remedy = "use resilience.lighthouse=none"
         yield ConfigError("train.objective", "dpo", rule, remedy, (key,))
-    if job.checkpoint.dir == "auto":
+    if job.checkpoint.is_in_run_dir:
         rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
         remedy = "use a directory that all groups share"
         yield ConfigError("checkpoint.dir", "auto", rule, remedy, (key,))
 
 
-def _check_optimizer(job: Job) -> Iterator[ConfigError]:
+def _check_optimizer(job: Job, family: Family) -> Iterator[ConfigError]:
+    if family.moe_layers is not None and job.optim.name == "muon":
+        rule = "needs matrices, but the weights of experts are stacks of matrices"
+        yield ConfigError("optim.name", "muon", rule, "use adamw", ("model.kind",))
     key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
     if job.optim.name != "adamw":
         rule = f"is only for adamw, not {job.optim.name}"
         yield ConfigError(key, value, rule, "use float32", ("optim.name",))
-    if value == "8bit" and job.resilience.lighthouse != "none":
+    if value == "8bit" and job.resilience.has_replica_groups:
         rule = "is not supported with replica groups (resilience.lighthouse)"
         yield ConfigError(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
@@ -223,23 +232,9 @@ def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
         )
 
 
-def _check_experts(job: Job, family: Family) -> Iterator[ConfigError]:
-    if family.moe_layers is None:
-        return
-    if job.optim.name == "muon":
-        rule = "needs matrices, but the weights of experts are stacks of matrices"
-        yield ConfigError("optim.name", "muon", rule, "use adamw", ("model.kind",))
-    if job.lora.rank:
-        rule = "adapts only linear layers, which a mixture of experts does not have"
-        yield ConfigError("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
-    if (recipe := job.precision.float8) != "none":
-        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
-        yield ConfigError("precision.float8", recipe, rule, "use none", ("model.kind",))
-
-
 def _check_objective(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key, objective = "train.objective", job.train.objective
-    has_preferences = job.data.format == "preferences"
+    has_preferences = job.data.has_preferences
     if objective == "dpo" and not has_preferences:
         rule, remedy = "needs preference data", "use data.format=preferences"
         yield ConfigError(key, objective, rule, remedy, ("data.format",))
@@ -269,7 +264,7 @@ def _check_profile(job: Job) -> Iterator[ConfigError]:
 def _check_debug(job: Job) -> Iterator[ConfigError]:
     lighthouse, value = "resilience.lighthouse", job.debug.layer_stats_steps
     key, ranges = "debug.layer_stats_steps", steps_of(value)
-    if ranges and job.resilience.lighthouse != "none":
+    if ranges and job.resilience.has_replica_groups:
         rule = "is not supported with replica groups (resilience.lighthouse)"
         yield ConfigError(key, value, rule, "use resilience.lighthouse=none", (lighthouse,))
     if ranges and min(steps[0] for steps in ranges) > job.train.steps:
@@ -277,12 +272,12 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
         yield ConfigError(key, value, rule, "use an earlier step", ("train.steps",))
     if job.debug.deterministic:
         key, rule = "debug.deterministic", "needs a fixed number of ranks"
-        if job.resilience.lighthouse != "none":
+        if job.resilience.has_replica_groups:
             reason = f"{rule}, but {lighthouse}={job.resilience.lighthouse}"
             remedy = f"use false, or {lighthouse} none"
             yield ConfigError(key, True, reason, remedy, (lighthouse,))
-        if ":" in str(job.run.nodes):
-            reason = f"{rule}, but run.nodes={job.run.nodes}"
+        if ":" in job.run.nodes_text:
+            reason = f"{rule}, but run.nodes={job.run.nodes_text}"
             yield ConfigError(
                 key, True, reason, "use false, or one value of run.nodes", ("run.nodes",)
             )
@@ -295,3 +290,160 @@ def _check_debug(job: Job) -> Iterator[ConfigError]:
         rule = "cannot inspect gradients that parallel.tp shards"
         remedy = "use parallel.tp=1, or --debug.layer_stats_steps"
         yield ConfigError(key, True, rule, remedy, ("parallel.tp",))
+
+
+# --------------------------------------------------------------------------- layout
+
+
+def check_layout(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
+    """Yield the errors of the layout of a model, except those of pipelines."""
+    yield from _check_tensor_parallel(job, model, family, degrees)
+    yield from _check_context_parallel(job, model, degrees)
+    yield from _check_sharding(job, degrees)
+    yield from _check_expert_parallel(job, model, family, degrees)
+    if degrees.pp == 1 and job.pipeline.layers_per_stage:
+        rule = "has no effect without a pipeline (parallel.pp=1)"
+        remedy = "remove the key, or use parallel.pp above 1"
+        yield ConfigError(
+            "pipeline.layers_per_stage",
+            list(job.pipeline.layers_per_stage),
+            rule,
+            remedy,
+            ("parallel.pp",),
+        )
+
+
+def _check_tensor_parallel(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
+    tp, parallel = degrees.tp, job.parallel
+    name = job.model.full_name
+    if parallel.async_tp:
+        yield from _check_async_tp(job, degrees)
+    if tp == 1:
+        return
+    if not family.sharding:
+        rule = f"is not supported by the model family {job.model.kind}, which has no SHARDING table"
+        yield ConfigError("parallel.tp", tp, rule, "use 1, or define Family.sharding")
+        return
+    sizes = {field: getattr(model, field) for field in family.tp_divided_fields}
+    common = math.gcd(*sizes.values()) if sizes else 0
+    kv = getattr(model, "num_kv_heads", 0)
+    valid = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
+    for field, size in sizes.items():
+        if size % tp:
+            rule = f"does not divide {field}={size} of {name}"
+            if field == "vocab_size":
+                padded = -(-size // tp) * tp
+                remedy = f"use {format_choices(valid)}, or --model.vocab_size {padded}"
+            else:
+                remedy = f"use {format_choices(valid)}"
+            yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
+    if kv and kv % tp and tp % kv:
+        rule = f"is neither a divisor nor a multiple of num_kv_heads={kv} of {name}"
+        yield ConfigError(
+            "parallel.tp", tp, rule, f"use {format_choices(valid)}", ("model.num_kv_heads",)
+        )
+    local_seq_len = job.train.seq_len // degrees.cp
+    if parallel.sequence_parallel and local_seq_len % tp:
+        rule = f"is not divisible by tp={tp} ranks of sequence parallelism" + (
+            f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
+        )
+        unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
+        choices = format_choices(nearest_divisors(job.train.seq_len, unit))
+        remedy = f"use {choices}, or parallel.sequence_parallel=false"
+        depends = ("parallel.tp", "parallel.cp")
+        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
+
+
+def _check_async_tp(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+    key = "parallel.async_tp"
+    if degrees.tp == 1:
+        rule = "has no effect without tensor parallelism (parallel.tp=1)"
+        yield ConfigError(key, True, rule, "use parallel.tp above 1")
+    if not job.compile.enable:
+        rule = "needs torch.compile, which overlaps the communication of tensor parallelism"
+        yield ConfigError(key, True, rule, "use compile.enable=true", ("compile.enable",))
+    if not job.parallel.sequence_parallel:
+        rule = "overlaps the all-gathers and reduce-scatters of sequence parallelism, which is off"
+        yield ConfigError(key, True, rule, "use parallel.sequence_parallel=true")
+
+
+def _chunks_per_rank(parallel: ParallelSection) -> int:
+    """Return the chunks of a sequence on each context-parallel rank."""
+    return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
+
+
+def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iterator[ConfigError]:
+    cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
+    if cp == 1:
+        return
+    if not hasattr(model, "num_heads"):
+        rule = f"needs num_heads, which the model family {job.model.kind} does not define"
+        yield ConfigError("parallel.cp", cp, rule, "use 1")
+        return
+    unit = cp * _chunks_per_rank(parallel)
+    if seq_len % unit:
+        chunks = f"{unit} load-balanced chunks of cp={cp}" if unit > cp else f"cp={cp} ranks"
+        rule = f"is not divisible by {chunks}"
+        remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
+        yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
+    if parallel.cp_method == "ulysses":
+        heads = model.num_heads // degrees.tp
+        valid = divisors(heads)
+        if cp not in valid:
+            per_rank = f" / tp={degrees.tp}" if degrees.tp > 1 else ""
+            rule = f"does not divide num_heads={model.num_heads}{per_rank} (ulysses)"
+            remedy = f"use {format_choices(valid)}, or parallel.cp_method=ring"
+            depends = ("parallel.tp", "model.num_heads")
+            yield ConfigError("parallel.cp", cp, rule, remedy, depends)
+
+
+def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+    parallel, fsdp_size = job.parallel, degrees.fsdp_size
+    key, reshard = "parallel.reshard_after_forward", parallel.reshard_after_forward
+    if isinstance(reshard, int) and fsdp_size % reshard:
+        rule = f"does not divide the {fsdp_size} ranks of a shard group (dp_shard x cp)"
+        remedy = f"use {format_choices(divisors(fsdp_size))}, always or never"
+        yield ConfigError(key, reshard, rule, remedy, DEGREE_KEYS)
+    elif isinstance(reshard, int) and degrees.tp > 1 and 1 < reshard < fsdp_size:
+        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.tp shards"
+        yield ConfigError(key, reshard, rule, "use always or never", ("parallel.tp",))
+    if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
+        rule = "conflicts with parallel.dp_shard=fit, which chooses the number of replicas"
+        remedy = "remove the key"
+        yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, remedy)
+
+
+def _check_expert_parallel(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
+    key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
+    if ep == 1:
+        return
+    if family.moe_layers is None:
+        rule = f"needs experts, which the model family {job.model.kind} does not have"
+        yield ConfigError(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
+        return
+    num_experts = model.num_experts
+    valid = [n for n in divisors(degrees.fsdp_size) if num_experts % n == 0]
+    if ep not in valid:
+        rule = f"does not divide the {degrees.fsdp_size} ranks of a shard group (dp_shard x cp)"
+        if degrees.fsdp_size % ep == 0:
+            rule = f"does not divide the {num_experts} experts"
+        depends = (*DEGREE_KEYS, "model.num_experts")
+        yield ConfigError(key, ep, rule, f"use {format_choices(valid)}", depends)
+    if parallel.dp_shard == "fit":
+        rule = "is not supported with parallel.dp_shard=fit"
+        yield ConfigError(key, ep, rule, "use a number for parallel.dp_shard")
+    if job.train.world_size_invariant:
+        rule = "is not supported with train.world_size_invariant"
+        remedy = "use 1, or train.world_size_invariant=false"
+        yield ConfigError(key, ep, rule, remedy, ("train.world_size_invariant",))
+    reshard = parallel.reshard_after_forward
+    if isinstance(reshard, int) and 1 < reshard < degrees.fsdp_size:
+        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.ep shards"
+        remedy = "use always or never"
+        yield ConfigError("parallel.reshard_after_forward", reshard, rule, remedy, (key,))

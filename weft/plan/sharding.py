@@ -10,7 +10,7 @@ from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.devices import GIB
 from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors
-from weft.plan.lora_plan import training_cost
+from weft.plan.lora_plan import TrainingCost
 from weft.plan.memory_formula import (
     USABLE_MEMORY,
     estimate_rank_bytes,
@@ -59,8 +59,7 @@ def local_trainable_params(
 
 def fit_dp_shard(
     job: Job,
-    model: Any,
-    family: Family,
+    cost: TrainingCost,
     degrees: ParallelDims,
     compute_bytes: int,
     available: int | None,
@@ -69,8 +68,7 @@ def fit_dp_shard(
 
     Args:
         job: keys of the run.
-        model: the family's configuration.
-        family: the model family.
+        cost: of the model.
         degrees: degrees of all axes, before ``dp_shard`` is chosen.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
         available: bytes of memory per rank; None: unknown.
@@ -79,31 +77,28 @@ def fit_dp_shard(
         The degrees, unchanged if there are errors.
     """
     key = "parallel.dp_shard"
-    if family.unit_costs is None or available is None:
+    units = cost.units
+    if not units or available is None:
         rule = "cannot be resolved: the " + (
-            "memory of the device is unknown"
-            if family.unit_costs
-            else "model family defines no units"
+            "memory of the device is unknown" if units else "model family defines no units"
         )
         return degrees, [ConfigError(key, "fit", rule, "use a number, or auto")]
     reshard = resolve_reshard(job, degrees)
+    gradient_sync = resolve_gradient_sync(job, reshard, cost.trainable_params, degrees)
     microbatch_size: int | str = job.train.microbatch_size
     if isinstance(microbatch_size, str):  # auto
         microbatch_size = max(1, job.train.global_batch_size // degrees.dp_size)
-    tokens = microbatch_size * job.train.seq_len / degrees.cp
-    units = family.unit_costs(model, job.train.seq_len)
-    params = training_cost(job.lora, model, family, job.train.seq_len).trainable_params
-    if job.activation_checkpoint.mode == "full" and job.activation_checkpoint.every_n_layers == 1:
+    tokens = microbatch_size * cost.seq_len / degrees.cp
+    if job.activation_checkpoint.recomputes_all_blocks:
         units = recompute_blocks(units)
 
     def required_bytes(dp_shard: int) -> float:
         bytes_per_param = state_bytes_per_param(
             job,
-            model,
-            family,
+            cost,
             dp_shard * degrees.cp,
             has_unsharded_params=reshard is False,
-            has_unsharded_gradients=resolve_gradient_sync(job, reshard, params, degrees) == "step",
+            has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
         )
         return estimate_rank_bytes(

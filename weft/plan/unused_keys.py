@@ -1,10 +1,10 @@
-"""Warn about keys that a job sets and that have no effect.
+"""Warn about keys that a job sets and that have no effect, or waste time.
 
 Recipes are shared and overridden, so a value without effect is not an error.  But a user who sets
 ``lora.alpha`` without ``lora.rank`` needs a warning.  `EFFECT_RULES` gives the condition under
 which each key has an effect.  The test lists the other keys: those that always have an
-effect, those that another command reads, and those that `weft.plan.layout` or `weft.plan.rules`
-reject where they have no effect.
+effect, those that another command reads, and those that `weft.plan.rules` rejects where they have
+no effect.
 """
 
 from __future__ import annotations
@@ -16,50 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.schema import Job, flatten
-from weft.plan.layout import ParallelDims
+from weft.plan.pipeline_schedule import SCHEDULES
+from weft.plan.plan import Plan
 
 DEFAULTS = flatten(Job())
-
-
-@dataclass(frozen=True)
-class KeyContext:
-    """The resolved values that decide whether a key has an effect.
-
-    Attributes:
-        shard_ranks_per_node: ranks per node of an FSDP shard group; None if nodes differ.
-        reshard_after_forward: as fully_shard takes it.
-    """
-
-    job: Job
-    degrees: ParallelDims
-    num_nodes: int
-    local_world_size: int
-    shard_ranks_per_node: int | None
-    num_microbatches: int
-    reshard_after_forward: bool | int
-    compute_dtype: str
-
-    @property
-    def fsdp_size(self) -> int:
-        """Ranks that shard a parameter; 1 if every rank holds it unsharded."""
-        return 1 if self.job.train.world_size_invariant else self.degrees.fsdp_size
-
-    @property
-    def uses_fsdp(self) -> bool:
-        """Return True if FSDP gathers parameters and reduces gradients."""
-        is_plain = self.degrees.world_size == 1 and self.compute_dtype == "float32"
-        return not self.job.train.world_size_invariant and (
-            not is_plain or self.job.parallel.cpu_offload
-        )
 
 
 @dataclass(frozen=True)
 class EffectRule:
     """The condition under which a key has an effect, and the warning if it has none."""
 
-    has_effect: Callable[[KeyContext], bool]
+    has_effect: Callable[[Plan], bool]
     reason: str
     remedy: str
+
+
+def _num_shards(plan: Plan) -> int:
+    """Return the ranks that shard a parameter; 1 if every rank holds it unsharded."""
+    return 1 if plan.world_size_invariant else plan.dp_shard * plan.cp
 
 
 def _is_user_defined(name: str) -> bool:
@@ -68,60 +42,60 @@ def _is_user_defined(name: str) -> bool:
 
 
 _PIPELINE = EffectRule(
-    lambda s: s.degrees.pp > 1,
+    lambda plan: plan.pp > 1,
     "there is no pipeline (parallel.pp=1)",
     "Set parallel.pp above 1, or remove the key",
 )
 _CONTEXT_PARALLEL = EffectRule(
-    lambda s: s.degrees.cp > 1,
+    lambda plan: plan.cp > 1,
     "there is no context parallelism (parallel.cp=1)",
     "Set parallel.cp above 1, or remove the key",
 )
 _SHARDED = EffectRule(
-    lambda s: s.fsdp_size > 1,
+    lambda plan: _num_shards(plan) > 1,
     "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or "
     "train.world_size_invariant is true)",
     "Set parallel.dp_shard above 1, or remove the key",
 )
 _LORA = EffectRule(
-    lambda s: s.job.lora.rank > 0,
+    lambda plan: plan.lora_rank > 0,
     "there are no adapters (lora.rank=0)",
     "Set lora.rank, or remove the key",
 )
 _FLOAT8 = EffectRule(
-    lambda s: s.job.precision.float8 != "none",
+    lambda plan: plan.float8 != "none",
     "no matrix is multiplied in float8 (precision.float8=none)",
     "Set precision.float8, or remove the key",
 )
 _SPIKES = EffectRule(
-    lambda s: s.job.resilience.on_anomaly != "stop",
+    lambda plan: plan.job.resilience.on_anomaly != "stop",
     "weft does not detect spikes (resilience.on_anomaly=stop)",
     "Set resilience.on_anomaly to skip or rewind, or remove the key",
 )
 _TEXT = EffectRule(
-    lambda s: s.job.data.format == "text",
+    lambda plan: plan.job.data.is_text,
     "the data are not plain text (data.format is chat or preferences)",
     "Remove the key",
 )
 _CHAT = EffectRule(
-    lambda s: s.job.data.format != "text",
+    lambda plan: not plan.job.data.is_text,
     "the data are not conversations (data.format=text)",
     "Set data.format to chat or preferences, or remove the key",
 )
 
 EFFECT_RULES: dict[str, EffectRule] = {
     "run.nproc_per_node": EffectRule(
-        lambda s: s.job.run.nproc_per_node in ("auto", s.local_world_size),
+        lambda plan: plan.job.run.nproc_per_node in ("auto", plan.local_world_size),
         "the launcher or the planned cluster sets the number of ranks per node",
         "Remove the key",
     ),
     "run.nodes": EffectRule(
-        lambda s: _is_node_count_allowed(s.job.run.nodes, s.num_nodes),
+        lambda plan: _is_node_count_allowed(plan.job.run.nodes_text, plan.node_counts[-1]),
         "the launcher or the planned cluster has another number of nodes",
         "Remove the key",
     ),
     "run.rendezvous": EffectRule(
-        lambda s: s.num_nodes > 1 or s.job.run.nodes != "auto",
+        lambda plan: plan.node_counts[-1] > 1 or plan.job.run.nodes != "auto",
         "the run has one node",
         "Set run.nodes to the number of nodes that start this command, or remove the key",
     ),
@@ -130,60 +104,60 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.overlong": _CHAT,
     "data.chat_template": _CHAT,
     "data.vocab_size": EffectRule(
-        lambda s: s.job.data.tokenizer == "train",
+        lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",
         "Remove the key",
     ),
     "train.dpo_beta": EffectRule(
-        lambda s: s.job.train.objective == "dpo" or _is_user_defined(s.job.train.objective),
+        lambda plan: plan.objective == "dpo" or _is_user_defined(plan.objective),
         "the objective is not dpo (train.objective)",
         "Set train.objective=dpo, or remove the key",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "optim.momentum": EffectRule(
-        lambda s: s.job.optim.name == "muon" or _is_user_defined(s.job.optim.name),
+        lambda plan: plan.optimizer == "muon" or _is_user_defined(plan.optimizer),
         "the optimizer has no momentum (optim.name is adamw, which has optim.beta1)",
         "Set optim.name=muon, or remove the key",
     ),
     "optim.decay_fraction": EffectRule(
-        lambda s: s.job.optim.schedule == "wsd" or _is_user_defined(s.job.optim.schedule),
+        lambda plan: plan.job.optim.schedule == "wsd" or _is_user_defined(plan.job.optim.schedule),
         "only the wsd schedule has a decay phase (optim.schedule)",
         "Set optim.schedule=wsd, or remove the key",
     ),
     "optim.min_lr_ratio": EffectRule(
-        lambda s: s.job.optim.schedule != "wsd" or s.job.optim.decay_fraction > 0,
+        lambda plan: plan.job.optim.schedule != "wsd" or plan.job.optim.decay_fraction > 0,
         "the learning rate does not decay (optim.decay_fraction=0)",
         "Set optim.decay_fraction above 0, or remove the key",
     ),
     "pipeline.schedule": _PIPELINE,
     "parallel.sequence_parallel": EffectRule(
-        lambda s: s.degrees.tp > 1,
+        lambda plan: plan.tp > 1,
         "there is no tensor parallelism (parallel.tp=1)",
         "Set parallel.tp above 1, or remove the key",
     ),
     "parallel.cp_method": _CONTEXT_PARALLEL,
     "parallel.cp_load_balance": _CONTEXT_PARALLEL,
     "parallel.mesh_order": EffectRule(
-        lambda s: s.degrees.pp > 1 and s.degrees.dp_replicate > 1,
+        lambda plan: plan.pp > 1 and plan.dp_replicate > 1,
         "the two orders differ only if a pipeline has replicas",
         "Set parallel.pp and parallel.dp_replicate above 1, or remove the key",
     ),
     "parallel.reshard_after_forward": EffectRule(
-        lambda s: s.fsdp_size > 1 or (s.uses_fsdp and s.compute_dtype != "float32"),
+        lambda plan: _num_shards(plan) > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
         "no parameters are sharded, so none are gathered",
         "Set parallel.dp_shard above 1, or remove the key",
     ),
     "parallel.gradient_sync": EffectRule(
-        lambda s: s.num_microbatches > 1 and s.degrees.fsdp_size * s.degrees.dp_replicate > 1,
+        lambda plan: plan.num_microbatches > 1 and plan.dp_size * plan.cp > 1,
         "a step reduces gradients once: it has one microbatch, or one rank to reduce over",
         "Set a smaller train.microbatch_size, or remove the key",
     ),
     "parallel.hierarchical_gather": EffectRule(
-        lambda s: (
-            s.fsdp_size > 1
-            and s.shard_ranks_per_node is not None
-            and 1 < s.shard_ranks_per_node < s.fsdp_size
+        lambda plan: (
+            _num_shards(plan) > 1
+            and plan.shard_ranks_per_node is not None
+            and 1 < plan.shard_ranks_per_node < _num_shards(plan)
         ),
         "no shard group has several ranks on each of several nodes (parallel.dp_shard)",
         "Remove the key, or shard over more ranks than a node has",
@@ -191,56 +165,56 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "parallel.symmetric_memory": _SHARDED,
     "parallel.fsdp_prefetch": _SHARDED,
     "parallel.param_persistence_threshold": EffectRule(
-        lambda s: s.fsdp_size > 1 and s.reshard_after_forward is not False,
+        lambda plan: _num_shards(plan) > 1 and plan.reshard_after_forward is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
         "Set parallel.reshard_after_forward=always, or remove the key",
     ),
     "pipeline.stages_per_rank": _PIPELINE,
     "pipeline.layers_per_stage": _PIPELINE,
     "pipeline.balance": EffectRule(
-        lambda s: s.degrees.pp > 1 and not s.job.pipeline.layers_per_stage,
+        lambda plan: plan.pp > 1 and not plan.job.pipeline.layers_per_stage,
         "there is no pipeline (parallel.pp=1), or pipeline.layers_per_stage sets its stages",
         "Set parallel.pp above 1 without pipeline.layers_per_stage, or remove the key",
     ),
     "precision.reduce_dtype": EffectRule(
-        lambda s: s.uses_fsdp,
+        lambda plan: plan.uses_fsdp,
         "FSDP reduces no gradients (one rank in float32, or train.world_size_invariant)",
         "Remove the key",
     ),
     "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,
     "activation_checkpoint.every_n_layers": EffectRule(
-        lambda s: s.job.activation_checkpoint.mode != "none",
+        lambda plan: plan.activation_checkpoint != "none",
         "no activations are recomputed (activation_checkpoint.mode=none)",
         "Set activation_checkpoint.mode, or remove the key",
     ),
     "activation_checkpoint.recompute_every_n_matmuls": EffectRule(
-        lambda s: s.job.activation_checkpoint.mode == "selective",
+        lambda plan: plan.activation_checkpoint == "selective",
         "only selective recomputation counts matrix products (activation_checkpoint.mode)",
         "Set activation_checkpoint.mode=selective, or remove the key",
     ),
     "activation_checkpoint.memory_budget": EffectRule(
-        lambda s: s.job.activation_checkpoint.mode == "budget",
+        lambda plan: plan.activation_checkpoint == "budget",
         "recomputation has no budget (activation_checkpoint.mode)",
         "Set activation_checkpoint.mode=budget, or remove the key",
     ),
     "activation_checkpoint.offload_prefetch": EffectRule(
-        lambda s: s.job.activation_checkpoint.offload,
+        lambda plan: plan.job.activation_checkpoint.offload,
         "no activations are offloaded (activation_checkpoint.offload=false)",
         "Set activation_checkpoint.offload=true, or remove the key",
     ),
     "compile.cache_dir": EffectRule(
-        lambda s: s.job.compile.enable,
+        lambda plan: plan.is_compiled,
         "the model is not compiled (compile.enable=false)",
         "Set compile.enable=true, or remove the key",
     ),
     "checkpoint.mtbf_hours": EffectRule(
-        lambda s: s.job.checkpoint.interval == "auto",
+        lambda plan: plan.job.checkpoint.interval == "auto",
         "the interval between checkpoints is fixed (checkpoint.interval)",
         "Set checkpoint.interval=auto, or remove the key",
     ),
     "checkpoint.local_interval": EffectRule(
-        lambda s: s.job.checkpoint.local_dir != "off",
+        lambda plan: plan.job.checkpoint.saves_locally,
         "there are no node-local checkpoints (checkpoint.local_dir=off)",
         "Set checkpoint.local_dir to a directory, or remove the key",
     ),
@@ -248,30 +222,31 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "resilience.spike_threshold": _SPIKES,
     "resilience.spike_window": _SPIKES,
     "resilience.replica_check": EffectRule(
-        lambda s: s.degrees.world_size > 1 or s.job.resilience.lighthouse != "none",
+        lambda plan: plan.world_size > 1 or plan.job.resilience.has_replica_groups,
         "a run on one rank has no replica to compare",
         "Remove the key",
     ),
     "profile.memory": EffectRule(
-        lambda s: bool(s.job.profile.steps),
+        lambda plan: bool(plan.job.profile.steps),
         "no steps are profiled (profile.steps is empty)",
         "Set profile.steps, or remove the key",
     ),
 }
 
 
-def unused_key_warnings(context: KeyContext) -> Iterator[str]:
+def unused_key_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning for every key that is not at its default and has no effect."""
-    values = flatten(context.job)
+    values = flatten(plan.job)
     for key, rule in EFFECT_RULES.items():
         value = values[key]
-        if value != DEFAULTS[key] and not rule.has_effect(context):
+        if value != DEFAULTS[key] and not rule.has_effect(plan):
             yield f"{key}={format_value(value)} has no effect: {rule.reason}. {rule.remedy}."
 
 
-def warmup_warnings(job: Job) -> Iterator[str]:
+def warmup_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if warm-up takes all steps."""
-    warmup, steps, optim = job.optim.warmup_steps, job.train.steps, job.optim
+    steps, optim = plan.num_steps, plan.job.optim
+    warmup = optim.warmup_steps
     problem = f"optim.warmup_steps={warmup} leaves no step of train.steps={steps} after warm-up"
     remedy = f"Use optim.warmup_steps={steps // 10} or less, or more steps."
     if warmup > steps:
@@ -287,12 +262,39 @@ def warmup_warnings(job: Job) -> Iterator[str]:
         )
 
 
+def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
+    """Yield warnings about wasted recomputation and about offload that moves nothing."""
+    section = plan.job.activation_checkpoint
+    if section.offload:
+        stages = plan.pipeline.stages if plan.pipeline else ()
+        owner = "the largest stage" if stages else "the model"
+        num_blocks = max((s.num_blocks for s in stages), default=len(plan.cost.units) - 2)
+        remedy = (
+            f"Use activation_checkpoint.offload_prefetch={num_blocks - 1} or less"
+            if num_blocks > 1
+            else "Use activation_checkpoint.offload=false"
+        )
+        if 0 < num_blocks <= section.offload_prefetch:
+            yield (
+                "activation_checkpoint.offload=true offloads nothing: the last "
+                f"activation_checkpoint.offload_prefetch={section.offload_prefetch} blocks stay on "
+                f"the device, and {owner} has {num_blocks}. {remedy}."
+            )
+    spec = SCHEDULES.get(plan.schedule_name)
+    if spec and spec.splits_backward and plan.activation_checkpoint == "full":
+        yield (
+            f"activation_checkpoint.mode=full with pipeline.schedule={spec.name} recomputes each "
+            "block for the gradient of its input and again for that of each of its weights. "
+            "Another schedule is faster."
+        )
+
+
 def format_value(value: Any) -> str:
     """Format a value as a command line or recipe has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _is_node_count_allowed(key_value: int | str, num_nodes: int) -> bool:
+def _is_node_count_allowed(nodes: str, num_nodes: int) -> bool:
     """Return True if ``run.nodes`` includes ``num_nodes`` or is not a number or range."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(key_value))
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
     return match is None or int(match[1]) <= num_nodes <= int(match[2] or match[1])

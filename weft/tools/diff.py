@@ -250,8 +250,7 @@ def _advice(
             f"  weft train {recipe} --run.dir {again} --debug.layer_stats_steps {step_range}"
         )
         saved_steps = [
-            checkpoint_step(path)
-            for path in list_checkpoints(checkpoint_dir(job.checkpoint.dir, run))
+            checkpoint_step(path) for path in list_checkpoints(checkpoint_dir(job.checkpoint, run))
         ]
         if step := max((step for step in saved_steps if 0 < step <= last), default=0):
             rollback = f"weft rollback {shlex.quote(str(run))} {step}"

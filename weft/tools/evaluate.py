@@ -15,7 +15,7 @@ from weft.data.dataset import Dataset, Source
 from weft.data.loader import Batch, build_mixture, evaluation_batches
 from weft.data.prepared_cache import Report, progress_counter
 from weft.data.token_store import Split, SplitName, Store
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.tools.inference_model import CheckpointRef, load_model_parts
 from weft.train.setup import Rank
 from weft.train.step import TrainStep
@@ -79,8 +79,8 @@ def evaluate_sources(
     job = plan.job
     model_parts, mesh, family = load_model_parts(checkpoint, plan, rank)
     # Evaluate one source at a time.
-    eval_job = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
-    eval_plan = dataclasses.replace(plan, job=eval_job)
+    eval_job = replace(job, data={"mixture": {}})
+    eval_plan = dataclasses.replace(plan, job=eval_job, objective="next_token")
     train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
@@ -93,7 +93,7 @@ def evaluate_sources(
             )
         for split in splits:
             single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
-            samples = build_mixture(single, split, plan.seq_len, job.data, job.train.seed)
+            samples = build_mixture(single, split, plan.seq_len, job.data, plan.seed)
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
@@ -104,7 +104,7 @@ def evaluate_sources(
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         if tokens == 0:
             raise WeftError(f"{source.name}: no token of the validation set has a loss")
-        name = source.name if job.data.mixture else job.data.path
+        name = source.name if job.data.is_mixture else job.data.path
         losses.append(SourceLoss(name, nats / tokens, tokens, size))
     return losses
 

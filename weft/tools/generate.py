@@ -99,7 +99,7 @@ def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> 
         start_token = start_token if token is None else token
         max_context = checkpoint.config.max_seq_len  # the length of its training is unknown
     elif starts is None:  # an older run, which did not record it
-        starts = checkpoint.job.data.format == "text"
+        starts = checkpoint.job.data.is_text
     if starts:
         add_start_token(tokenizer, tokens.separator)
     if template is None:

@@ -44,7 +44,7 @@ from weft.data.document_tokens import (
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size
-from weft.models import FAMILIES, Family, load_family
+from weft.models import FAMILIES, Family
 from weft.models.hf_mapping import (
     detect_family,
     from_hf_config,
@@ -116,7 +116,7 @@ def export_checkpoint(
     except InvalidConfig as error:
         checkpoint = None
         problems += error.problems
-    family = load_family(checkpoint.job.model.kind) if checkpoint else None
+    family = checkpoint.family if checkpoint else None
     if checkpoint and family and family.hf_mapping is None:
         rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
         problems.append(ConfigError("model.kind", checkpoint.job.model.kind, rule, remedy))
@@ -228,7 +228,7 @@ def _special_tokens(checkpoint: CheckpointRef, problems: list[ConfigError]) -> _
         ids |= {key: source_config[key] for key in keys if key in source_config}
         return _SpecialTokens(ids, names, data)
     starts = tokens.starts_documents
-    if starts or (starts is None and checkpoint.job.data.format == "text"):
+    if starts or (starts is None and checkpoint.job.data.is_text):
         # In training, a separator preceded every document.
         data = json_with_start_token(data, tokenizer, tokens.separator)
     bos = {"bos_token_id": tokens.separator}

@@ -20,11 +20,12 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_man
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, Section, replace
-from weft.models import Family, load_family, resolve_model
+from weft.models import Family, load_family, resolve_section
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.plan.resolve import Plan, resolve
+from weft.plan.plan import Plan
+from weft.plan.resolve import resolve
 from weft.train.setup import Rank, allocate, detect_machine
 from weft.train.state import checkpoint_dir
 
@@ -50,6 +51,11 @@ class CheckpointRef(NamedTuple):
     job: Job
     config: Any  # the model's configuration
 
+    @property
+    def family(self) -> Family:
+        """The model family."""
+        return load_family(self.job.model.kind)
+
 
 def find_checkpoint(path: Path) -> CheckpointRef:
     """Find the checkpoint at ``path``, or the newest one of a run directory.
@@ -66,7 +72,7 @@ def find_checkpoint(path: Path) -> CheckpointRef:
             rule = f"has a damaged job.toml ({problems[0]})"
             raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
         if is_run:
-            paths = list_checkpoints(checkpoint_dir(job.checkpoint.dir, path))[-1:]
+            paths = list_checkpoints(checkpoint_dir(job.checkpoint, path))[-1:]
     if (
         not (run_dir / "job.toml").is_file()
         or not paths
@@ -76,7 +82,7 @@ def find_checkpoint(path: Path) -> CheckpointRef:
         raise InvalidConfig(
             [ConfigError("checkpoint", str(path), rule, "train first: weft train demo")]
         )
-    config, model_problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    config, model_problems = resolve_section(job.model)
     if model_problems:
         raise InvalidConfig(model_problems)
     return CheckpointRef(paths[0], run_dir, job, config)
@@ -88,7 +94,7 @@ def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
     Raises:
         InvalidConfig: if that checkpoint is missing.
     """
-    if not checkpoint.job.lora.rank or checkpoint_step(checkpoint.path) == 0:
+    if not checkpoint.job.lora.has_adapters or checkpoint_step(checkpoint.path) == 0:
         return None
     name = read_manifest(checkpoint.path).get("base", "")
     base = checkpoint.path.with_name(name or "none")
@@ -150,7 +156,7 @@ def plan_inference(
             if axis in ("pp", "cp") and degree != 1
         ]
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
-        batch_size = detect_machine(changes["run"].get("device", job.run.device)).world_size or size
+        batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
     try:
         if find_base_checkpoint(checkpoint) is None:  # no adapters
@@ -160,7 +166,7 @@ def plan_inference(
     if problems:
         raise InvalidConfig(problems)
     job = replace(job, **changes)
-    return job, resolve(job, detect_machine(job.run.device))
+    return job, resolve(job, detect_machine(job.run))
 
 
 class LanguageModel:
@@ -195,12 +201,11 @@ def load_model_parts(
     checkpoint: CheckpointRef, plan: Plan, rank: Rank
 ) -> tuple[list[nn.Module], Mesh, Family]:
     """Load this rank's model parts from a checkpoint, in any layout."""
-    job = plan.job
     family = plan.family
     mesh = build_mesh(plan)
     model_parts = build_model_parts(plan, mesh, family)
     for part in model_parts:
-        allocate(part, rank.device, job.parallel.cpu_offload)
+        allocate(part, rank.device, plan.cpu_offload)
     if (base := find_base_checkpoint(checkpoint)) is not None:
         load_frozen_params(base, model_parts)
     load_checkpoint(checkpoint.path, model_parts, optimizer=None)
@@ -229,13 +234,12 @@ def load_local_model(
     module = load_unsharded(checkpoint, device)
     if device.type == "cuda" and checkpoint.job.precision.compute_dtype != "float32":
         module.to(torch.bfloat16)
-    family = load_family(checkpoint.job.model.kind)
-    return LanguageModel(module, family, checkpoint.config, None)
+    return LanguageModel(module, checkpoint.family, checkpoint.config, None)
 
 
 def load_unsharded(checkpoint: CheckpointRef, device: torch.device) -> nn.Module:
     """Load the unsharded module, with its adapters, in float32."""
-    family, base = load_family(checkpoint.job.model.kind), find_base_checkpoint(checkpoint)
+    family, base = checkpoint.family, find_base_checkpoint(checkpoint)
     with torch.device("meta"):
         module = family.build(checkpoint.config)
         if base is not None:

@@ -25,7 +25,6 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
-from weft.models import load_family
 from weft.models.hf_mapping import get_hf_mapping
 from weft.parallel.quantize import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
@@ -42,7 +41,7 @@ def open_merged(
     weights, adapters = open_checkpoint_weights(base), open_checkpoint_weights(checkpoint.path)
     quantized: set[str] = set()
     if checkpoint.job.lora.quantize != "none":
-        linear = list_matrices(checkpoint.config, load_family(checkpoint.job.model.kind))
+        linear = list_matrices(checkpoint.config, checkpoint.family)
         quantized = {f"{matrix.name}.weight" for matrix in linear}
     return weights, partial(_merge_weight, weights, adapters, checkpoint.job.lora, quantized)
 
@@ -91,7 +90,7 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
             [ConfigError("--adapter", str(checkpoint.path), rule, "export without --adapter")]
         )
     adapters, lora = open_checkpoint_weights(checkpoint.path), checkpoint.job.lora
-    hf_name = get_hf_mapping(load_family(checkpoint.job.model.kind)).hf_name
+    hf_name = get_hf_mapping(checkpoint.family).hf_name
     names = {f"base_model.model.{hf_name(name)}": name for name in adapters.shapes}
     config: dict[str, Any] = {
         "peft_type": "LORA",

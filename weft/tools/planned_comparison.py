@@ -23,8 +23,8 @@ from weft.estimate.forecast import Forecast, device_spec, forecast
 from weft.monitor.html import render_document, render_table
 from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
 from weft.tools.run_report import REPORT_FILE

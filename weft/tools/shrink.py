@@ -31,14 +31,12 @@ from weft.config.schema import (
     difference,
     replace,
 )
-from weft.models import load_family
 from weft.plan.devices import parse_cluster
 from weft.plan.float8_rules import find_float8_matrices, required_multiple
-from weft.plan.layout import ranks_per_shard
-from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.placement import AXES
+from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import resolve
 
 # Fields of a model's configuration that can shrink, where a family has them.
 SIZES = ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
@@ -80,15 +78,11 @@ def plan_for_recipe(job: Job) -> Plan:
             raise InvalidConfig([parsed])
         # `peer_access` satisfies the rules here and below: a GPU feature is not an error.
         return resolve(job, dataclasses.replace(cluster_machine(parsed), peer_access=True))
-    unit = ranks_per_shard(parallel)
-    world: int | None = None
-    if isinstance(job.run.nproc_per_node, int):
-        world = job.run.nproc_per_node
-    elif isinstance(parallel.dp_shard, int):
-        world = unit * parallel.dp_shard
+    nproc = job.run.nproc_per_node
+    world = parallel.num_ranks if nproc == "auto" else nproc
     machine = Machine(
         device="cpu" if job.run.device == "cpu" else "cuda",
-        devices=world or 2 * unit,  # an "auto" axis has two ranks
+        devices=world or 2 * parallel.ranks_per_shard,  # an "auto" axis has two ranks
         world_size=world,
         local_world_size=world,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -127,17 +121,18 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
         | {name: value for name, value in job.precision if f"precision.{name}" in keep},
         **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
     )
-    if job.precision.float8 != small_job.precision.float8:
-        rule = f"off; to verify it, add --precision.float8 {job.precision.float8}"
+    float8 = plan.float8 if "precision.float8" in keep else "none"
+    if plan.float8 != float8:
+        rule = f"off; to verify it, add --precision.float8 {plan.float8}"
         notes.append(f"precision.float8: {rule}")
-    if small_job.precision.float8 != "none":
+    if float8 != "none":
         # These matrices are small only because the job is.
         small_job = replace(small_job, precision={"float8_small": True})
-    if job.compile.enable and not small_job.compile.enable:
+    if plan.is_compiled and "compile.enable" not in keep:
         notes.append("compile.enable: off; to compile, add --compile.enable true")
     machine = _make_machine(small_job, sizes, notes)
     problems: list[ConfigError] = []
-    candidates = _candidates(plan, small_job, sizes, steps)
+    candidates = _candidates(plan, small_job, float8, sizes, steps)
     if unchanged:
         candidates = itertools.chain([({"steps": steps}, {})], candidates)
     for batch, fields in candidates:
@@ -212,10 +207,9 @@ def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int
     for section, key in (name.split(".") for name, _ in layout):
         changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)
     job = replace(case.reference_plan.job, **changes)
-    if job.parallel.dp_shard in ("auto", "fit"):
-        job = replace(job, parallel={"dp_shard": 1})
-    assert isinstance(job.parallel.dp_shard, int)
-    world = ranks_per_shard(job.parallel) * job.parallel.dp_shard
+    world = job.parallel.num_ranks
+    if world is None:
+        job, world = replace(job, parallel={"dp_shard": 1}), job.parallel.ranks_per_shard
     if world > ranks:
         raise InvalidConfig([ConfigError(option, world, f"needs more than {ranks} ranks")])
     job = replace(job, run={"nproc_per_node": world})
@@ -235,9 +229,8 @@ def match_float8(plans: Sequence[Plan]) -> tuple[list[Plan], list[str]]:
     Raises:
         InvalidConfig: if no matrix remains.
     """
-    family = load_family(plans[0].job.model.kind)
     names = [
-        {matrix.name for matrix in find_float8_matrices(p.job.precision, p.model, family, p.tp)}
+        {matrix.name for matrix in find_float8_matrices(p.job.precision, p.model, p.family, p.tp)}
         for p in plans
     ]
     common = set.intersection(*names)
@@ -245,7 +238,7 @@ def match_float8(plans: Sequence[Plan]) -> tuple[list[Plan], list[str]]:
         return list(plans), []
     if not common:
         rule = "multiplies no matrix that all of the compared layouts multiply in float8"
-        raise InvalidConfig([ConfigError("precision.float8", plans[0].job.precision.float8, rule)])
+        raise InvalidConfig([ConfigError("precision.float8", plans[0].float8, rule)])
     matched = []
     for plan, found in zip(plans, names, strict=True):
         if extra := sorted(found - common):
@@ -266,10 +259,9 @@ def degrees_of(parallel: ParallelSection) -> dict[str, int]:
 
 def _shrink_degrees(plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:
     """Halve the mesh along its longest axis until it fits in ``ranks``."""
-    job = plan.job
     sizes = dict(plan.axis_sizes)
     # A schedule file has a line for each rank of the pipeline.
-    pinned = {"pp"} if is_schedule_file(job.pipeline.schedule) else set()
+    pinned = {"pp"} if plan.pipeline and plan.pipeline.has_schedule_file else set()
     while (world := math.prod(sizes.values())) > ranks:
         free = [axis for axis in AXES if axis not in pinned]
         longest = max(free, key=lambda axis: sizes[axis])
@@ -291,9 +283,8 @@ def _shrink_parallel(
     plan: Plan, sizes: dict[str, int], unchanged: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Return other keys that depend on degrees (unless ``unchanged``) or hardware."""
-    job = plan.job
     changes: dict[str, Any] = {}
-    if job.parallel.async_tp:
+    if plan.async_tp:
         changes["async_tp"] = False
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
     if unchanged:
@@ -339,7 +330,7 @@ def _num_stages(plan: Plan, sizes: dict[str, int]) -> int:
     if plan.pipeline is None or sizes["pp"] == 1:
         return 1
     stages = len(plan.pipeline.stages)
-    if is_schedule_file(plan.pipeline.schedule):
+    if plan.pipeline.has_schedule_file:
         return stages
     return sizes["pp"] * min(2, stages // plan.pp)
 
@@ -362,16 +353,16 @@ def _make_machine(job: Job, sizes: dict[str, int], notes: list[str]) -> Machine:
 
 
 def _candidates(
-    plan: Plan, small_job: Job, sizes: dict[str, int], steps: int
+    plan: Plan, small_job: Job, float8: str, sizes: dict[str, int], steps: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield batches and model sizes, best first; the last model is the recipe's own."""
     parallel = small_job.parallel
     unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.cp_load_balance else 1)
     unit *= sizes["tp"] if parallel.sequence_parallel else 1
-    if small_job.precision.float8 != "none":
-        unit = math.lcm(unit, required_multiple(small_job.precision.float8) * sizes["cp"])
+    if float8 != "none":
+        unit = math.lcm(unit, required_multiple(float8) * sizes["cp"])
     seq_len = max(unit, min(SEQ_LEN, plan.seq_len) // unit * unit)
-    models = list(_model_sizes(plan, small_job, sizes, seq_len))
+    models = list(_model_sizes(plan, small_job, float8, sizes, seq_len))
     batch_size = min(2, plan.microbatch_size)
     short = plan.local_batch_size % plan.microbatch_size > 0
     for count in _microbatch_counts(plan, sizes):
@@ -392,14 +383,14 @@ def _microbatch_counts(plan: Plan, sizes: dict[str, int]) -> list[int]:
     count = plan.num_microbatches
     if plan.pipeline is None or sizes["pp"] == 1:
         return [min(count, 3)]  # a first, a middle and a last one
-    if is_schedule_file(plan.pipeline.schedule):
+    if plan.pipeline.has_schedule_file:
         return [count]
     enough = max(2 * sizes["pp"], _num_stages(plan, sizes))
     return list(dict.fromkeys([min(enough, count), enough, *range(1, 4 * enough)]))
 
 
 def _model_sizes(
-    plan: Plan, small_job: Job, sizes: dict[str, int], seq_len: int
+    plan: Plan, small_job: Job, float8: str, sizes: dict[str, int], seq_len: int
 ) -> Iterator[dict[str, Any]]:
     """Yield sizes of the model, best first, of the fields that its family has."""
     config, tp = plan.model, sizes["tp"]
@@ -416,7 +407,7 @@ def _model_sizes(
         heads = kv_heads * group
         head_dim = 8 if heads >= 4 else 16
         unit = 4  # of the feed-forward width on each rank
-        if (float8 := small_job.precision.float8) != "none":
+        if float8 != "none":
             head_dim = unit = required_multiple(float8)
         dim = heads * head_dim
         ratio = size("ffn_dim") / max(1, size("dim"))

@@ -14,7 +14,7 @@ from typing import Any
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.job_checks import prepare_job
 from weft.train.setup import joined
 

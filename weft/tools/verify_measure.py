@@ -61,7 +61,7 @@ from weft.optim.schedule import learning_rate
 from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_quantized
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.setup import Built, Rank, build
 
 # Breaks the layout on a rank, in tests.
@@ -128,8 +128,7 @@ def measure_rank(
         save_step: step to save a checkpoint after; 0: none.
         noise_seed: seed of `Noise`; 0: no noise.
     """
-    job = plan.job
-    if job.compile.enable:
+    if plan.is_compiled:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(plan, rank)
@@ -167,8 +166,8 @@ def measure_rank(
         tensors.load_gradients(f"gradients {step}", params)
         if noise_model is not None:  # rounding in the optimizer, which Muon amplifies
             noise_model.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
-        norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
-        lr = learning_rate(step, plan.num_steps, job.optim, built.lr_decay)
+        norm = clip_grad_norm(params.values(), plan.job.optim.max_grad_norm, stages)
+        lr = learning_rate(step, plan.num_steps, plan.job.optim, built.lr_decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
         if noise_model is not None:
@@ -228,7 +227,6 @@ class Noise:
     """
 
     def __init__(self, plan: Plan, seed: int) -> None:
-        job = plan.job
         self._generator = torch.Generator().manual_seed(seed)
         self._compute_eps = torch.finfo(getattr(torch, plan.compute_dtype)).eps
         reduce_eps = torch.finfo(getattr(torch, plan.reduce_dtype)).eps
@@ -236,7 +234,7 @@ class Noise:
         self._float8 = plan.float8 != "none"
         bf16_eps = torch.finfo(torch.bfloat16).eps
         state_eps = {"float32": 0.0, "bfloat16": bf16_eps, "8bit": FLOAT8_EPS}
-        self._state_eps = state_eps[job.optim.state_dtype]
+        self._state_eps = state_eps[plan.state_dtype]
 
     def register_hooks(self, model_parts: Iterable[nn.Module]) -> None:
         """Register hooks that perturb the outputs of all modules with weights."""
@@ -478,12 +476,12 @@ def sums_distance(actual: ActivationSums, expected: ActivationSums) -> float:
 def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
     """Draw ``sequences`` samples from the seed."""
     job = plan.job
-    generator = np.random.default_rng([job.train.seed, stream_id])
+    generator = np.random.default_rng([plan.seed, stream_id])
     size = sequences * plan.seq_len + 1
     tokens = generator.integers(1, plan.model.vocab_size, size)
     tokens[generator.random(size) < 1 / MEAN_DOCUMENT_TOKENS] = SEPARATOR
     stream, seq_len = TokenStream([tokens]), plan.seq_len
-    if job.data.format == "preferences":  # two answers of half a sequence each
+    if job.data.has_preferences:  # two answers of half a sequence each
         answers = 2 * sequences
         starts = np.arange(answers) * (seq_len // 2)
         lengths = np.full(answers, seq_len // 2)
@@ -496,10 +494,9 @@ def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
 
 def _loader(plan: Plan, mesh: Mesh) -> Loader:
     """Return the training loader over random samples, each of them read once."""
-    job = plan.job
     return Loader(
         _random_samples(plan, 0, plan.num_steps * plan.global_batch_size),
-        seed=job.train.seed,
+        seed=plan.seed,
         global_batch_size=plan.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,

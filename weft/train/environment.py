@@ -149,7 +149,7 @@ def apply_environment(job: Job) -> Job:
     Raises:
         InvalidConfig: if the environment contradicts itself; see `detect_environment`.
     """
-    here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
+    here = detect_environment(os.environ, job.run.nodes_text, job.run.rendezvous)
     if here.rank is not None:
         os.environ.update(here.rank)
         os.environ["MASTER_ADDR"] = reachable(here.rank["MASTER_ADDR"])

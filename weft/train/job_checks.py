@@ -26,7 +26,7 @@ from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.config.files import check_url
 from weft.config.reader import lookup, read_job
-from weft.config.schema import Job, difference, replace
+from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_chat
 from weft.data.dataset import Dataset
 from weft.data.loader import check_length
@@ -40,7 +40,8 @@ from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
 from weft.plan.pipeline_schedule import is_schedule_file
-from weft.plan.resolve import Plan, resolve_nodes
+from weft.plan.plan import Plan
+from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
 from weft.train.objectives import OBJECTIVES
 from weft.train.setup import detect_machine, joined
@@ -90,7 +91,7 @@ def prepare_job(
     plan = None
     later: list[ConfigError] = []
     try:
-        plan = resolve_nodes(apply_environment(job), detect_machine(job.run.device), recipe, base)
+        plan = resolve_nodes(apply_environment(job), detect_machine(job.run), recipe, base)
     except InvalidConfig as error:
         later += error.problems
     found = chain(_check_files(job), _check_tokenizer(job.data.tokenizer, plan))
@@ -143,7 +144,7 @@ def _absolute_paths(job: Job) -> Job:
 
 
 def _check_files(job: Job) -> Iterator[ConfigError]:
-    if not job.data.mixture:
+    if not job.data.is_mixture:
         yield from check_path(job.data.path)
     elif job.data.path != STDLIB:
         remedy = "list all sources in data.mixture, or set one data.path"
@@ -157,7 +158,7 @@ def _check_files(job: Job) -> Iterator[ConfigError]:
         yield from check_writable(
             "compile.cache_dir", str(Path(job.compile.cache_dir).expanduser())
         )
-    if job.checkpoint.local_dir != "off":
+    if job.checkpoint.saves_locally:
         yield from check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
     for key, value in (
         ("run.dir", job.run.dir),
@@ -211,7 +212,7 @@ def _check_checkpoint_dir(value: str) -> Iterator[ConfigError]:
 
 def check_names(job: Job) -> Iterator[ConfigError]:
     """Check that every optimizer, schedule, objective, tracker and fault site exists."""
-    if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
+    if job.resilience.has_replica_groups and importlib.util.find_spec("torchft") is None:
         rule, remedy = "needs torchft", "run pip install 'weft[torchft]'"
         yield ConfigError("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
     if importlib.util.find_spec("torchao") is None:
@@ -271,14 +272,14 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
     before = folder / "job.toml"
     if wrong or unreachable:
         return
-    if not (found := list_checkpoints(checkpoint_dir(job.checkpoint.dir, folder))):
-        here = list_checkpoints(checkpoint_dir("auto", folder))
+    if not (found := list_checkpoints(checkpoint_dir(job.checkpoint, folder))):
+        here = list_checkpoints(checkpoint_dir(CheckpointSection(), folder))
         if here and before.is_file():  # else the run would start from random weights
             rule = f"has no checkpoint of the run; they are in {here[0].parent}"
             remedy = "copy them to checkpoint.dir, or remove the key"
             yield ConfigError("checkpoint.dir", job.checkpoint.dir, rule, remedy)
         return
-    if not before.is_file() and job.resilience.lighthouse != "none":
+    if not before.is_file() and job.resilience.has_replica_groups:
         return  # the checkpoints are another replica group's
     if not before.is_file():
         rule = "has checkpoints but no job.toml, so they may belong to another run"
@@ -307,19 +308,19 @@ def check_text(plan: Plan, text: Dataset) -> None:
     job = plan.job
     problems = list(_check_vocabulary(plan, text.vocab_size))
     for source in text.sources:
-        what = f"the training set of {source.name}" if job.data.mixture else "the training set"
+        what = f"the training set of {source.name}" if job.data.is_mixture else "the training set"
         tokens = source.store.manifest.train.tokens
         if source.store.manifest.kind == "text":
             problems += check_length(tokens, plan.seq_len, what)
         problems += check_conversations(source.store, plan.seq_len, job.data)
-    for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint.dir, Path(plan.run_dir)))):
+    for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
             continue  # loading reports it
         if data not in (None, text.fingerprint):  # imported weights have no fingerprint of data
             rule = f"is not the data that {path} was trained on, or has changed since"
-            key = "mixture" if job.data.mixture else "path"
+            key = "mixture" if job.data.is_mixture else "path"
             value = getattr(job.data, key)
             problems.append(ConfigError(f"data.{key}", value, rule, "use another run.dir"))
         break

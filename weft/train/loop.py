@@ -61,7 +61,7 @@ from weft.optim.optimizer import (
 )
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import describe_graph_break
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.metric_logger import TrainingError, is_due
 from weft.train.run import Run, open_run
 from weft.train.setup import Rank
@@ -233,7 +233,7 @@ def next_batch(
         batches = run.data.get_microbatches(state.samples, run.replicas.index, run.replicas.count)
         return [batch_to(batch, run.rank.device) for batch in batches], None
     except DATA_ERRORS as error:
-        if not last or run.plan.job.resilience.lighthouse != "none":
+        if not last or run.plan.job.resilience.has_replica_groups:
             raise
         return last, error
 
@@ -294,7 +294,7 @@ def load_newest_checkpoint(run: Run) -> TrainState:
     """Load the newest checkpoint in the middle of a run; a collective."""
     zero_grad(run)
     section = run.plan.job.checkpoint
-    home = checkpoint_dir(section.dir, run.plan.run_path)
+    home = checkpoint_dir(section, run.plan.run_path)
     model_parts, optimizer = run.built.model_parts, run.built.optimizer
     state = rewind(home, section.local_dir, run.checkpoints, model_parts, optimizer, run.log)
     run.anomalies.restore(state.anomaly_state)

@@ -76,7 +76,7 @@ class MetricLogger:
         self._sources = SourceLosses(dataset.shares, rank.device)
         self._metrics = RunningMean(built.train_step.objective.metrics, rank.device)
         self._stragglers = StragglerDetector()
-        is_next_token = plan.job.train.objective == "next_token"
+        is_next_token = plan.objective == "next_token"
         self._divergence = DivergenceDetector(
             math.log(plan.model.vocab_size) if is_next_token else None
         )

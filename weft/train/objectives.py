@@ -110,6 +110,6 @@ def answer_logprobs(losses_BT: Tensor, batch: Batch) -> Tensor:
 OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {"next_token": next_token, "dpo": dpo}
 
 
-def build_objective(section: TrainSection) -> Objective:
-    """Return the objective of ``train.objective``."""
-    return lookup(section.objective, OBJECTIVES)(section)
+def build_objective(name: str, section: TrainSection) -> Objective:
+    """Return the objective of that name, an entry of `OBJECTIVES` or module:function."""
+    return lookup(name, OBJECTIVES)(section)

@@ -58,7 +58,7 @@ from weft.data.dataset import Dataset
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.private import create_gloo_group, create_tcp_store
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.setup import Rank
 from weft.train.state import TrainState
 
@@ -444,12 +444,12 @@ def join_replica_groups(
 ) -> SingleReplica:
     """Connect this run to other replica groups, if ``resilience.lighthouse`` is set."""
     section = plan.job.resilience
-    if section.lighthouse == "none":
+    if not section.has_replica_groups:
         return SingleReplica()
     same = {k: v for k, v in flatten(plan.job).items() if not k.startswith(GROUP_KEYS)}
     same |= {"text": dataset.fingerprint, "mesh": plan.axis_sizes}
     mark = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
-    device = torch.device("cpu") if plan.job.parallel.cpu_offload else rank.device
+    device = torch.device("cpu") if plan.cpu_offload else rank.device
     limit = section.step_timeout
     timeout = TIMEOUT_SECONDS if limit == "auto" or limit == 0 else limit / 2
     return ReplicaGroups(section.lighthouse, mark, timeout, rank, device, log)

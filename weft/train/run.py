@@ -20,7 +20,6 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture
 from weft.data.token_store import SplitName
-from weft.models import load_family
 from weft.monitor.anomaly import AnomalyDetector
 from weft.monitor.device_memory import is_out_of_memory, out_of_memory
 from weft.monitor.event_log import EventLog
@@ -33,7 +32,7 @@ from weft.monitor.signals import RankConsensus
 from weft.monitor.spans import SpanWriter, spans_path
 from weft.monitor.step_timer import StepTimer
 from weft.parallel.compile import CompileLog
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.epochs import epoch_warnings
 from weft.train.metric_logger import MetricLogger
 from weft.train.reference_logprobs import with_references
@@ -86,15 +85,15 @@ def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iter
         timer = StepTimer(last_record, SpanWriter(span_path, rank.rank))
         stack.enter_context(closing(timer))
         events = EventLog(run_dir, log, enabled=is_first)
-        compile_log = CompileLog(log, enabled=job.compile.enable)
+        compile_log = CompileLog(log, enabled=plan.is_compiled)
 
         built = _build(plan, rank)
         params = [param for _, param in trainable_parameters(built.model_parts)]
-        home = checkpoint_dir(job.checkpoint.dir, run_dir)
+        home = checkpoint_dir(job.checkpoint, run_dir)
         state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)
         splits: tuple[SplitName, ...] = ("train", "validation")
         mixtures = {
-            split: build_mixture(dataset, split, job.train.seq_len, job.data, job.train.seed)
+            split: build_mixture(dataset, split, plan.seq_len, job.data, plan.seed)
             for split in splits
         }
         if built.train_step.objective.needs_references:
@@ -113,8 +112,8 @@ def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iter
         stack.enter_context(closing(checkpoints))
         loader = Loader(
             mixtures["train"],
-            seed=job.train.seed,
-            global_batch_size=job.train.global_batch_size,
+            seed=plan.seed,
+            global_batch_size=plan.global_batch_size,
             dp_rank=built.mesh.dp_rank,
             dp_size=plan.dp_size,
             microbatch_size=plan.microbatch_size,
@@ -125,10 +124,10 @@ def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iter
         metrics = MetricLogger(built, dataset, rank, layer_stats, timer, events, console)
         stack.enter_context(closing(metrics))
         profiler = stack.enter_context(Profiler(plan, rank.device, log))
-        blocks = load_family(job.model.kind).blocks
+        blocks = plan.family.blocks
 
         if is_first:
-            warnings = (*plan.warnings, *epoch_warnings(job, dataset, mixtures["train"]))
+            warnings = (*plan.warnings, *epoch_warnings(plan, dataset, mixtures["train"]))
             with tolerate(run_dir / "plan.json", log):
                 write_plan(run_dir, replace(plan, warnings=warnings))
         metrics.open(state.step)

@@ -17,8 +17,9 @@ import torch
 import weft
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import replace_text, write_json
+from weft.config.schema import RunSection
 from weft.plan.devices import GIB
-from weft.plan.resolve import Plan
+from weft.plan.plan import DeviceType, Plan
 from weft.train.setup import detect_machine
 
 
@@ -74,11 +75,11 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     write_json(run_dir / "environment.json", environment, indent=2)
 
 
-def _memory_gib(device: str) -> float | None:
+def _memory_gib(device: DeviceType) -> float | None:
     """Return the memory of one GPU or of the host; None if there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
-    return (detect_machine(device).memory_bytes or 0) / GIB
+    return (detect_machine(RunSection(device=device)).memory_bytes or 0) / GIB
 
 
 def _git_commit() -> str | None:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import lookup
+from weft.config.schema import RunSection
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, select_layers
@@ -37,7 +38,7 @@ from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import create_tcp_store
 from weft.parallel.private_hooks import configure_flight_recorder
-from weft.plan.resolve import Machine, Plan
+from weft.plan.plan import Machine, Plan
 from weft.train.step import TrainStep
 
 # --------------------------------------------------------------------------- before the start
@@ -48,13 +49,13 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def detect_machine(device: str) -> Machine:
-    """Return the hardware of this host; ``device`` is the value of ``run.device``.
+def detect_machine(section: RunSection) -> Machine:
+    """Return the hardware of this host.
 
     Raises:
-        InvalidConfig: if ``device`` is cuda and there is none.
+        InvalidConfig: if ``run.device`` is cuda and there is none.
     """
-    gpus = torch.cuda.device_count()
+    gpus, device = torch.cuda.device_count(), section.device
     if device == "cuda" and gpus == 0:
         rule = "needs a visible CUDA device"
         raise InvalidConfig([ConfigError("run.device", device, rule, "use cpu, or auto")])
@@ -208,14 +209,14 @@ def build(plan: Plan, rank: Rank) -> Built:
     The initial weights are the same in every layout.
     """
     job = plan.job
-    random.seed(job.train.seed)
-    torch.manual_seed(job.train.seed)
+    random.seed(plan.seed)
+    torch.manual_seed(plan.seed)
     family = plan.family
     mesh = build_mesh(plan)
     name_groups(axis_by_group_name(mesh))
     model_parts = build_model_parts(plan, mesh, family)
     for part in model_parts:
-        allocate(part, rank.device, job.parallel.cpu_offload)
+        allocate(part, rank.device, plan.cpu_offload)
 
     def get_init(name: str) -> Init:
         return family.get_init(name, plan.model)
@@ -226,13 +227,13 @@ def build(plan: Plan, rank: Rank) -> Built:
             frozen_parameters(model_parts),
             persistent_buffers(model_parts),
         ),
-        job.train.seed,
+        plan.seed,
         lambda name: adapter_init(name, get_init),
     )
     optimizer = build_optimizer(
         trainable_parameters(model_parts),
         job.optim,
-        lookup(job.optim.name, OPTIMIZERS),
+        lookup(plan.optimizer, OPTIMIZERS),
         family.has_weight_decay,
         {
             param

@@ -27,8 +27,9 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state_dict import frozen_parameters
 from weft.checkpoint.storage import open_directory
+from weft.config.schema import CheckpointSection
 from weft.data.dataset import Dataset
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class TrainState:
         }
 
 
-def checkpoint_dir(value: str, run_dir: Path) -> Path:
-    """Return the directory of a run's checkpoints; ``value``: ``checkpoint.dir``."""
-    return run_dir / "checkpoints" if value == "auto" else open_directory(value)
+def checkpoint_dir(section: CheckpointSection, run_dir: Path) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return run_dir / "checkpoints" if section.is_in_run_dir else open_directory(section.dir)
 
 
 def resume(

@@ -31,7 +31,7 @@ from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order
 from weft.parallel.private_hooks import wrap_pipeline_actions
 from weft.parallel.tensor_parallel import vocab_parallel_cross_entropy
-from weft.plan.resolve import Plan
+from weft.plan.plan import Plan
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 from weft.train.objectives import SequenceLosses, build_objective
 
@@ -66,7 +66,7 @@ class TrainStep:
     ) -> None:
         job = plan.job
         self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
-        self.objective = build_objective(job.train)
+        self.objective = build_objective(plan.objective, job.train)
         self._load_balance = job.parallel.cp_load_balance
         tokens = plan.microbatch_size * plan.seq_len // plan.cp
         self._chunk_tokens = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
@@ -84,7 +84,7 @@ class TrainStep:
                 mesh.get_group("pp"),
                 device,
                 plan.seq_len,
-                job.parallel.sequence_parallel,
+                plan.sequence_parallel,
                 self._loss,
                 fused_loss,
             )
@@ -107,8 +107,8 @@ class TrainStep:
         self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
         self.owns_loss = has_last_stage and mesh.coordinates["tp"] == 0
         self.loss_by_source: Tensor | None = None
-        if len(job.data.mixture) > 1:
-            self.loss_by_source = torch.zeros(len(job.data.mixture), 2, device=device)
+        if (num_sources := len(job.data.sources)) > 1:
+            self.loss_by_source = torch.zeros(num_sources, 2, device=device)
         self.metrics: Tensor | None = None
         if self.objective.metrics:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)

@@ -1,0 +1,199 @@
+"""Machine and Plan: the hardware of a run, and all that weft derives for it.
+
+The trainer consumes the Plan, ``weft plan`` prints it, and tests assert on it; no other code
+computes a degree or a batch size.  `weft.plan.resolve` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import Job
+from weft.models import Family, load_family
+from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
+from weft.plan.lora_plan import TrainingCost, training_cost
+from weft.plan.pipeline_plan import PipelinePlan
+from weft.plan.pipeline_schedule import (
+    PipelineSchedule,
+    build_schedule,
+    read_schedule_csv,
+    single_stage_schedule,
+)
+from weft.plan.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that a run uses.
+
+    Attributes:
+        devices: GPUs of this host, or its cores on CPU.
+        world_size, local_world_size: ranks of the job and of this host, if a launcher has set
+            them; None if weft chooses them.
+        memory_bytes: memory of one GPU, or of this host on CPU; None if unknown.
+        peer_access: True if the GPUs of a host can read each other's memory.
+        capability: CUDA compute capability; (0, 0) if unknown.
+    """
+
+    device: DeviceType
+    devices: int
+    device_name: str = ""
+    world_size: int | None = None
+    local_world_size: int | None = None
+    memory_bytes: int | None = None
+    peer_access: bool = False
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def spec(self) -> Device | None:
+        """The entry of its devices in the device table; None if unknown."""
+        if self.device == "cpu":
+            return get_device(CPU_DEVICE)
+        return match_device(self.device_name, self.memory_bytes)
+
+    def memory_per_rank(self, local_world_size: int) -> int | None:
+        """Return the bytes of memory of each rank; CPU ranks share their host's memory."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes // (local_world_size if self.device == "cpu" else 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Job and everything derived from it.
+
+    Counts of sequences are per optimizer step.
+    """
+
+    job: Job
+    run_dir: str
+    device: DeviceType
+    world_size: int
+    local_world_size: int  # ranks per node
+    node_counts: tuple[int, ...]  # node counts that the run can use; this plan is for the last
+    rendezvous: str  # HOST:PORT
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int  # splits the dp_shard x cp ranks
+    mesh_order: str  # a key of `MESH_ORDERS`
+    num_threads: int  # CPU threads per rank
+    seed: int
+    objective: str
+    optimizer: str
+    state_dtype: str  # of AdamW's moments
+    seq_len: int  # tokens of a sequence
+    num_steps: int  # optimizer steps of the run
+    global_batch_size: int  # sequences
+    local_batch_size: int  # sequences per rank
+    microbatch_size: int  # sequences per forward pass; the last may have fewer
+    world_size_invariant: bool  # unsharded parameters, one sequence per forward pass
+    num_microbatches: int  # forward passes per rank
+    pipeline: PipelinePlan | None  # None if pp is 1
+    reshard_after_forward: bool | int  # as fully_shard takes it
+    gradient_sync: Literal["microbatch", "step"]
+    sequence_parallel: bool
+    async_tp: bool
+    cpu_offload: bool  # parameters, gradients and optimizer state are in host memory
+    activation_checkpoint: Literal["none", "full", "selective", "budget"]
+    is_compiled: bool  # the blocks, with torch.compile
+    tokens_per_step: int
+    compute_dtype: Literal["float32", "bfloat16"]
+    reduce_dtype: Literal["float32", "bfloat16"]
+    model: Any  # the family's frozen configuration
+    num_params: int  # includes adapters
+    num_active_params: int  # parameters that process a token; fewer in a mixture of experts
+    lora_rank: int  # 0: all parameters are trained
+    num_trainable_params: int  # frozen parameters have no gradient and no optimizer state
+    flops_per_token: float  # forward and backward, without recomputation
+    causal_flops_per_token: float  # counts only the attention scores below the causal mask
+    # FLOP/s of one device; None if unknown.  bfloat16 also with float8: see `weft.plan.devices`.
+    peak_flops: float | None
+    peak_dtype: str | None
+    float8: str  # the scaling recipe, or none
+    num_float8_matrices: int  # of the unsharded model
+    float8_all_gather: bool  # FSDP gathers the float8 matrices in float8
+    float8_emulated: bool  # float8 rounding without float8 speed
+    warnings: tuple[str, ...]
+
+    @property
+    def family(self) -> Family:
+        """The model family."""
+        return load_family(self.job.model.kind)
+
+    @property
+    def cost(self) -> TrainingCost:
+        """Trainable parameters, and cost of the unsharded model."""
+        return training_cost(self.job.lora, self.model, self.family, self.seq_len)
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir)
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks, which read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """Axes of the mesh, outermost (slowest-varying) first."""
+        return MESH_ORDERS[self.mesh_order]
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Return True if FSDP gathers parameters and reduces gradients.
+
+        One rank in float32 has nothing to gather and nothing to cast.
+        """
+        is_plain = self.world_size == 1 and self.compute_dtype == "float32"
+        return not self.world_size_invariant and (not is_plain or self.cpu_offload)
+
+    @property
+    def schedule_name(self) -> str:
+        """Name or CSV file of the pipeline schedule; 1F1B without a pipeline."""
+        return "1F1B" if self.pipeline is None else self.pipeline.schedule
+
+    @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """Ordered actions of each pipeline rank; a single stage without a pipeline.
+
+        Raises:
+            InvalidConfig: if the CSV file of the schedule has become invalid.
+        """
+        if self.pipeline is None:
+            return single_stage_schedule(self.num_microbatches)
+        if self.pipeline.has_schedule_file:
+            schedule = read_schedule_csv(Path(self.schedule_name), self.pp)
+            if isinstance(schedule, ConfigError):
+                raise InvalidConfig([schedule])
+            return schedule
+        stages_per_rank = len(self.pipeline.stages) // self.pp
+        return build_schedule(self.schedule_name, self.pp, stages_per_rank, self.num_microbatches)
+
+    @property
+    def shard_ranks_per_node(self) -> int | None:
+        """Ranks per node of each FSDP shard group; None if nodes differ."""
+        group = rank_groups(("dp_shard", "cp"), self.axis_sizes, self.axis_order)[0]
+        counts = set(ranks_per_node(group, self.local_world_size).values())
+        return counts.pop() if len(counts) == 1 else None
+
+    def to_json(self) -> str:
+        """Return the content of ``plan.json``, which leaves the job to ``job.toml``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "job"}
+        values["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
+        return json.dumps(values | {"model": self.model.model_dump()}, indent=2)
