@@ -130,7 +130,7 @@ def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: P
     assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
     # A second one would train in the same folder.
     again = launcher.launch("--nodes", "2", status=2)
-    assert f"job {number[1]} (slurm) is already there" in again
+    assert f"already has an active job {number[1]} (slurm)" in again
     followed = launcher.weft("job", "logs", "run", "--follow")
     assert followed.count("training on 2 nodes") == 1  # of two nodes the first speaks
     assert "2 CPU ranks (dp_shard 2)" in followed
