@@ -114,13 +114,17 @@ def main() -> None:
     print("| moments | seed | loss on new tokens | weights off, of their way | largest move / lr |")
     print("|---|---|---|---|---|")
     for seed in range(options.seeds):
-        found = {kind: trained(kind, seed, options.steps) for kind in KINDS}
+        result = {kind: trained(kind, seed, options.steps) for kind in KINDS}
         first = dict(new_model(seed).named_parameters())
-        exact, _, _ = found["float32"]
-        way = math.sqrt(sum((exact[name] - first[name]).square().sum().item() for name in exact))
-        for kind, (weights, loss, most) in found.items():
+        exact, _, _ = result["float32"]
+        distance = math.sqrt(
+            sum((exact[name] - first[name]).square().sum().item() for name in exact)
+        )
+        for kind, (weights, loss, most) in result.items():
             off = sum((weights[name] - exact[name]).square().sum().item() for name in exact)
-            print(f"| {kind} | {seed} | {loss:.4f} | {math.sqrt(off) / way:.3f} | {most:.1f} |")
+            print(
+                f"| {kind} | {seed} | {loss:.4f} | {math.sqrt(off) / distance:.3f} | {most:.1f} |"
+            )
 
 
 if __name__ == "__main__":
