@@ -107,8 +107,8 @@ REASONING = """\
 TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL, "marked": MARKED}
 
 
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **extra}
 
 
 TURNS = [
@@ -135,18 +135,18 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, template: str, **config: Any) -> Path:
+def write_tokenizer(directory: Path, template: str, **config: Any) -> Path:
     """``tokenizer.json`` and ``tokenizer_config.json`` with a template, as models come."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    directory.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"content": "<s>", "lstrip": False, "__type": "AddedToken"},
         "eos_token": "</s>",
         "chat_template": template,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | config), "utf-8")
-    return folder / "tokenizer.json"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | config), "utf-8")
+    return directory / "tokenizer.json"
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:

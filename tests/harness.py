@@ -133,16 +133,20 @@ class _Server:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
+        self.directory = tempfile.mkdtemp(prefix="weft-ranks-")
         with theirs:
-            arguments = [str(theirs.fileno()), self.folder]
+            arguments = [str(theirs.fileno()), self.directory]
             command = [sys.executable, "-m", "tests.harness", *arguments]
             # No thread pools: they must not exist before a fork.
-            single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            single_thread = {
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            }
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | single,
+                env=os.environ | single_thread,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # A signal from the terminal is the test process's to handle.
@@ -180,7 +184,7 @@ class _Server:
             self.process.kill()
             return self.process.wait()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 _current: _Server | None = None
@@ -247,19 +251,19 @@ class _Rank:
         return self.log.read_text(errors="replace")[-OUTPUT_CHARS:].strip()
 
 
-def _serve(client: Connection, folder: Path) -> None:
+def _serve(client: Connection, directory: Path) -> None:
     """Answer requests until the test process closes its end."""
     _import_modules()
-    spent = 0.0
+    elapsed = 0.0
     while True:
         try:
             request = pickle.loads(client.recv_bytes())
         except EOFError:
             return
-        with tempfile.TemporaryDirectory(dir=folder) as world:
+        with tempfile.TemporaryDirectory(dir=directory) as world:
             reply = _run_world(client, Path(world), request)
-        before, spent = spent, processor_seconds()
-        client.send_bytes(pickle.dumps(reply | {"seconds": spent - before}))
+        before, elapsed = elapsed, processor_seconds()
+        client.send_bytes(pickle.dumps(reply | {"seconds": elapsed - before}))
 
 
 def processor_seconds() -> float:
@@ -294,7 +298,7 @@ def _import_modules() -> None:
     gc.freeze()  # a collection in a rank would copy every page of these
 
 
-def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _run_world(client: Connection, directory: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Fork a world, wait for it, and leave no process of it."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -303,25 +307,25 @@ def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dic
     ranks: list[_Rank] = []
     try:
         for rank in range(request["world_size"]):
-            ranks.append(_fork(rank, client, folder, request))
+            ranks.append(_fork(rank, client, directory, request))
         error, rank_at_fault = _await(ranks, client, deadline, request["timeout"])
         if not error:
             _settle(ranks)
     finally:
         _kill_children()
-        for each in ranks:
-            each.pipe.close()
+        for item in ranks:
+            item.pipe.close()
     return {
         "error": error,
         "rank": rank_at_fault,
-        "results": [each.result for each in ranks],
-        "outputs": [each.output() for each in ranks],
+        "results": [rank.result for rank in ranks],
+        "outputs": [rank.output() for rank in ranks],
     }
 
 
-def _fork(rank: int, client: Connection, folder: Path, request: dict[str, Any]) -> _Rank:
+def _fork(rank: int, client: Connection, directory: Path, request: dict[str, Any]) -> _Rank:
     ours, theirs = Pipe()
-    log, stacks = folder / f"rank-{rank}.log", folder / f"rank-{rank}.stacks"
+    log, stacks = directory / f"rank-{rank}.log", directory / f"rank-{rank}.stacks"
     log.touch()
     stacks.touch()
     server = os.getpid()
@@ -332,7 +336,7 @@ def _fork(rank: int, client: Connection, folder: Path, request: dict[str, Any]) 
             ours.close()
             _die_with_parent(signal.SIGKILL)
             if os.getppid() == server:  # else it died before it could be said
-                _be_rank(rank, theirs, folder, log, stacks, request)
+                _be_rank(rank, theirs, directory, log, stacks, request)
         finally:
             os._exit(1)
     theirs.close()
@@ -369,8 +373,10 @@ def _await(
 
 def _died(ranks: list[_Rank], number: int) -> str:
     code = ranks[number].death or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    head = f"rank {number} of {len(ranks)} {how} before its function returned\n"
+    description = (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    )
+    head = f"rank {number} of {len(ranks)} {description} before its function returned\n"
     return head + _outputs(ranks, [number])
 
 
@@ -389,15 +395,15 @@ def _timed_out(ranks: list[_Rank], timeout: float) -> str:
     parts = [f"{len(ranks)} ranks did not finish within {timeout:g} s\n"]
     for number, rank in enumerate(ranks):
         frames = rank.stack().splitlines()
-        shown = [line for line in frames if __file__ not in line and "<frozen" not in line]
-        stack = "\n".join(shown) if frames else "gave no stack"
+        shown_frames = [line for line in frames if __file__ not in line and "<frozen" not in line]
+        stack = "\n".join(shown_frames) if frames else "gave no stack"
         parts.append(f"--- rank {number}: {stack if number in late else 'had finished'}\n")
     return "\n".join(parts) + _outputs(ranks, range(len(ranks)))
 
 
 def _outputs(ranks: list[_Rank], numbers: Any) -> str:
-    shown = [(number, ranks[number].output()) for number in numbers]
-    return "".join(f"\n--- rank {number} printed ---\n{text}\n" for number, text in shown if text)
+    outputs = [(number, ranks[number].output()) for number in numbers]
+    return "".join(f"\n--- rank {number} printed ---\n{text}\n" for number, text in outputs if text)
 
 
 def _settle(ranks: list[_Rank]) -> None:
@@ -429,7 +435,7 @@ def _kill_children() -> None:
 
 
 def _be_rank(
-    rank: int, pipe: Connection, folder: Path, log: Path, stacks: Path, request: dict[str, Any]
+    rank: int, pipe: Connection, directory: Path, log: Path, stacks: Path, request: dict[str, Any]
 ) -> NoReturn:
     """Everything that a rank does; never returns."""
     os.setsid()  # so that a signal to its group is its own affair
@@ -445,7 +451,7 @@ def _be_rank(
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     message: tuple[Any, ...]
     try:
-        message = ("result", _call(rank, folder, request))
+        message = ("result", _call(rank, directory, request))
     except BaseException as error:  # SystemExit too is the test's failure
         line = traceback.format_exception_only(error)[-1].strip()
         # From the second frame on: the first is this one.
@@ -462,7 +468,7 @@ def _be_rank(
     os._exit(0)
 
 
-def _call(rank: int, folder: Path, request: dict[str, Any]) -> bytes:
+def _call(rank: int, directory: Path, request: dict[str, Any]) -> bytes:
     """The function's result, pickled."""
     import numpy
     import torch
@@ -478,7 +484,7 @@ def _call(rank: int, folder: Path, request: dict[str, Any]) -> bytes:
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{directory}/store",
         rank=rank,
         world_size=request["world_size"],
         # Not less than the world's: what should be seen after a hang is every rank's stack.

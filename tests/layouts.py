@@ -46,14 +46,14 @@ Compute = Callable[[list[Overrides], str], list[dict[str, Any]]]
 
 def many_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """The results of `gradients` for one job after another, in the same ranks."""
-    found = []
+    results = []
     for job in jobs:
         try:
-            found.append(gradients(job, store))
+            results.append(gradients(job, store))
         except Exception as error:
             error.add_note(f"in the job {job}")
             raise
-    return found
+    return results
 
 
 _of_one_process: dict[Any, dict[str, Any]] = {}
@@ -66,8 +66,8 @@ def one_process(
     keys = [(compute, store, tuple(job)) for job in jobs]
     missing = [key for key in dict.fromkeys(keys) if key not in _of_one_process]
     if missing:
-        (found,) = run_ranks(compute, 1, [list(job) for *_, job in missing], store)
-        _of_one_process.update(zip(missing, found, strict=True))
+        (result,) = run_ranks(compute, 1, [list(job) for *_, job in missing], store)
+        _of_one_process.update(zip(missing, result, strict=True))
     return [_of_one_process[key] for key in keys]
 
 
@@ -76,10 +76,10 @@ def check_gradients(
     store: Path,
     model: Overrides,
     tolerance: float,
-    more: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The layout, with ``more``, against one process of ``model``, on every rank."""
-    check_many([layout], store, lambda layout: model, tolerance, more)
+    check_many([layout], store, lambda layout: model, tolerance, extra)
 
 
 def check_many(
@@ -87,7 +87,7 @@ def check_many(
     store: Path,
     model_of: Callable[[str], Overrides],
     tolerance: float,
-    more: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
     compute: Compute = many_gradients,
 ) -> None:
     """Layouts of as many ranks each, in one world, against one process, on every rank.
@@ -100,10 +100,10 @@ def check_many(
     ones = one_process(str(store), models, compute)
     (ranks,) = {parse(layout)[0] for layout in layouts}
     jobs = [
-        [*model, *parse(layout)[1], *more] for model, layout in zip(models, layouts, strict=True)
+        [*model, *parse(layout)[1], *extra] for model, layout in zip(models, layouts, strict=True)
     ]
-    found = run_ranks(compute, ranks, jobs, str(store), timeout=300)
-    for layout, one, many in zip(layouts, ones, zip(*found, strict=True), strict=True):
+    results = run_ranks(compute, ranks, jobs, str(store), timeout=300)
+    for layout, one, many in zip(layouts, ones, zip(*results, strict=True), strict=True):
         for rank in merged(list(many)):
             _compare(layout, rank, one, tolerance)
 
@@ -125,7 +125,7 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
             )
 
 
-def together(layouts: Iterable[str], most: int = 6) -> list[Any]:
+def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
     """Return parameters of at most so many layouts of as many ranks: one world is enough."""
     by_ranks: dict[int, list[str]] = {}
     for layout in layouts:
@@ -150,9 +150,9 @@ def size(layout: str) -> Overrides:
     for axis in ("pp", "tp", "cp"):
         rows //= int(chosen.get(f"parallel.{axis}", 1))
     both_ways = "DualPipeV" in layout
-    few = 4 if pipeline and (ranks < 8 or both_ways) else 2
-    each = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
-    sequences = each.get(chosen.get("train.microbatch_size", "1"), few)
+    subset = 4 if pipeline and (ranks < 8 or both_ways) else 2
+    item = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
+    sequences = item.get(chosen.get("train.microbatch_size", "1"), subset)
     blocks = 8 if "stages_per_rank=4" in layout else 4 if pipeline else 3
     return [
         ("model.num_layers", str(blocks)),
@@ -261,7 +261,7 @@ TRACED = [
 LARGER_RINGS = rings(4)
 # Few enough for every run of the tests, and all.
 OFTEN = [*SINGLE, *EACH_SCHEDULE, *PIPELINES, *rings(2), *TENSOR, *DATA]
-EVERY = [
+ALL = [
     *OFTEN,
     *COVERED,
     *PAIRS,
@@ -271,4 +271,4 @@ EVERY = [
     *(f"{layout} precision.compute_dtype=bfloat16" for layout in BFLOAT16),
     *TRACED,
 ]
-MATRIX = list(dict.fromkeys(EVERY))
+MATRIX = list(dict.fromkeys(ALL))

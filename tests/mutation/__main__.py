@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--checks", default="")
     parser.add_argument("--baseline", action="store_true")
     options = parser.parse_args()
-    began = time.monotonic()
+    start_time = time.monotonic()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
     import_heavy()
@@ -57,11 +57,11 @@ def main() -> int:
     checks = {n: source for n, source in result.items() if any(word in n for word in words)}
     base = baseline(options.precision, checks, work, print_now)
     if options.baseline:
-        sound = len(base.seconds)
+        valid = len(base.seconds)
         seconds = sum(base.seconds.values())
-        print_now(f"{sound} of {len(checks)} checks find nothing; {seconds:.0f} s")
-        return int(sound < len(checks))
-    done = read_log(options.json)
+        print_now(f"{valid} of {len(checks)} checks find nothing; {seconds:.0f} s")
+        return int(valid < len(checks))
+    completed = read_log(options.json)
     chosen = [
         fault
         for fault in FAULTS
@@ -70,14 +70,14 @@ def main() -> int:
     ]
     print_now(f"{len(chosen)} faults, {len(checks)} checks")
     for fault in chosen:
-        done |= read_log(options.json)  # several may work at it
-        if fault.name in done:
+        completed |= read_log(options.json)  # several may work at it
+        if fault.name in completed:
             continue
-        if time.monotonic() - began > options.seconds:
-            print_now(f"{len([f for f in chosen if f.name not in done])} are left")
+        if time.monotonic() - start_time > options.seconds:
+            print_now(f"{len([f for f in chosen if f.name not in completed])} are left")
             break
         outcome = run_fault(fault, options.precision, base)
-        done[fault.name] = outcome
+        completed[fault.name] = outcome
         print_now(
             f"{'found ' if outcome.check else 'MISSED'} {fault.name} ({fault.file}): "
             f"{outcome.check}: {outcome.text[:160]!r} -> {outcome.module}"
@@ -86,7 +86,7 @@ def main() -> int:
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(outcome._asdict()) + "\n")
-    print_now(report([done[f.name] for f in chosen if f.name in done]))
+    print_now(report([completed[f.name] for f in chosen if f.name in completed]))
     print_now(f"tree {tree_hash()}")
     return 0
 

@@ -295,30 +295,30 @@ def _first_departure(name: str, precision: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for path, value in patches(name):
             patch.setattr(path, value)
-        every = departures(oracle_case(name, precision))
-        found = next(every, None)
-        if found is not None and found.where == "references":
+        found_departures = departures(oracle_case(name, precision))
+        result = next(found_departures, None)
+        if result is not None and result.where == "references":
             # They are results of the forward pass: if it differs, too, it is the cause.
-            found = next((each for each in every if each.where == "forward"), found)
-    return None if found is None else tuple(found)
+            result = next((item for item in found_departures if item.where == "forward"), result)
+    return None if result is None else tuple(result)
 
 
 def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
     """Run a case of `ORACLE`."""
     try:
-        [found] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
+        [result] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
     except WeftError as error:
         return read_failure(error)
-    if found is None:
+    if result is None:
         return None
-    where, text, module = found
+    location, text, module = result
     if module == "parallel/float8.py":
         # What differs without float8, too, is not float8's.
         [plain] = run_ranks(_first_departure, 1, name, "", timeout=timeout)
-        where, text, module = plain or found
-    if where in ("forward", "gradients"):
+        location, text, module = plain or result
+    if location in ("forward", "gradients"):
         module = next((m for word, m in BESIDE.items() if word in name), module)
-    return Finding(f"{where}: {text}", module)
+    return Finding(f"{location}: {text}", module)
 
 
 # --------------------------------------------------------------------------- layouts
@@ -332,9 +332,9 @@ class Technique(NamedTuple):
     ranks: int = 1
 
 
-def _pp(schedule: str, **more: str) -> Technique:
+def _pp(schedule: str, **extra: str) -> Technique:
     keys = {"parallel.pp": "2", "pipeline.schedule": schedule, "model.tied_embeddings": "false"}
-    return Technique(keys | more, "parallel/pipeline_parallel.py", 2)
+    return Technique(keys | extra, "parallel/pipeline_parallel.py", 2)
 
 
 def _cp(method: str, balance: bool = True) -> Technique:

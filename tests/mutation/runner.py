@@ -180,31 +180,31 @@ def _run_one(name: str, precision: str, timeout: float) -> Any:
     from tests.mutation.battery import battery
 
     check = next(check for check in battery() if check.name == name)
-    with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
-        _trace_into(folder)
-        began = _processor_seconds()
-        found = check.run(precision, timeout)
-        _dump(folder)
+    with tempfile.TemporaryDirectory(prefix="weft-coverage-") as directory:
+        _trace_into(directory)
+        start_time = _processor_seconds()
+        result = check.run(precision, timeout)
+        _dump(directory)
         executed: dict[str, set[int]] = {}
-        for file in Path(folder).glob("*.json"):
+        for file in Path(directory).glob("*.json"):
             for name, lines in json.loads(file.read_text()).items():
                 executed.setdefault(name, set()).update(lines)
         lines = {name: sorted(lines) for name, lines in executed.items()}
-        return found, lines, _processor_seconds() - began
+        return result, lines, _processor_seconds() - start_time
 
 
 def _processor_seconds() -> float:
     import resource
 
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    used = [resource.getrusage(owner) for owner in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(item.ru_utime + item.ru_stime for item in used)
 
 
 _LINES: dict[str, set[int]] = {}
 _CODES: dict[Any, tuple[set[int], set[int]]] = {}  # of a function: lines executed, and all
 
 
-def _trace_into(folder: str) -> None:
+def _trace_into(directory: str) -> None:
     """From now on note which lines of weft are executed, in this process and its ranks."""
     root = f"{WEFT}{os.sep}"
 
@@ -220,8 +220,8 @@ def _trace_into(folder: str) -> None:
         if code not in _CODES:
             executed = _LINES.setdefault(code.co_filename.removeprefix(root), set())
             _CODES[code] = executed, {line for *_, line in code.co_lines() if line}
-        executed, every = _CODES[code]
-        return None if every <= executed else note_line
+        executed, all_lines = _CODES[code]
+        return None if all_lines <= executed else note_line
 
     sys.settrace(note_call)
     threading.settrace(note_call)
@@ -235,20 +235,20 @@ def _trace_into(folder: str) -> None:
 
         @staticmethod
         def dumps(value: Any) -> bytes:
-            _dump(folder)
-            found: bytes = pickle.dumps(value)
-            return found
+            _dump(directory)
+            result: bytes = pickle.dumps(value)
+            return result
 
     ranks.pickle = Dumps  # type: ignore[attr-defined]
 
 
-def _dump(folder: str) -> None:
+def _dump(directory: str) -> None:
     lines = {name: sorted(executed) for name, executed in _LINES.items()}
-    (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(lines))
+    (Path(directory) / f"{os.getpid()}.json").write_text(json.dumps(lines))
 
 
 def baseline(
-    precision: str, checks: dict[str, str], folder: Path, say: Callable[[str], None]
+    precision: str, checks: dict[str, str], directory: Path, say: Callable[[str], None]
 ) -> Baseline:
     """Run each check without a fault; what is known of this tree is taken from ``folder``.
 
@@ -257,7 +257,7 @@ def baseline(
 
     A check that finds something without a fault is left out of it, and said.
     """
-    file = folder / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
+    file = directory / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     unsound = []
     for name, source in checks.items():
@@ -265,22 +265,22 @@ def baseline(
         if known.get(name, [""])[0] == key:
             continue
         state, result = forked(_run_one, name, precision, 600.0, timeout=700)
-        found, lines, seconds = result if state == "done" else (result, {}, 0.0)
+        actual, lines, seconds = result if state == "done" else (result, {}, 0.0)
         number = sum(map(len, lines.values()))
-        say(f"baseline {name}: {seconds:.1f} s, {number:,} lines, {found or 'sound'}")
-        if found is not None:
+        say(f"baseline {name}: {seconds:.1f} s, {number:,} lines, {actual or 'sound'}")
+        if actual is not None:
             unsound.append(name)
             continue
         known[name] = [key, seconds, lines]
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         if file.exists():  # another one may have added to it
             known |= json.loads(file.read_text()) | {name: known[name]}
         file.write_text(json.dumps(known))
-    sound = [name for name in checks if name not in unsound]
+    valid = [name for name in checks if name not in unsound]
     if unsound:
         say(f"WITHOUT A FAULT these find something, and are left out: {unsound}")
     return Baseline(
-        {name: known[name][1] for name in sound}, {name: known[name][2] for name in sound}
+        {name: known[name][1] for name in valid}, {name: known[name][2] for name in valid}
     )
 
 
@@ -329,15 +329,15 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
         return "import", repr(error)[:200], fault.file
     by_name = {check.name: check for check in battery()}
     for name in checks:
-        found = by_name[name].run(precision, timeout)
-        if found is not None:
-            return name, found.text, found.module
+        result = by_name[name].run(precision, timeout)
+        if result is not None:
+            return name, result.text, result.module
     return "", "", ""
 
 
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
     """Plant a fault, and try the checks that execute it."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     checks = [name for name in base.seconds if is_executed(fault, base.lines[name])]
     check = text = module = ""
     if checks:
@@ -354,7 +354,7 @@ def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
         except TimeoutError:
             check, text = "time", "it did not end"
     named = bool(check) and module in (fault.file, *fault.near)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     return Outcome(
         fault.name, fault.kind, fault.file, precision, check, text, module, named, seconds
     )
