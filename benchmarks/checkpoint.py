@@ -1,4 +1,4 @@
-"""What checkpoints cost: the stall of training, and the share of the disk's speed.
+"""Measure the cost of checkpoints: blocked training time and share of disk speed.
 
     .venv/bin/python benchmarks/checkpoint.py [--megabytes 100] [--rounds 5] [--steps 4]
 
@@ -77,7 +77,7 @@ def step(built: Built) -> float:
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Put the files of a folder out of the page cache."""
+    """Drop the files of a directory from the page cache."""
     for path in directory.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -149,7 +149,7 @@ def main() -> None:
                 if round_:  # the first one allocates memory
                     record(f"{kind}: stall", stall)
                     record(f"{kind}: write", saver.write_seconds)
-            # As a checkpoint: the old one goes when the new one is there.
+            # Like a checkpoint: the old one is removed once the new one exists.
             os.sync()
             before, plain = home / f"plain-{round_ - 1}", home / f"plain-{round_}"
             wrote = plain_write(plain, size)

@@ -46,7 +46,7 @@ AT_ONCE = 2  # pairs
 
 Overrides = dict[str, str]
 
-# What every cell has unless a technique says otherwise.
+# Overrides of every cell, unless a technique sets them differently.
 BASE: Overrides = {
     "run.device": "cpu",
     "model.tied_embeddings": "false",
@@ -166,9 +166,9 @@ def pair_key(first: Technique, second: Technique) -> str:
 
 
 def combine(first: Technique, second: Technique) -> Overrides | None:
-    """Return the overrides of a job with both techniques; None if they set one key differently.
+    """Return the overrides of a job with both techniques, or None if they conflict.
 
-    Of a degree the larger one counts: it is a size, and not a choice between techniques.
+    If both set the same degree, the larger one is used: it is a size, not a choice.
     """
     combined = dict(first.overrides)
     for name, value in second.overrides.items():
@@ -195,7 +195,7 @@ def refusals(overrides: Overrides) -> list[str]:
 
 
 def run_pair(overrides: Overrides) -> dict[str, Any]:
-    """Verify one job.  Return its outcome (works, refused, wrong or failed) and the reason."""
+    """Verify one job; return outcome (works, refused, wrong, failed) and reason."""
     if problems := refusals(overrides):
         return {"outcome": "refused", "reason": " ".join(problems)}
     try:

@@ -1,4 +1,4 @@
-"""What preparing and reading data costs, beside Hugging Face's `datasets` on the same cores.
+"""Measure preparing and reading data, compared with Hugging Face's `datasets`.
 
     .venv/bin/python benchmarks/data.py [--megabytes 16] [--rounds 3] [--seq-len 2048]
 
@@ -46,7 +46,7 @@ BATCH_ROWS = 16
 
 
 def write_lines(file: Path, size: int) -> None:
-    """The library's sources, cut at lines into documents, over again until there is enough."""
+    """Return the library's sources as documents, repeated until there are enough."""
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     written = 0
     with file.open("w") as out:

@@ -1,4 +1,4 @@
-"""Measure this machine for the planner: products, attention, memory, launches, and its links.
+"""Measure this machine for the planner: compute, memory, launches and links.
 
     python benchmarks/device.py                                  one device
     torchrun --nproc-per-node 8 benchmarks/device.py --write     with the links of a node
@@ -66,7 +66,7 @@ def attention(device: torch.device) -> tuple[float, float]:
 
 
 def launch(device: torch.device) -> float:
-    """Host seconds of a small kernel that autograd records, while the device has other work."""
+    """Return host seconds of a small kernel that autograd records on a busy device."""
     x = torch.ones(64, device=device, requires_grad=True)
     count = 500
     seconds = []
@@ -83,7 +83,7 @@ def launch(device: torch.device) -> float:
 
 
 def links(device: torch.device) -> dict[str, float]:
-    """Of all-gathers: bytes/s of a rank, and seconds a hop."""
+    """Measure all-gathers: bytes/s per rank, and seconds per hop."""
     ranks = dist.get_world_size()
 
     def gather(size: int) -> float:
@@ -123,7 +123,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def keep_known_values(entry: dict[str, Any], known: Device) -> Iterator[str]:
-    """What was measured and what the table has."""
+    """Yield the lines of the measured entry, followed by the values of the table."""
     for key, value in entry.items():
         if key in ("like", "link"):
             continue

@@ -1,4 +1,4 @@
-"""One CUDA GPU, one command: what compile, float8 and recomputation bring on Llama 3.1 8B's shapes.
+"""Measure compile, float8 and activation checkpointing of Llama 3.1 8B on one GPU.
 
     python benchmarks/gpu.py [--wheels FOLDER] [--minutes 8] [--out gpu.json]
 
@@ -109,7 +109,7 @@ def install_wheels(wheels: Path | None, directory: Path) -> None:
 
 
 def run_worker(worker: str, tiny: bool, timeout: float) -> dict[str, Any]:
-    """What a worker prints, from a process of its own."""
+    """Run a worker in a separate process and return its output."""
     command = [sys.executable, __file__, "--worker", worker, *(["--tiny"] if tiny else [])]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     if completed.returncode:
@@ -323,7 +323,7 @@ def probe(tiny: bool) -> dict[str, Any]:
 
 
 def peer(tiny: bool) -> dict[str, Any]:
-    """Hugging Face's Llama of the same shape: autocast, fused AdamW, clipping; nothing else."""
+    """Measure Hugging Face's Llama of the same shape: autocast, fused AdamW, clipping."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

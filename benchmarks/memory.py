@@ -1,4 +1,4 @@
-"""What each way of keeping activations costs: peak memory and time of a step.
+"""Measure each activation checkpointing mode: peak memory and step time.
 
 One process, on CUDA if it is there, else on the CPU, where bytes are tracked as operators make and
 drop them (torch's MemTracker); beside it is what the planner predicts.  Every way takes its turn in
@@ -77,7 +77,7 @@ def planned(options: argparse.Namespace, variant: dict[str, str]) -> tuple[Plan,
 
 
 def predicted(options: argparse.Namespace, variant: dict[str, str]) -> float:
-    """What the planner says of `peak`, in MiB; of compiled blocks as if they were eager."""
+    """Return the planner's prediction of `peak` in MiB, as if blocks were eager."""
     return sum(forecast(*planned(options, variant), None).memory.live_bytes.values()) / 2**20
 
 
@@ -99,7 +99,7 @@ def step(built: Built, tokens_BT: torch.Tensor) -> float:
 
 
 def peak(built: Built, tokens_BT: torch.Tensor) -> float:
-    """Of a step, in MiB, with parameters, gradients and optimizer states."""
+    """Return the peak of a step in MiB, parameters and optimizer states included."""
     if tokens_BT.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step(built, tokens_BT)

@@ -1,4 +1,4 @@
-"""What observing a run costs, as a ratio of step times.
+"""Measure the cost of monitoring as a ratio of step times.
 
     .venv/bin/python benchmarks/observe.py [--steps 400] [--workers 2]
 
@@ -49,7 +49,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(stat: Path) -> float:
-    """User's and system's, of a process or thread, by its file in /proc; 0 if it has ended."""
+    """Return user and system seconds of a process or thread from /proc; 0 if it ended."""
     try:
         after_name = stat.read_text().rpartition(")")[2].split()
     except OSError:
@@ -58,7 +58,7 @@ def cpu_seconds(stat: Path) -> float:
 
 
 def trackers_seconds() -> float:
-    """CPU seconds of this process's threads but the main one, and of the trackers' processes."""
+    """Return CPU seconds of the trackers' threads and processes."""
     other_threads = [thread.native_id for thread in threading.enumerate()]
     stat_files = [
         Path(f"/proc/self/task/{other}/stat") for other in other_threads if other != os.getpid()
@@ -132,7 +132,7 @@ def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def span_seconds(directory: Path, count: int = 20000) -> float:
-    """Of one span, noted and written."""
+    """Return the seconds that recording and writing one span takes."""
     spans = SpanWriter(spans_path(directory, 0), 0)
     start_time = time.perf_counter()
     for _ in range(count):

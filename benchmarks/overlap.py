@@ -1,4 +1,4 @@
-"""How much of the time of collectives is hidden behind computing: read from a trace of a step.
+"""Measure the share of collective time hidden behind compute, from a trace.
 
 Ranks of one machine train a small Llama under FSDP2, on CPU over gloo or on CUDA over NCCL; one
 step of rank 0 is traced by torch.profiler.  Hidden is the share of the time in which at least one
@@ -122,7 +122,7 @@ def _rank(
 
 
 def _read(trace: dict[str, Any], cuda: bool) -> tuple[float, float, float]:
-    """Milliseconds of the step and of collectives, and the share of those that is hidden."""
+    """Return milliseconds of the step and of collectives, and the hidden share."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     if cuda:
         kernels = [e for e in events if e.get("cat") == "kernel"]

@@ -1,4 +1,4 @@
-"""weft beside other trainers: the same small Llama, trained the same way, in one interleaved run.
+"""Compare weft with other trainers on one small Llama, in one interleaved run.
 
     python3.11 -m venv build/peers && build/peers/bin/pip install --no-deps \\
         -r benchmarks/peers-requirements.txt -e .
@@ -72,9 +72,9 @@ from weft.models import load_family
 from weft.parallel.initialization import init_params
 from weft.plan.resolve import Machine, Plan, resolve
 
-# How far apart the losses of a fixed batch may be, and, relative to them, the norms of all
-# parameters: by rounding, which training makes grow.  After so many steps it has grown too far to
-# tell rounding from other work.
+# Allowed difference of the losses of a fixed batch, and relative difference of the norms of all
+# parameters. Both differ by rounding, which grows with training: after too many steps it cannot be
+# distinguished from different work.
 LOSS, NORM, COMPARED = 1e-3, 1e-5, 60
 LOG = 10  # steps between records
 
@@ -109,7 +109,7 @@ TARGETS = {"small": ("time", 1.02), "micro": ("processor time", 1.10)}
 
 @dataclass(frozen=True)
 class Work:
-    """What all do."""
+    """The work that all trainers do."""
 
     job: Job
     plan: Plan
@@ -118,7 +118,7 @@ class Work:
     turn: Turn
 
     def order(self) -> np.ndarray:
-        """Where this rank's rows begin in the tokens, in the order of their use."""
+        """Return the offsets of this rank's rows in the tokens, in the order of their use."""
         job, ranks = self.job, self.plan.world_size
         windows = (len(self.tokens()) - 1) // job.train.seq_len
         positions = np.arange(job.train.steps * job.train.global_batch_size, dtype=np.int64)
@@ -132,7 +132,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Of a rank's batch."""
+        """Return the rows of a rank's batch."""
         return self.job.train.global_batch_size // self.plan.world_size
 
     def fixed(self) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Work:
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Embeddings and norms do not decay, under whatever name."""
+        """Return the optimizer; embeddings and norms have no weight decay, under any name."""
         section = self.job.optim
         tables = ("embed_tokens.weight", "lm_head.weight")  # one and the same
         named = list(model.named_parameters())
@@ -633,7 +633,7 @@ class Trainer:
 
 
 def other_work(results: dict[str, Timing]) -> list[str]:
-    """Who has not the bare loop's loss of the fixed batch, and norm of the parameters."""
+    """Return the trainers whose loss or norm differs from the bare loop's."""
     bare = results["bare loop"]
     return [
         f"{name} does not do the same work as the bare loop: a loss of {ours[2]:.6f}, not "

@@ -1,4 +1,4 @@
-"""How far the planner's predictions are from runs that others measured and published.
+"""Compare the planner's predictions with published measurements.
 
     python benchmarks/plan_accuracy.py [--json] [FILE]
 
@@ -64,7 +64,7 @@ class Stack:
     seq_len: int = 4096
     vocab: int = 128256
     network: str | None = None
-    # Where the row says nothing; "auto": as many layers again as memory asks for.
+    # Defaults if the row has no value; "auto": as many layers as fit into memory.
     activation_checkpoint: str = "none"
     memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
 
@@ -84,7 +84,7 @@ MEGATRON = Stack(
     seq_len=4096,
     activation_checkpoint="auto",
 )
-# By a word of the source; the first that is found.
+# Keyed by a word of the source; the first match is used.
 STACKS: dict[str, Stack] = {
     # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
     # microbatches of a pipeline, and its schedule returns all logits, as it did until October 2025.
@@ -170,7 +170,7 @@ class Unexpressed(ValueError):
 
 
 def stack_of(row: Row) -> tuple[str, Stack]:
-    """The system that was run, by name; the oldest Megatron is told by its devices."""
+    """Return the system that was run, by name; the oldest Megatron by its devices."""
     source = row["source"].lower()
     system, stack = next((k, s) for k, s in STACKS.items() if k in source)
     if system == "torchtitan" and re.search(r"paper t[1-4]\b", source):
@@ -227,15 +227,15 @@ def sizes_of(row: Row, stack: Stack) -> DecoderDims:
     params = number(row["params_b"]) * 1e9
     if not params:
         return sizes
-    # Whether feed-forward is gated and tables are tied shows in the number of parameters.
+    # The number of parameters shows if the feed-forward is gated and the embeddings are tied.
     kinds = [replace(sizes, gated=g, tied=t) for g in (True, False) for t in (False, True)]
     return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
 
 
 def by_cost(sizes: DecoderDims, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as Nanotron deals them: by matrix products, those of logits included.
+    """Return layers per stage as Nanotron assigns them: by matmuls, logits included.
 
-    A stage is left after the layer that brings it past its share.
+    A stage ends after the layer that exceeds its share.
     """
     cost = sizes.layer_params - 2 * sizes.hidden
     item = (sizes.layers * cost + sizes.vocab * sizes.hidden) / stages
@@ -419,10 +419,10 @@ def live(held: dict[str, float]) -> float:
 
 
 def fitted(sizes: DecoderDims, layout: Layout, device: Device) -> Layout:
-    """With the least recomputation that fits, in tenths of the layers, where none is published.
+    """Return the layout with the published recomputation, or the least that fits.
 
-    Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
-    does not fit at all with whole weights was run with FSDP.
+    Recomputation is in tenths of the layers. With a Grace host Megatron's FSDP offloads
+    activations instead. A model whose unsharded weights never fit was run with FSDP.
     """
     if cast(str, layout.activation_checkpoint) != "auto":
         return layout
@@ -478,7 +478,7 @@ def case_of(row: Row) -> Case:
     case.memory = sum(estimate_memory(sizes, layout, stack.memory_rank).values()) / GIB
     if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
         raise Unexpressed("its numbers give no prediction")
-    # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
+    # The allocator frees its reserve before it fails; the driver keeps 1 GiB.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
     case.choice = (case.source, row["model"], row["n_gpus"], row["gpu"], row["seq_len"])
@@ -502,13 +502,13 @@ def calibrate(cases: Sequence[Case]) -> None:
 
 
 def ranks(values: Iterable[float]) -> list[float]:
-    """Of equal values: the mean of theirs."""
+    """Return ranks; equal values get their mean rank."""
     subset = list(values)
     return [sum(v < x for v in subset) + (subset.count(x) - 1) / 2 for x in subset]
 
 
 def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
-    """Of sets of three or more: rank correlation, what the first choice loses, and a name."""
+    """Return rank correlation, loss of the first choice, and name of choice sets."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
@@ -520,7 +520,7 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
             ranks(c.predicted for c in subset),
             ranks(c.measured for c in subset),
         )
-        # All the same tells nothing.
+        # Equal predictions have no order.
         rho = (
             float(np.corrcoef(predicted_ranks, measured_ranks)[0, 1])
             if len(set(predicted_ranks)) > 1
@@ -535,7 +535,7 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
 
 
 def differences(cases: Sequence[Case]) -> str:
-    """How well the planner tells two layouts of a choice set apart; `weft compare` builds on it."""
+    """Return how well the planner orders two layouts; `weft compare` builds on it."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
@@ -563,7 +563,7 @@ def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
     raw = [abs(c.predicted / c.measured - 1) for c in timed]
     fine = [abs(c.calibrated / c.measured - 1) for c in timed]
     memory = [abs(c.memory / c.measured_memory - 1) for c in cases if c.measured_memory]
-    # Where neither memory nor recomputation is published, there is nothing to judge.
+    # Without published memory or recomputation there is nothing to judge.
     memory_cases = [c for c in cases if c.measured_memory or c.out_of_memory or c.row["ac"]]
     fits = [(c.live <= c.capacity) != c.out_of_memory for c in memory_cases]
     sets = choice_sets(timed)

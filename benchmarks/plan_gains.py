@@ -1,4 +1,4 @@
-"""What the planner says of three gains that others published.
+"""Compare the planner's predictions with three published gains.
 
     python benchmarks/plan_gains.py [--json]
 
@@ -33,7 +33,7 @@ Overrides = dict[str, str]
 
 @dataclass(frozen=True)
 class Gain:
-    """``plain`` and ``better`` differ in what is said to gain, and both have ``common``."""
+    """A published gain: ``plain`` and ``better`` differ in it, ``common`` is shared."""
 
     name: str
     recipe: str
@@ -107,7 +107,7 @@ def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
 
 
 def predict(gain: Gain) -> dict[str, dict[str, float]]:
-    """By the way of predicting: both speeds, and the gain as a fraction."""
+    """Return both speeds and the gain as a fraction, by method of prediction."""
     plain, better = speeds(gain, gain.plain), speeds(gain, gain.better)
     return {
         way: {"plain": plain[way], "better": better[way], "gain": better[way] / plain[way] - 1}

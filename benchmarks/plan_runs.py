@@ -1,4 +1,4 @@
-"""Predicted against measured on this machine: memory and time, before and after calibration.
+"""Compare predicted and measured memory and time on this machine.
 
     python benchmarks/plan_runs.py [--steps 12] [--json]
 
@@ -83,7 +83,7 @@ ON_CPU: dict[str, dict[str, Any]] = {
 
 
 def measure(name: str, keys: dict[str, Any], directory: Path, steps: int) -> Path | str:
-    """The folder of the finished run, or why there is none."""
+    """Return the directory of the finished run, or the reason why there is none."""
     on_gpu = torch.cuda.is_available()
     base = LARGE if on_gpu else SMALL
     ranks = max(1, torch.cuda.device_count()) if on_gpu else 2

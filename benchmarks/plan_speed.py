@@ -1,4 +1,4 @@
-"""How long planning takes: every shipped recipe on its cluster, and the search for 405B on 512.
+"""Measure planning time: every shipped recipe, and the search for 405B.
 
     python benchmarks/plan_speed.py [--json] [--only llama3-8b,...] [--no-search]
 

@@ -1,4 +1,4 @@
-"""How weft's own cost grows with layers, ranks and parameters: at most linearly.
+"""Check that weft's overhead grows linearly with layers, ranks, parameters.
 
     .venv/bin/python benchmarks/scaling.py [--rounds 3]
 
@@ -152,7 +152,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
 
 
 def exponent(sizes: list[float], costs: list[float]) -> float:
-    """By which power costs grow at the three largest sizes."""
+    """Return the exponents of growth at the three largest sizes."""
     x, y = ([math.log(value) for value in values[-3:]] for values in (sizes, costs))
     return statistics.linear_regression(x, y).slope
 

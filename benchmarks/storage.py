@@ -1,4 +1,4 @@
-"""What an object store costs beside a local disk: preparing data, saving and loading checkpoints.
+"""Compare an object store with a local disk, for data and checkpoints.
 
     python -m benchmarks.storage [--megabytes 100] [--rounds 5]        from the repository's root
 
@@ -50,7 +50,7 @@ BUCKET = "s3://bench"
 
 
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
-    """As a user does, in a process of its own."""
+    """Run weft as a user does, in a separate process."""
     words = [source, "--data.tokenizer", str(tokenizer), "--data.cache_dir", str(cache)]
     command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ class Checkpoints:
 
 @contextmanager
 def counting(port: int) -> Iterator[s3.Proxy]:
-    """What new clients say goes through a proxy that counts."""
+    """Send the requests of new clients through a proxy that counts bytes."""
     proxy, before = s3.Proxy(port), os.environ["AWS_ENDPOINT_URL"]
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
     type(open_directory(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""LoRA on conversations, by weft and by transformers' Trainer with peft, in one interleaved run.
+"""Compare weft's LoRA with transformers' Trainer and peft, interleaved.
 
     python benchmarks/tuning.py [--rounds 30] [--burst 3]
 
@@ -46,7 +46,7 @@ SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def write_conversations(path: Path) -> None:
-    """Of every function of the standard library that says in a few words what it does."""
+    """Return functions of the standard library and the first sentence of their docs."""
     lines = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -58,7 +58,7 @@ def write_conversations(path: Path) -> None:
 
 
 def write_model(directory: Path, chat: Path) -> None:
-    """A Llama of random weights with a tokenizer and a chat template, as transformers saves it."""
+    """Write a Llama of random weights with tokenizer and chat template."""
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
