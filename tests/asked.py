@@ -1,4 +1,4 @@
-"""Runs that nobody trained: a checkpoint of random weights, far from uniform, in milliseconds."""
+"""Runs without training: a checkpoint of random weights, in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.models.hf_mapping import param_shapes
 
 
 def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Path:
-    """A run's folder with one checkpoint."""
+    """Create a run directory with one checkpoint."""
     all_overrides: Overrides = [
         ("model.tied_embeddings", "false"),
         *overrides,

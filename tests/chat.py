@@ -1,4 +1,4 @@
-"""A tokenizer and templates in the shapes of well-known models, and conversations to write."""
+"""A tokenizer, chat templates like those of known models, and conversations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ MARKED = """\
 {%- endif %}
 """
 
-# What it writes of an earlier turn depends on whether there is a later one.
+# The text of an earlier turn depends on whether a later one follows.
 REASONING = """\
 {%- for message in messages %}
     {%- set think = '<think>' + message.reasoning_content + '</think>'
@@ -120,7 +120,7 @@ TURNS = [
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level, with the special tokens of all templates, and Llama's way of beginning a text."""
+    """Return a byte-level tokenizer with all special tokens, and Llama's BOS rule."""
     tokenizer = train_tokenizer(["it is what it is, and there it was too " * 20], 340)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     bos = tokenizer.token_to_id("<|begin_of_text|>")
@@ -136,7 +136,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(directory: Path, template: str, **config: Any) -> Path:
-    """``tokenizer.json`` and ``tokenizer_config.json`` with a template, as models come."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` with a template."""
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save(str(directory / "tokenizer.json"))
     settings = {

@@ -1,4 +1,4 @@
-"""What several test modules share: a small prepared store of real text."""
+"""Shared fixtures: a small prepared store of real text."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def make_store(text: Path, cache: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """A second thread would wait for the first one, at full load, while tensors are so small."""
+    """Use one thread: with tiny tensors a second thread would spin and wait."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> Iterator[None]:
-    """What planning records begins with a garbage collection, which in a process of many modules
-    takes as long as the rest."""
+    """Reduce garbage collection, which takes long in a process with many modules.
+
+    Planning starts a collection before it records.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -65,7 +67,7 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_once(directory: Path, make: Callable[[Path], object]) -> Path:
-    """Make a directory by ``make``, unless another worker has done it; wait while one does."""
+    """Create a directory with ``make``, unless another worker has; wait for that one."""
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():

@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's files: it is noticed, and the one before is taken, exactly."""
+"""Any damage to a checkpoint is detected, and the previous one is loaded."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ OF_MANIFEST = [
 
 
 def corrupt(directory: str, times: float) -> tuple[int, list[str]]:
-    """Every corruption of step 2, each followed by a resume: (how many, what went unnoticed)."""
+    """Corrupt step 2 in every way and resume; return (count, undetected corruptions)."""
     home = Path(directory)
     parts, optimizer = stepped(1.0)
     source = random.Random(0)

@@ -1,7 +1,7 @@
-"""Random damage to every file of a checkpoint: the load is exact, or falls back, or is refused.
+"""Random damage to a checkpoint: the load is exact, falls back or is refused.
 
-Mutations of a manifest come with a hash that is right: anybody can compute it.  What such a
-manifest says of the position cannot be proved wrong; that it is a position can.
+Mutated manifests get a valid hash, which anybody can compute. A wrong position in such a
+manifest cannot be detected, but an invalid one can.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VALUES: list[Any] = [
 
 
 def mutate_tree(tree: Any, source: random.Random) -> Any:
-    """A JSON tree with one value changed, removed, repeated or exchanged, at any depth."""
+    """Change, remove, repeat or exchange one value of a JSON tree, at any depth."""
     tree = json.loads(json.dumps(tree))
     node = tree
     while True:
@@ -148,7 +148,7 @@ def is_sound(at: TrainState, step: int) -> bool:
 
 
 def is_elsewhere(newest: Path) -> bool:
-    """Return True if a node has no manifest any more, or one says that its branch was abandoned."""
+    """Return True if a node lost its manifest, or its branch was abandoned."""
     try:
         (manifest,) = [json.loads(path.read_text()) for path in newest.glob("*.json")]
     except (OSError, ValueError):

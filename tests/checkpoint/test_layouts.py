@@ -1,8 +1,8 @@
-"""A training state goes from any layout into any other, to the bit, and training goes on there.
+"""A training state loads bit-exactly from any layout into any other.
 
-Each layout makes a real step, saves, and notes what it then has in memory: every tensor of model
-and optimizer, whole, and loss and gradients of the step that comes next.  Whoever loads that must
-have the same bits, and find the same loss and gradients to rounding.
+Each layout makes a real step, saves, and records its state in memory: every full tensor of
+model and optimizer, and loss and gradients of the next step. A layout that loads it must
+have the same bits, and the same loss and gradients up to rounding.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Tensors = dict[str, torch.Tensor]
 def save_and_resume(
     overrides: Overrides, store: str, sources: list[str], target: str, first: int = 0
 ) -> list[set[str]]:
-    """Load what others have saved, each into a new model, and check it; make a step, and save.
+    """Load each source into a new model and check it; make a step, and save.
 
     Args:
-        sources: folders of others; the step begins with the last one's, or the initial weights.
-        target: this layout's folder; empty: no step is made.
-        first: sample that a step from the initial weights begins with.
+        sources: directories of others; the step begins with the last, or initial weights.
+        target: directory of this layout; if empty, no step is made.
+        first: first sample of a step from the initial weights.
 
     Returns:
         The tensors of each source that this rank had.
@@ -87,7 +87,7 @@ def save_and_resume(
 
 
 def check(job: Job, built: Built, at: TrainState, store: str, source: Path) -> set[str]:
-    """What has just been loaded against what its saver had."""
+    """Compare the loaded state with the record of the saving layout."""
     record = merge_records(source)
     assert at == record["at"]
     state = in_memory(built)
@@ -107,7 +107,7 @@ def check(job: Job, built: Built, at: TrainState, store: str, source: Path) -> s
 
 
 def merge_records(source: Path) -> dict[str, Any]:
-    """What the ranks of a saver had, together."""
+    """Merge the records of all ranks that saved."""
     merged: dict[str, Any] = {"state": {}, "grads": {}}
     for path in source.glob("rank-*.pt"):
         record = torch.load(path, weights_only=False)
@@ -163,7 +163,7 @@ def start(
 
 
 def check_saved(target: Path) -> None:
-    """What is on the disk is what was in memory, and worth being compared."""
+    """Check that the files contain the state in memory, and that it is not trivial."""
     state = merge_records(target)["state"]
     (path,) = list_checkpoints(target / "checkpoints")
     on_disk = read_state(path)

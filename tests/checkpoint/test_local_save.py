@@ -1,5 +1,7 @@
-"""What nodes keep of a run: found again after a crash, sent to a node that has lost it, and never
-taken for what it is not."""
+"""Local checkpoints of nodes: found after a crash, sent to nodes that lost theirs.
+
+A local checkpoint is never mistaken for another run's.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ TWO: Overrides = [("parallel.dp_replicate", "2")]
 
 
 def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: int) -> None:
-    """Train with a folder of one's own for each node."""
+    """Train with a separate directory for each node."""
     own = Path(nodes) / f"node{dist.get_rank() // ranks_per_node}"
     own.mkdir(parents=True, exist_ok=True)
     train_rank([*overrides, ("checkpoint.local_dir", str(own))], store)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, into any layout, and errors that name their cause."""
+"""Checkpoints: atomic, loadable into any layout, with errors naming the cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JOB = [("run.dir", "/nonexistent")]
 
 
 def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
-    """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
+    """Return model parts and optimizer after a step with gradients ``value``."""
     job = small_job(*JOB, *overrides)
     _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     for _, param in trainable_parameters(parts):
@@ -135,7 +135,7 @@ def test_save_failed_write_is_reported_and_cleaned_up(ranks: int, tmp_path: Path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk to fill")
 def test_save_on_a_full_disk_is_reported(tmp_path: Path) -> None:
-    """The folder holds one checkpoint and not two."""
+    """The directory holds one checkpoint and not two."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this container may not mount")
@@ -198,7 +198,7 @@ def test_load_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def save_and_note(directory: str) -> list[str]:
-    """What a save forces to the disk and renames, in order."""
+    """Record the fsync and rename calls of a save, in order."""
     recorded: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -216,9 +216,9 @@ def save_and_note(directory: str) -> list[str]:
 
 
 def test_save_syncs_everything_before_it_is_visible(tmp_path: Path) -> None:
-    """Files, then their folder, then the rename, then the folder above: else a power cut undoes it.
+    """Sync files, then their directory, then rename, then sync the parent directory.
 
-    A rename can reach the disk before what is renamed.
+    A rename can reach the disk before the renamed data.
     """
     zero, one = run_ranks(save_and_note, 2, str(tmp_path))
     temporary = zero[-2].removeprefix("rename ")

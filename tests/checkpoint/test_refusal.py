@@ -1,4 +1,4 @@
-"""A run whose checkpoints are all damaged is refused every time, and nothing of it is touched."""
+"""A run whose checkpoints are all damaged is refused and left unchanged."""
 
 from __future__ import annotations
 

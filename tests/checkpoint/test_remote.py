@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a real S3 server, and what goes wrong on the way to it."""
+"""Checkpoints in an object store: a real S3 server, and its failures."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, to
 
 
 def load_newest(home: str, client: str = "") -> tuple[dict[str, torch.Tensor], int]:
-    """The state, and the bytes of it that this rank needed, without what all have (step counts).
+    """Return the state, and the number of its bytes that only this rank needed.
 
     Args:
-        client: a library that may read; others are taken to be not installed.
+        client: a library that may read; others are treated as not installed.
     """
     if client == "s3fs":
         sys.modules["s3torchconnector"] = None  # type: ignore[assignment]
@@ -208,7 +208,7 @@ def save_with_samples(home: str, step: int) -> None:
     save(open_directory(home), parts, optimizer, {"step": step, "samples": 8 * step}, 2)
 
 
-# --------------------------------------------------------------------------- what goes wrong
+# --------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("client", CLIENTS)

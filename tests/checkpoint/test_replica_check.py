@@ -1,4 +1,4 @@
-"""A rank whose copy is another is told of, by name, before anything of it is saved."""
+"""A rank whose replica differs is reported by name before anything is saved."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -
             "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight",
             marks=pytest.mark.slow,
         ),
-        # Of tensor parallel only the gains are on every rank.
+        # With tensor parallelism only the norm weights are replicated on every rank.
         (2, [("parallel.tp", "2")], r"one of ranks 0, 1 differs .*\.input_layernorm\.weight"),
         pytest.param(
             4,

@@ -1,4 +1,4 @@
-"""Saving beside training: the moment is saved, failures are told, and one process has the run."""
+"""Asynchronous saves: consistent state, reported failures, and one writer per run."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
 
 
 def acquire_and_save(directory: str, step: int, first: int, last: int) -> int:
-    """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
+    """Run one incarnation: load ``step`` and save steps ``first`` to ``last``."""
     home = Path(directory)
     saver = CheckpointManager(home, 9)
     saver.acquire_lease(step)
@@ -319,7 +319,7 @@ def test_checkpoints_committed_after_a_takeover_do_not_count(tmp_path: Path) -> 
 
 
 def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path) -> None:
-    """After the last look at the leases, and before older checkpoints go."""
+    """Take over after the last lease check, before old checkpoints are removed."""
     run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 0)
     _delete_old(tmp_path, 2)
@@ -366,7 +366,7 @@ def test_put_new_of_two_writers_one_succeeds(
 def test_put_new_temporary_file_deleted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who saves takes what begins with ``.tmp-lease`` for left behind."""
+    """A process that saves removes files that begin with ``.tmp-lease`` as leftovers."""
     path, link = tmp_path / "lease", os.link
 
     def acquire_during_move(source: Path, target: Path) -> None:
@@ -381,7 +381,7 @@ def test_put_new_temporary_file_deleted_is_made_again(
 
 
 def save_after_directory_removed(directory: str) -> tuple[list[str], int]:
-    """Save, lose the folder, save twice: what was said. Then somebody else takes the run."""
+    """Save, remove the directory, save twice; return messages. Another takes the run."""
     home, messages = Path(directory) / "checkpoints", []
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9, log=messages.append)
@@ -442,7 +442,7 @@ def test_train_folder_deleted_notes_it_once(store_path: Path, tmp_path: Path) ->
 
 
 def train_and_delete(overrides: Overrides, store: str, output_path: str) -> None:
-    """Train; the checkpoints' folder is deleted in step 5."""
+    """Train; the checkpoint directory is removed in step 5."""
     home = Path(dict(overrides)["run.dir"]) / "checkpoints"
 
     def delete(step: int) -> None:
@@ -497,7 +497,7 @@ def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path
 def test_train_data_unreadable_on_one_rank_saves_then_fails(
     rank: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """The step of the rank that has no data is not applied anywhere: what is saved is exact."""
+    """A rank without data stops the step on all ranks: the saved state is exact."""
     run = tmp_path / "run"
     bad = {"site": "step", "rank": rank, "kind": "error", "passing": 6, "error": "EIO"}
     overrides = [*STEPS, ("run.dir", str(run))]
@@ -526,7 +526,7 @@ def test_train_error_in_backward_saves_nothing(store_path: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -> None:
-    """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
+    """Suspend a run in step 5 while another process finishes it, and wake it up."""
     run = tmp_path / "run"
     stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 25.0}
     overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]

@@ -1,8 +1,8 @@
-"""A small `weft train` command, started in two ways, and a look at what it leaves behind.
+"""Start a small `weft train` command in two ways, and check that nothing remains.
 
-A process imports torch for some seconds.  So weft's command runs in a process that a test starts
-only where its own start or death is tested; otherwise in one that the harness forks (`Started`,
-`run_weft`, `run_joined`), which has imported it already.  The ranks that it starts are the same.
+Importing torch takes seconds. So weft's command runs in a new process only where a test
+checks its start or death; otherwise the harness forks it (`Started`, `run_weft`,
+`run_joined`) with torch imported. The ranks that it starts are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _worlds: list[threading.Thread] = []  # of `Started`, in which a command may sti
 
 @pytest.fixture
 def arguments(store_path: Path, tmp_path: Path) -> list[str]:
-    """`weft train` on the small model in two ranks, in the run folder `run`."""
+    """The arguments of `weft train` for the small model on two ranks, in `run`."""
     return small_command(store_path)
 
 
@@ -106,7 +106,7 @@ def no_processes_left(tmp_path: Path) -> Iterator[None]:
 
 
 def processes_in(directory: Path) -> dict[int, str]:
-    """Ids and command lines of the processes whose working directory is ``folder``."""
+    """Return ids and command lines of processes that run in ``directory``."""
     results = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -123,16 +123,16 @@ def processes_in(directory: Path) -> dict[int, str]:
 
 
 class Started:
-    """weft's command in a process that the harness has forked, as if by `subprocess.Popen`.
+    """weft's command in a process forked by the harness, like `subprocess.Popen`.
 
-    What it prints is in files beside ``folder``, where it runs.
+    Its output is in files beside ``directory``, where it runs.
 
     Args:
-        cores: how many it and its ranks may use; 0: all.
-        reader: of its standard output; without it the pipe is closed after some bytes.
+        cores: number of cores for it and its ranks; 0: all.
+        reader: read its standard output; if False the pipe is closed after some bytes.
 
     Attributes:
-        pid: of the command; it leads a session.
+        pid: process id of the command, which leads a session.
     """
 
     def __init__(
@@ -245,10 +245,10 @@ def read_one_line(pipe: Path) -> None:
 def run_joined(
     command: list[str], directory: Path, ranks: int, **environment: str
 ) -> tuple[list[int], str]:
-    """Run weft's command in ranks that another launcher has started, by torchrun's variables.
+    """Run weft's command in ranks with the environment variables of torchrun.
 
     Returns:
-        Their statuses, and what they printed.
+        Their exit statuses, and their output.
     """
     output = directory.with_name(f"{directory.name}.said")
     output.mkdir(exist_ok=True)
@@ -259,7 +259,7 @@ def run_joined(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that no outgoing connection is given meanwhile."""
+    """Return a free port that no outgoing connection uses in the meantime."""
     choose = random.SystemRandom()
     while True:
         port = choose.randrange(20_000, 30_000)  # below Linux's range for outgoing connections
@@ -270,7 +270,7 @@ def free_port() -> int:
 def run_joined_in_child(
     words: list[str], directory: str, output_path: str, environment: dict[str, str], port: int
 ) -> int:
-    """Be weft's command as a rank: in another process, which the command ends by itself."""
+    """Run weft's command as a rank in another process, which the command ends."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.chdir(directory)

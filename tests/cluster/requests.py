@@ -1,4 +1,4 @@
-"""What clusters are asked for in tests, and tools of theirs that only note how they are called."""
+"""Requests to clusters for tests, and fake tools that record their calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def format_problems(problems: list[ConfigError]) -> str:
 
 
 def own_recipe(directory: Path) -> str:
-    """A recipe of the user's, which extends another one and is of no use elsewhere as it is."""
+    """Write a user's recipe that extends another one, and cannot be copied alone."""
     path = directory / "mine.toml"
     path.write_text(
         'extends = "demo"\n[train]\nsteps = 7\n[run]\ndir = "here"\n[launch]\nimage = "i"\n'
@@ -44,7 +44,7 @@ def own_recipe(directory: Path) -> str:
 
 
 def fake_tool(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> Path:
-    """Put a script into $PATH that notes its arguments, a line a call, and runs ``body``."""
+    """Put a script into $PATH that records its arguments and runs ``body``."""
     calls = directory / "calls"
     (directory / "bin").mkdir(exist_ok=True)
     script = directory / "bin" / name

@@ -1,4 +1,4 @@
-"""`weft doctor` and the check before a run, on this machine, on several nodes, and on sick ones."""
+"""`weft doctor` and the preflight check: one machine, several and unhealthy nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """What is started meanwhile may use one core: on a CPU one process is measured."""
+    """Use one core for child processes: on a CPU one process is measured."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
     yield
@@ -155,7 +155,7 @@ def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
 def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
-    """Real competitors, on the one core that all are bound to; and it sees the fastest call."""
+    """Real competitors share one core, and the fastest call is found."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
     competitors = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
@@ -194,7 +194,7 @@ def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) 
 
 
 def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that grants every lock, or has none."""
+    """The file system grants every lock, or has none."""
     file = tmp_path / "file"
     file.touch()
     assert supports_locks(file)
@@ -229,7 +229,7 @@ def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
 
 @pytest.mark.system
 def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which accepts whoever comes, and says nothing that a launcher would."""
+    """Accept every connection and send nothing that a launcher would send."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -278,7 +278,7 @@ def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        # In a process of its own: the client starts threads, after which no test may fork.
+        # In a separate process: the client starts threads, after which no test may fork.
         script = (
             "import sys; from weft.checkpoint.storage import open_directory\n"
             "from weft.cluster.probes import probe_store\n"
@@ -364,7 +364,7 @@ esac
 def test_preflight_node_that_became_sick_does_not_restart(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """Its GPU, which a tool shows but no rank uses, has a memory error from the second look on."""
+    """The GPU, which no rank uses, reports a memory error from the second query on."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     gpu = GPU.format(n=0).strip()

@@ -1,4 +1,4 @@
-"""A planted hang is named by `weft debug hang`: afterwards, alive, and over hosts."""
+"""`weft hang` names a planted hang: afterwards, in a live run, and across hosts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def check_calls(result: dict[str, Any], number: int) -> None:
-    """Of two ranks the first waits in broadcast ``number``, and the second is past it."""
+    """Check two ranks: the first waits in broadcast ``number``, the second is past it."""
     zero, one = result["ranks"]
     group = "dp_shard (ranks 0, 1)"
     assert zero["calls"] == [
@@ -142,7 +142,7 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     assert answer["missing"] == [1]
     check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", output)[0]))
 
-    # As if rank 1 were another host's, where the command has been called, too.
+    # As if rank 1 were on another host, where the command was run as well.
     logs = tmp_path / "run/logs"
     (file,) = logs.glob("ranks-*.json")
     full = json.loads(file.read_text())
@@ -196,14 +196,14 @@ def test_debug_hang_folder_without_a_run_is_refused(
 
 
 def hung_run(directory: Path) -> Path:
-    """A run's folder without anything."""
+    """Create a run directory without any evidence."""
     (directory / "logs").mkdir()
     (directory / "job.toml").write_text("")
     return directory
 
 
 def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
-    """What there is, is told."""
+    """All available evidence is reported."""
     run_ = hung_run(tmp_path)
     assert "no rank of this run has reached its first step" in str(inspect_run(run_))
     (run_ / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
@@ -302,7 +302,7 @@ def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
     one = parse_flight_recorder(5, data)
     assert one.calls is not None
     assert [(call.group, call.number, call.name) for call in one.calls] == [
-        ("group 1", 1, "all_reduce")  # gloo does not tell it the ranks
+        ("group 1", 1, "all_reduce")  # gloo does not report the ranks
     ]
     run_ = hung_run(tmp_path)
     (run_ / "logs" / "flight-rank-0").write_bytes(data)

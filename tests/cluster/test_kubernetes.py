@@ -26,7 +26,7 @@ def documents(text: str) -> dict[str, Any]:
 
 
 def job_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Of either kind, the spec of the Indexed Job."""
+    """Return the spec of the Indexed Job of either kind."""
     if "JobSet" in result:
         spec = result["JobSet"]["spec"]
     else:

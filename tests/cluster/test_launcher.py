@@ -1,4 +1,4 @@
-"""The real thing: `weft train` as a user starts it, its processes, faults and restarts."""
+"""`weft train` as users start it: its processes, faults and restarts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_train_whole_run_shows_records_and_can_be_used(
 def test_train_another_text_in_the_same_folder_is_refused(
     finished: Finished, text_dir: Path, tmp_path: Path
 ) -> None:
-    """A run resumes only on the text that it began with, and a refusal changes nothing."""
+    """A run resumes only on its own text, and a refusal changes nothing."""
     shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     shutil.copy(text_dir / "bdb.py", tmp_path / "text.py")
@@ -118,7 +118,7 @@ def test_train_another_text_in_the_same_folder_is_refused(
 
 
 def wait_for(directory: Path, step: int) -> None:
-    """Until the run in ``folder`` has recorded ``step``."""
+    """Wait until the run in ``directory`` has recorded ``step``."""
     deadline = time.monotonic() + 120
     while not (directory / "metrics.jsonl").exists() or len(losses(directory)) < step:
         assert time.monotonic() < deadline, f"step {step} did not come"
@@ -143,7 +143,7 @@ def reference_run(arguments: list[str], directory: Path, store: Path) -> Path:
 def start_and_wait(
     command: list[str], directory: Path, step: int, start_new_session: bool = False
 ) -> subprocess.Popen[str]:
-    """Start a run in ``folder`` and return once it has recorded ``step``."""
+    """Start a run in ``directory`` and return once it has recorded ``step``."""
     log = (directory / "log").open("w")
     process = subprocess.Popen(
         command,
@@ -164,7 +164,7 @@ WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
 def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The rank of a launcher that is killed ends with it; until then nobody else may train."""
+    """A rank ends with its killed launcher; until then no other process may train."""
     usual = [*arguments, *ONE_RANK, *LONG]
     command = [*usual, "--resilience.max_restarts_per_hour", "0", "--resilience.faults", WAITS]
     process = start_and_wait(command, tmp_path, 31)
@@ -241,7 +241,7 @@ def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
 
 
 def failed(statuses: dict[int, int]) -> dict[int, ProcessFailure]:
-    """What torch's agent tells when ranks ended with these statuses."""
+    """Return the cause reported by torch's agent for these exit statuses."""
     return {
         rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=status, error_file="")
         for rank, status in statuses.items()
@@ -255,7 +255,7 @@ def cause_of(directory: Path, *arguments: Any, **extra: Any) -> Failure:
 
 
 def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None:
-    """In any order in which the ranks end, and for each of them that the agent noticed."""
+    """The cause is the same for any order and subset of failed ranks."""
     (tmp_path / "logs").mkdir()
     write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
     write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
@@ -270,7 +270,7 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
     cause = cause_of(tmp_path, range(4), failed({2: -9, 3: -6}), killed={102})
     assert (cause.rank, cause.kind) == (3, "SIGABRT")
     assert cause_of(tmp_path, range(3), failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
-    # What an earlier attempt left is not meant.
+    # Records of an earlier attempt are ignored.
     assert find_root_cause(tmp_path, range(3), failed({2: -9}), {102}, time.time() + 1) is None
     cause = cause_of(tmp_path, range(3), failed({0: 1, 2: 7}))
     assert (cause.rank, cause.message) == (2, "the process exited with status 7")
@@ -280,7 +280,7 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
 def test_train_reader_of_the_output_leaves_and_the_run_completes(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """What happens to the terminal is no reason to lose a run: the files have it all."""
+    """A closed terminal does not end a run: the files have all output."""
     command = [*arguments, *ONE_RANK, "--train.steps", "6"]
     completed = run_weft(command, tmp_path, reader=False)
     assert "Traceback" not in completed.stderr

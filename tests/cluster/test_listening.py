@@ -1,4 +1,4 @@
-"""What a run listens on: the loopback interface, where all its ranks are on this host."""
+"""A run on one host listens on the loopback interface only."""
 
 from __future__ import annotations
 

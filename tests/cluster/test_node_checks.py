@@ -321,12 +321,12 @@ def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
 
 
 def test_examine_unknown_facts_are_not_judged() -> None:
-    """As of a container without /proc, tools and devices."""
+    """As in a container without /proc, tools and devices."""
     assert {finding.severity for finding in run_checks(Facts(torch="2.13.0"))} == {"ok"}
 
 
 def test_examine_nonfatal_driver_error_is_a_warning() -> None:
-    """A fault that NVIDIA does not call fatal is told, and not that there were none."""
+    """A fault that NVIDIA does not call fatal is reported, not hidden."""
     recorded = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=recorded))
     assert one.severity == "warning"
@@ -348,7 +348,7 @@ def test_examine_slow_cpu_is_no_bad_finding() -> None:
 
 @pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
 def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
-    """Nor is what its processes say to each other, however slow."""
+    """The traffic between its own processes does not count, however slow."""
     local = DeviceMeasurements(
         flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
     )
@@ -368,7 +368,7 @@ def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: s
 
 # --------------------------------------------------------------------------- variables
 
-# What SageMaker's toolkit sets for p4d, of which its own sister team advises against three.
+# Set by SageMaker's toolkit for p4d; the AWS OFI NCCL team advises against three of them.
 SAGEMAKER = {
     "FI_PROVIDER": "efa",
     "FI_EFA_USE_DEVICE_RDMA": "1",

@@ -1,7 +1,7 @@
-"""Every command in the pages that lead from a laptop to a cluster does what it can do here.
+"""Every command in the pages about laptops and clusters runs as far as possible.
 
-A command runs as it stands, unless its comment says what it needs: then all that can be checked
-without that is.  The recipe that a page shows is the file that its commands name.
+A command runs unchanged, unless its comment lists requirements: then all that can be
+checked without them is checked. Recipes on a page have the name that its commands use.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NEEDS = re.compile(r"  # needs (.+)$")
 
 
 def commands_of(page: str, directory: Path) -> list[tuple[list[str], str]]:
-    """The words of each command, and what it needs; the page's recipe is put into the folder."""
+    """Return the words and requirements of each command; write the page's recipe."""
     blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
     for text in (text for kind, text in blocks if kind == "toml"):
         (directory / "mine.toml").write_text(text)
     results = []
     for kind, text in blocks:
-        # What a command has printed stands below it, in a block that begins with '$ '.
+        # Printed output follows its command, in a block that begins with '$ '.
         for line in text.splitlines() if not kind and not text.startswith("$ ") else []:
             needs = NEEDS.search(line)
             if words := shlex.split(line, comments=True):
@@ -46,7 +46,7 @@ def test_page_of_a_cluster_has_commands_that_work(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # What submitting would need is not there; SkyPilot's own check has its test.
+    # The requirements of a submission are missing; SkyPilot's check has a separate test.
     bin = tmp_path / "bin"
     bin.mkdir()
     (bin / "bash").symlink_to("/bin/bash")

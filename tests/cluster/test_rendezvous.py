@@ -1,4 +1,4 @@
-"""Several nodes, real launchers of one rank on this machine: they come, go, and are lost."""
+"""Several nodes as real launchers of one rank on this machine: join, leave, fail."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Node:
         return self.join_async().result(60).world_size
 
     def watch(self) -> bool:
-        """What the agent does while ranks run."""
+        """The polling of the elastic agent while ranks run."""
         self.rendezvous.num_nodes_waiting()
         return bool({"kill", "save"}.intersection(self.requests))
 
@@ -115,7 +115,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
 
 @pytest.mark.slow
 def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) -> None:
-    """Where one or two nodes can be used, and three are there."""
+    """A job of one or two nodes starts although three are available."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
     joining = [node.join_async() for node in trio]
     wait_until(lambda: sum(future.done() for future in joining) == 2, "two of three nodes")
@@ -207,13 +207,13 @@ def test_is_this_host_recognises_its_addresses() -> None:
 def test_meet_alias_of_this_host_hosts_the_store(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a second network interface is."""
+    """A second network interface has such an alias."""
     monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda host: False)
     assert nodes(1, 2).join() == 1
 
 
 def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
-    """The launcher holds the port from the start, so that no other process can take it."""
+    """The launcher holds the port from the start, so no other process can take it."""
     node, ports = nodes(1, 2), set[int]()
     for _ in range(2):
         store = node.join_async().result(60).bootstrap_store_info
@@ -226,7 +226,7 @@ def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
 
 
 def test_torch_private_rendezvous_api_is_there() -> None:
-    """What `RendezvousHandler` uses of torch beyond its documentation."""
+    """torch has the private attributes that `RendezvousHandler` uses."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
     stores = {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}
@@ -368,7 +368,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     at = cluster.step()
     cluster.wait_for_step_after(at + 3)
     print(f"back: three new steps after {time.monotonic() - start_time:.1f} s")
-    # It is told to leave: it does, and the other goes on.
+    # The node gets a stop signal: it leaves, and the other one continues.
     cluster.processes["b again"].send_signal(signal.SIGTERM)
     start_time = time.monotonic()
     assert cluster.wait("b again") == REQUEUE

@@ -35,7 +35,7 @@ def check_against_reference(directory: Path, store: Path, steps: int = 60) -> No
 
 
 def count_starts(directory: Path) -> int:
-    """How often rank 0 has started; all its lives are in one log."""
+    """Return the number of starts of rank 0, from its log."""
     return (directory / "run/logs/rank-0.log").read_text().count("--- ")
 
 
@@ -43,7 +43,7 @@ def count_starts(directory: Path) -> int:
 def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The suspended one is ended at once, and not after the half minute that torch would wait."""
+    """The suspended rank is killed at once, without torch's wait of half a minute."""
     faults = (
         '[{kind = "stop", rank = 0, passing = 12},'
         ' {kind = "slow", rank = 1, passing = 12, seconds = 0.5},'

@@ -1,4 +1,4 @@
-"""`weft rollback`: a run goes on from an earlier step, on a branch of its own."""
+"""`weft rollback`: a run resumes from an earlier step, on a separate branch."""
 
 from __future__ import annotations
 

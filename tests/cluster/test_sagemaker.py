@@ -1,4 +1,4 @@
-"""Requests for training jobs, by botocore's model of the interface; the service is on loopback."""
+"""Training job requests, validated by botocore's model; a service on loopback."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_request_each_mistake_is_reported() -> None:
 
 
 class Service(http.server.ThreadingHTTPServer):
-    """Notes what it is asked, and answers as it was told: a list of answers for each operation."""
+    """A service that records requests, and returns prepared answers per operation."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

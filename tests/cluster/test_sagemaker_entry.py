@@ -1,7 +1,7 @@
-"""A SageMaker job on loopback: by Amazon's own training toolkit, and as a container's own process.
+"""A SageMaker job on loopback: by Amazon's toolkit, and as plain container.
 
-The toolkit is not among weft's dependencies.  Install it into a folder of its own, beside nothing
-else, and name the folder (`scripts/drill.sh sagemaker` does both):
+The toolkit is not a dependency of weft. Install it into a separate directory and set the
+variable (`scripts/drill.sh sagemaker` does both):
 
     pip install --no-deps --target DIR -r tests/cluster/sagemaker-toolkit.txt
     WEFT_SAGEMAKER_TOOLKIT=DIR pytest tests/cluster/test_sagemaker_entry.py
@@ -66,7 +66,7 @@ def configure(
     parameters: dict[str, Any],
     channels: dict[str, Path] | None = None,
 ) -> None:
-    """What SageMaker puts into a container before it starts it."""
+    """Write the files that SageMaker puts into a container before it starts."""
     directory = base / "input/config"
     for path in (directory, base / "model", base / "output", base / "checkpoints"):
         path.mkdir(parents=True, exist_ok=True)
@@ -318,7 +318,7 @@ def free_port() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_two_hosts_by_the_toolkit_train(text_dir: Path, tmp_path: Path) -> None:
-    """Data come from the channel; checkpoints are where both reach them; the first one exports."""
+    """Data come from the channel, checkpoints are shared, and the first host exports."""
     from transformers import AutoModelForCausalLM
 
     shared = tmp_path / "fsx"
@@ -347,7 +347,7 @@ def test_entry_two_hosts_by_the_toolkit_train(text_dir: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path) -> None:
-    """The failure's text begins with the error of the rank that had it, not with what followed."""
+    """The failure file begins with the error of the failed rank."""
     fault = [{"kind": "raise", "rank": 1, "passing": 5}]
     extra = {"resilience.faults": fault, "data.path": str(store_path)}
     extra |= {"checkpoint.dir": str(tmp_path / "fsx")}
@@ -369,7 +369,7 @@ def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
-    """Of a container that is gone only the checkpoints' folder comes back."""
+    """Only the checkpoint directory survives a lost container."""
     first, second_run = tmp_path / "first", tmp_path / "again"
     fault = [{"kind": "kill", "rank": 0, "passing": 15}]
     extra = {"data.path": str(store_path), "resilience.faults": fault}
@@ -391,7 +391,7 @@ def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
-    """What weft launch asks for: weft is the first process of each, and they find each other."""
+    """weft is the first process of each container, and they find each other."""
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
     parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 1}

@@ -65,7 +65,7 @@ def test_command_has_the_words_of_the_request() -> None:
 
 
 def test_script_runs_the_command(tmp_path: Path) -> None:
-    """Whatever quotes there are in the words."""
+    """Any quotes in the words are escaped."""
     words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
     text = build_script(["cd /", "x=1"], words)
     completed = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)

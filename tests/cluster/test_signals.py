@@ -1,4 +1,4 @@
-"""Signals to the launcher, a rank or all: the step is finished and saved, the status tells."""
+"""Signals to launcher or ranks: the step is finished and saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDLESS = [*SLOW, "--train.steps", "100000"]
 
 
 def start_and_wait_for_step(command: list[str], directory: Path, step: int) -> Started:
-    """Start a run in ``folder``, in a forked process, and return once it has recorded ``step``."""
+    """Start a run in ``directory``, forked, and return once it has recorded ``step``."""
     process = Started(command, directory)
     wait_for(directory / "run", step)
     return process
@@ -79,7 +79,7 @@ def test_signal_in_training_saves_and_asks_for_requeue(
 def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """A terminal sends it to every process of the group, and a wrapper may pass it on as well."""
+    """A terminal signals every process of the group, and a wrapper may repeat it."""
     process = start_and_wait_for_step([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 5)
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGINT)
@@ -213,7 +213,7 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
 
 
 def test_torch_agent_asks_the_private_function_for_its_signal() -> None:
-    """torch's agent asks this function for the signal that ends the ranks beside a failed one."""
+    """torch's agent calls this function to choose the signal for the remaining ranks."""
     assert callable(multiprocessing._get_default_signal)
     names = multiprocessing.PContext.close.__code__.co_names
     assert "_get_default_signal" in names

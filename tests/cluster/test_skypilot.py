@@ -70,7 +70,7 @@ def test_check_without_sky_is_skipped(
 def test_check_with_a_wrapper_of_sky_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first line names a shell, which cannot run the check: no mistake of the task's."""
+    """A first line with another shell, which cannot run the check, is no mistake."""
     fake_tool(tmp_path, monkeypatch, "sky", "")
     assert skypilot.check(skypilot.render(REQUESTS["gpu"])) == []
     assert "not checked against SkyPilot's schemas (/bin/sh" in capsys.readouterr().err

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Launcher:
-    """Commands as a user gives them, in a folder of their own."""
+    """Commands as a user runs them, in a separate directory."""
 
     def __init__(self, cluster: Slurm, directory: Path, store: Path) -> None:
         self.cluster, self.directory, self.run = cluster, directory, directory / "run"
@@ -130,7 +130,7 @@ def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: P
     assert number is not None
     assert "#SBATCH --nodes=2\n" in out
     assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
-    # A second one would train in the same folder.
+    # A second job would train in the same directory.
     second_run = launcher.launch("--nodes", "2", status=2)
     assert f"job {number[1]} (slurm) is already there" in second_run
     followed = launcher.weft("job", "logs", "run", "--follow")
@@ -225,7 +225,7 @@ def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
 def test_slurm_preempted_job_is_requeued_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """The signal before the time limit: it saves, is queued again, and ends as if never stopped."""
+    """On the signal before the time limit it saves, is requeued, and resumes."""
     launcher.launch("--nodes", "2", "--train.steps", "60")
     launcher.wait_for_step(12)
     number = re.search(r"job (\d+)", launcher.status())
@@ -245,7 +245,7 @@ def test_slurm_preempted_job_is_requeued_and_resumes(
 def test_slurm_time_limit_requeues_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half.
+    """Slurm sends the signal in the last one and a half of two minutes.
 
     On a busy machine it comes more than once.
     """
@@ -268,7 +268,7 @@ def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
 def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """Last, for the node is gone then: the other one goes on in the same job."""
+    """The node is lost for good, so this test is last: the other node continues."""
     # The meeting place is on the first node.  Here both are the host of that name: it comes first.
     setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
     launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)

@@ -1,4 +1,4 @@
-"""What is asked of a cluster, without one."""
+"""Requests to clusters, without a cluster."""
 
 from __future__ import annotations
 
@@ -185,8 +185,7 @@ def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
     assert "launch.time_limit" not in text
 
 
-# What bash makes of a script, with srun, scontrol and weft that only write down how they are
-# called.
+# Fake srun, scontrol and weft that record their arguments when bash runs a script.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
@@ -225,7 +224,7 @@ def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: P
 
 
 def run_script(text: str, directory: Path) -> set[str]:
-    """Run a batch script with commands that only note their words; the files that appeared."""
+    """Run a batch script with fake commands that record calls; return the new files."""
     for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
         (directory / "bin" / name).write_text(what)
         (directory / "bin" / name).chmod(0o755)
@@ -355,7 +354,7 @@ def test_script_refused_by_bash_is_reported() -> None:
 def test_script_excludes_sick_nodes(
     status: int, unhealthy: list[str], options: str, requested: list[str], tmp_path: Path
 ) -> None:
-    """What a shell makes of the script, with commands of Slurm's that only say what they are."""
+    """A shell runs the script with fake commands of Slurm."""
     words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
     text = script(*words, *(["--launch.options", options] if options else []))
     for name in unhealthy:

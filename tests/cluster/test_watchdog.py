@@ -1,4 +1,4 @@
-"""A rank that hangs, in every way: named within its limit and 2 s, and nothing is left."""
+"""Every kind of hang is named within its limit and 2 s, and no process remains."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_watchdog_in_a_pipeline_names_the_stopped_rank(
     assert completed.returncode == HUNG, completed.stderr
     assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in completed.stderr
     assert "rank 1 is missing" not in completed.stderr
-    # The fault happens once: the same command goes on.
+    # The fault happens once: the same command resumes.
     completed = run([*command, "--train.steps", "40"], tmp_path)
     assert completed.returncode == 0, completed.stderr
 
@@ -199,7 +199,7 @@ def test_watchdog_suspended_and_continued_ranks_are_not_late(
     (watchdog,) = workers_of(ranks[0])
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.4)  # it sees that they stand still
+    time.sleep(0.4)  # it sees that they hang
     os.kill(watchdog, signal.SIGSTOP)
     time.sleep(2 * LIMIT)
     os.kill(watchdog, signal.SIGCONT)
@@ -281,7 +281,7 @@ def test_verdict_names_the_missing_ranks(
 
 
 def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
-    """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
+    """A host whose ranks all wait accuses nobody, not even one outside the recorder."""
     waits = rank_state(1, calls=[])
     missing, sentence = diagnose_hang([rank_state(0), waits], 4)
     assert missing == []
@@ -298,7 +298,7 @@ def test_step_limit_depends_on_the_measured_step() -> None:
 
 
 def read_heartbeats() -> list[tuple[int, float, str]]:
-    """What others read of this process, after some sites."""
+    """Return the heartbeats that other processes read, after some sites."""
     contact = start_heartbeat(0, 5.0, 10)
     received = []
 

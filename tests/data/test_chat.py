@@ -1,4 +1,4 @@
-"""Conversations: the same tokens as transformers', and loss on what the assistant says."""
+"""Conversations: transformers' token ids, and loss on the assistant's tokens only."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_chat_loss_mask_covers_the_assistant_turns(
 ) -> None:
     ours = writer(write_tokenizer(tmp_path, TEMPLATES[name]))
     assert trained_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
-    # Of a preference, only what comes after the prompt.
+    # In a preference pair, only the text after the prompt.
     assert trained_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
 
 
@@ -228,7 +228,7 @@ def test_chat_system_and_input_fields_are_read() -> None:
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
         {
-            "prompt": "a?",  # told twice, as in ultrafeedback_binarized
+            "prompt": "a?",  # repeated, as in ultrafeedback_binarized
             "chosen": [message("user", "a?"), message("assistant", "b")],
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
@@ -416,7 +416,7 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     assert list(observed.values()).count("validation") in (6, 7)
     assert observed[0, 4] == observed[0, 21]  # copies are on one side
 
-    # The next time it is there; and as a store of its own.
+    # The second call finds it in the cache; and prepared as a separate store.
     before = {file: file.stat().st_mtime_ns for file in store.path.iterdir()}
     second_run = prepare_data(chosen, tmp_path / "cache")
     assert second_run.fingerprint == text.fingerprint == open_dataset(store.path).fingerprint
@@ -484,7 +484,7 @@ def lines_of(text: Dataset, split: SplitName) -> list[int]:
 
 
 def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> None:
-    """Rows of tables, a data set on the hub (here its local stand-in), globs, an object store."""
+    """Rows of tables, a dataset on the hub (a local stand-in), globs, an object store."""
     import datasets
     import fsspec
     import pyarrow as pa
@@ -519,7 +519,8 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
         chosen = section(path, tokenizer, validation_fraction=0.1)
         assert check_chat(chosen) == []
         stores[path] = prepare_data(chosen, tmp_path / "cache").sources[0].store
-    # A table's row is another text than a line, so others may be held out; of all it is the same.
+    # A table row is a different text than a line, so the validation split may differ; the union is
+    # equal.
     everything = {
         tuple(sorted(tokens_of(store, "train") + tokens_of(store, "validation")))
         for store in stores.values()

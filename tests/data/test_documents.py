@@ -90,7 +90,7 @@ def test_prepare_by_several_processes_equals_one(tmp_path: Path, several_process
         patch.setattr(workers, "num_cores", lambda: 1)
         single = prepare_store(section(directory), tmp_path / "one", shard_bytes=SHARD)
     assert contents(store.path) == contents(single.path)
-    # Where a shard ends changes no document.
+    # Documents do not depend on shard boundaries.
     large = prepare_store(section(directory), tmp_path / "one")
     assert len(large.manifest.train.shards) < len(store.manifest.train.shards)
     for name in ("train", "validation"):
@@ -195,7 +195,7 @@ def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_p
 
 
 def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
-    """Of a file that can only be read from its beginning, too."""
+    """The same for a file that can only be read from its beginning."""
     file = tmp_path / "x.jsonl.gz"
     lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
     file.write_bytes(gzip.compress(lines))
@@ -304,7 +304,7 @@ def test_prepare_invalid_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
-    """It is held a few times over, not many; and encoded in pieces, so it does not take long."""
+    """It is held in memory a few times only, and encoded in chunks, so it is fast."""
     text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))
     book = text * (50_000_000 // len(text) + 1)
     file = write_lines(tmp_path / "x.jsonl", [book, *texts(5)])

@@ -1,4 +1,4 @@
-"""Stores of tokens that others made: Megatron-LM's, llm.c's and nanoGPT's, byte for byte."""
+"""Token stores of Megatron-LM, llm.c and nanoGPT, byte for byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def documents(count: int, end: int | None, top: int = 280) -> list[list[int]]:
 def write_megatron(
     path: Path, inputs: list[list[int]], dtype: str, sentences: int = 1, shuffled: bool = False
 ) -> None:
-    """As Megatron-LM's IndexedDatasetBuilder does; ``sentences``: sequences in each document."""
+    """Write like Megatron-LM's IndexedDatasetBuilder; ``sentences``: per document."""
     sequences = [p.tolist() for d in inputs for p in np.array_split(np.array(d), sentences)]
     order = list(range(len(sequences)))
     if shuffled:
@@ -69,7 +69,7 @@ def open_it(path: Path | str, tokenizer: Path, tmp_path: Path, **extra: object) 
 
 
 def ids(store: Store) -> list[int]:
-    """Of both splits, in the order of the files."""
+    """Return the ids of both splits, in the order of the files."""
     streams = [store.tokens("train"), store.tokens("validation")]
     return [i for s in streams for i in s.read_windows(np.array([0]), len(s))[0].tolist()]
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere: small ones that would become huge, and every kind with bytes changed."""
+"""Untrusted files: decompression bombs, and every format with changed bytes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def write_sources(directory: Path) -> dict[str, Path]:
 
 
 def prepared_or_refused(section: DataSection, cache: Path) -> bool:
-    """Nothing but a store or an `InvalidConfig` comes out, and no half of a store is left."""
+    """The result is a store or `InvalidConfig`, and no partial store remains."""
     try:
         store = prepare_store(section, cache)
     except InvalidConfig:

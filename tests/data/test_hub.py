@@ -1,5 +1,7 @@
-"""Data sets of Hugging Face's `datasets`.  The hub itself is stood for by a local folder, which
-`datasets` reads by the same streams; names and commits of the hub are not tried here."""
+"""Datasets of Hugging Face's `datasets`, from a local directory as hub.
+
+`datasets` reads it by the same streams; names and commits of the hub are not tested.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_prepare_streamed_dataset_has_each_document(
     store = prepare_store(section(f"hf://{directory}"), tmp_path / "c", shard_bytes=3000)
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(inputs)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
-    assert len(files) == 4  # each part by itself
+    assert len(files) == 4  # each part alone
     monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # which is quicker
     test = prepare_store(section(f"hf://{directory}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1

@@ -1,4 +1,4 @@
-"""What `weft data inspect` and `prepare` say, of data whose numbers are known."""
+"""Output of `weft data inspect` and `prepare` for data with known numbers."""
 
 from __future__ import annotations
 

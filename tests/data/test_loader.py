@@ -28,7 +28,7 @@ PACKINGS: list[Packing] = ["windows", "documents"]
 
 
 def make_stream(tokens: int, seed: int = 0) -> TokenStream:
-    """Every token tells its place, except the separators, which are about one in five."""
+    """Return a stream whose tokens equal their position, except separators (a fifth)."""
     ids = np.arange(1, tokens + 1, dtype=np.uint32)
     ids[np.random.default_rng(seed).random(tokens) < 0.2] = SEPARATOR
     return TokenStream(np.split(ids, [tokens // 3, tokens // 2]))
@@ -96,7 +96,7 @@ def test_order_looks_random() -> None:
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.06
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
     assert (order == np.arange(n)).sum() < 10
-    # Where one window lands is spread evenly over the epochs.
+    # The positions of one chunk are spread evenly over the epochs.
     landings = sample_index(np.arange(1000) * 64, 64, 0)
     assert np.bincount(landings, minlength=64).max() < 40
 
@@ -203,7 +203,7 @@ def test_windows_predict_the_next_token() -> None:
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
     assert batch.targets_BT[:, :-1].equal(batch.tokens_BT[:, 1:])
     assert not (batch.targets_BT == IGNORE_INDEX).any()
-    # A token that is no separator tells its place, so the last target can be checked too.
+    # Tokens other than separators equal their position, so the last target is checked too.
     last, target = batch.tokens_BT[:, -1], batch.targets_BT[:, -1]
     known = (last != SEPARATOR) & (target != SEPARATOR)
     assert known.any()
@@ -333,7 +333,7 @@ def prefetch(stream: TokenStream) -> tuple[Prefetcher, Loader]:
 
 
 def test_ahead_gives_what_is_asked_for() -> None:
-    """In order, back and forth, and with other replica groups; the next is made by the thread."""
+    """In order, back and forth, and with replica groups; a thread prefetches the next."""
     ahead, plain = prefetch(make_stream(3000))
     requested = [
         (0, 0, 1),

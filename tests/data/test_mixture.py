@@ -74,7 +74,7 @@ def test_mixture_parts_sum_to_the_whole() -> None:
 
 
 def mixture(packing: str = "documents") -> Mixture:
-    """Three sources, whose tokens tell which they are from."""
+    """Return three sources whose tokens identify their source."""
     streams = [
         TokenStream([np.where(ids == SEPARATOR, SEPARATOR, ids + 10_000 * source)])
         for source, size in enumerate((700, 90, 300))
@@ -184,7 +184,7 @@ def test_prepare_mixture_has_each_source(texts: tuple[Path, Path], tmp_path: Pat
 def test_mixture_shared_tokenizer_does_not_depend_on_earlier_runs(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """What is held out decides what it learns from, so it decides the tokenizer."""
+    """The validation split determines the training text, and so the tokenizer."""
     prepare_data(section(texts, validation_fraction=0.4), tmp_path / "c")
     second = prepare_data(section(texts, validation_fraction=0.01), tmp_path / "c")
     single = prepare_data(section(texts, validation_fraction=0.01), tmp_path / "d")

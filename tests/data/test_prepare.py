@@ -143,8 +143,7 @@ def test_prepare_killed_keeps_complete_shards(
     complete = sorted(directory.glob("train-*.bin"))
     assert len(complete) == shards_before_death
     before = [file.stat() for file in [*complete, directory / "tokenizer.json"]]
-    # What a power cut may leave: a torn shard without receipt, one with a false receipt, and
-    # a temporary file.
+    # A power cut may leave a torn shard without receipt, a false receipt, or a temporary file.
     torn = directory / f"train-{shards_before_death:05d}.bin"
     torn.write_bytes(b"torn")
     false = directory / f"train-{shards_before_death + 1:05d}.bin"

@@ -1,4 +1,4 @@
-"""Documents out of lines and rows: the same from every format, and every mistake with its place."""
+"""Documents from lines and rows: equal in every format, every mistake located."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_unreadable_file_is_found_beforehand(tmp_path: Path) -> None:
 
 
 def test_runs_and_stores_below_the_text_are_not_text(tmp_path: Path) -> None:
-    """Otherwise a run in the current folder would train on its own logs."""
+    """Otherwise a run in the current directory would train on its own logs."""
     (tmp_path / "mine.txt").write_text("text\n")
     for directory, marks in (("runs/demo", ["job.toml"]), ("cache/stores/ab", ["store.json"])):
         directory_path = tmp_path / directory

@@ -1,4 +1,4 @@
-"""What a path names, and files in object stores: the same documents as from a disk."""
+"""Paths of data, and files in object stores: the same documents as from a disk."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def put(directory: str, files: dict[str, bytes]) -> str:
 def every_format(tmp_path: Path) -> dict[str, bytes]:
     files = {}
     for name, write in WRITERS.items():
-        if name != "x.json":  # in a folder it would describe the others
+        if name != "x.json":  # in a directory it would describe the others
             write(tmp_path / name, TEXTS)
             files[name] = (tmp_path / name).read_bytes()
     return files
 
 
 def check_remote(url: str, files: dict[str, bytes], tmp_path: Path) -> None:
-    """All of a folder far away gives what it does on the disk."""
+    """A remote directory gives the same documents as a local one."""
     directory = tmp_path / "here"
     directory.mkdir()
     for name, data in files.items():
@@ -184,7 +184,7 @@ def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
 
 
 class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
-    """As much of S3 as reading takes: lists, heads, and ranges of objects; any key will do."""
+    """The part of S3 that reading needs: lists, heads and ranges; any key is accepted."""
 
     objects: ClassVar[dict[str, bytes]] = {}
     protocol_version = "HTTP/1.1"

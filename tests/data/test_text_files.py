@@ -1,4 +1,4 @@
-"""Text files: whether they are text, where they are cut, and what of them is held out."""
+"""Text files: detection of binary files, splitting, and the validation set."""
 
 from __future__ import annotations
 

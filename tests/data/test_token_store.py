@@ -118,7 +118,7 @@ def flip_a_bit(file: Path, path: int) -> None:
 
 
 def flip_unseen(file: Path) -> None:
-    """As a failing disk does: the file's times stay."""
+    """Damage as by a failing disk: the file's times stay."""
     stat = file.stat()
     flip_a_bit(file, 0)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))

@@ -24,7 +24,7 @@ def fail_at_3(number: int, advance: Advance) -> int:
             [ConfigError("data.path", "x", "is the third"), ConfigError("a", 1, "and more")]
         )
     for _ in range(600):
-        time.sleep(0.1)  # until it is told to stop
+        time.sleep(0.1)  # until it is stopped
         advance(1)
     return number
 
