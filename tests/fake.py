@@ -1,4 +1,4 @@
-"""What a rank says to which others in a step, real or fake, by kind and axis."""
+"""The communication of a rank in a step, real or fake, by kind and axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbled run directories out of a sound one: what disks, crashes and hands leave behind."""
+"""Garbled run directories made from an intact one, as after crashes or bad disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a test's function on several gloo ranks, quickly and without leaving anything behind.
+"""Run a test's function on several gloo ranks, quickly and with full cleanup.
 
     def total(start):                       # at the top level of the test's module
         x = torch.tensor(start + dist.get_rank())
@@ -8,27 +8,26 @@
     def test_total():
         assert run_ranks(total, 2, 10) == [21, 21]
 
-Starting interpreters that import torch costs seconds a test.  So one *server*, a fresh
+Starting interpreters that import torch costs seconds per test. So one *server*, a fresh
 interpreter, imports torch and weft once per session and forks the ranks of every world, which
-takes some hundredths of a second.  Forking is sound only while the server has a single thread: it
+takes some hundredths of a second. Forking is safe only while the server has a single thread: it
 runs no tensor operation, makes no process group, and refuses to fork if a thread appears.
 
     test process --(socket: request, reply)--> server --(fork; a pipe each)--> rank 0, 1, ...
 
-What a rank's function returns comes back pickled; so do the arguments get there.  The
-server never unpickles either, because that would import test modules, and what they import,
-into it.
+Arguments and results are pickled. The server never unpickles either, because that would import
+test modules and their imports into it.
 
-Failures.  A rank that raises reports its traceback and then stands still, with its
-connections open, until the server kills the whole world: its peers see no reset connection,
-and what is shown is the cause.  A rank that dies without a word (signal, ``os._exit``) does
-reset them, so a silent death is looked for before a peer's exception is believed.  At the
-timeout every rank's Python stack is taken, then all are killed.
+*Failures.* A rank that raises reports its traceback and then waits, with its connections open,
+until the server kills the whole world: its peers see no reset connection, and the shown error is
+the cause. A rank that dies silently (signal, ``os._exit``) does reset them, so the server checks
+for a silent death before it believes a peer's exception. At the timeout the server takes every
+rank's Python stack, then kills all of them.
 
-Nothing survives.  After every world the server kills the ranks and all that they started: as
-a subreaper it adopts whatever they leave, in whatever session.  The server ends when its
-socket closes, however the test process ended, and should it be killed itself, the ranks have
-the kernel's parent-death signal.
+*Cleanup.* After every world the server kills the ranks and all processes that they started: it
+is a subreaper, so it adopts orphans of any session. The server ends when its socket closes, after
+any end of the test process. If the server is killed, the ranks get the kernel's parent-death
+signal.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``function(*args, **kwargs)`` on every rank of a new gloo process group.
 
-    Each rank is a process of its own with one thread, equal seeds, the caller's working
-    directory, environment and ``sys.path``, and an initialized default group.  The group is
+    Each rank is a separate process with one thread, equal seeds, the caller's working
+    directory, environment and ``sys.path``, and an initialized default group. The group is
     destroyed afterwards.
 
     Args:
@@ -100,12 +99,12 @@ def run_ranks(
         timeout: seconds until the world is killed.
 
     Returns:
-        What each rank returned, by rank.  It must pickle.
+        The results of all ranks, by rank. They must pickle.
 
     Raises:
         RankError: with the traceback and output of the first rank that failed, or every
             rank's stack after the timeout.
-        ValueError: if ``function`` cannot be found by name in a rank.
+        ValueError: if a rank cannot find ``function`` by name.
     """
     sys.audit("tests.world", function)
     module, name = function.__module__, function.__qualname__
@@ -230,7 +229,7 @@ class _Rank:
             pass  # it died, which reap() sees
 
     def reap(self) -> bool:
-        """Whether the rank has ended."""
+        """Return True if the rank has ended."""
         if not self.reaped:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

@@ -1,11 +1,10 @@
-"""The equivalence matrix: layouts that must compute one process's gradients, and do what a fake
-rank of them does.
+"""The equivalence matrix: layouts that must compute one process's gradients.
 
-A layout is a string of axes, and of overrides: ``"pp2 tp2"`` is two stages of two tensor-parallel
-ranks.  `COVERED` holds every pair of techniques in as few layouts as that takes.
-`tests/parallel/test_layouts.py` compares each with one process, on tensors; and
-`tests/estimate/test_trace.py` each of at most four ranks with its trace.  What is added here is
-compared there and there.
+A layout is a string of axes and overrides: ``"pp2 tp2"`` is two stages of two tensor-parallel
+ranks. `COVERED` holds every pair of techniques in as few layouts as possible.
+`tests/parallel/test_layouts.py` compares each with one process, on tensors.
+`tests/estimate/test_trace.py` compares each of at most four ranks with its trace. A layout
+added here is compared in both.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
 
 
 def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
-    """Return parameters of at most so many layouts of as many ranks: one world is enough."""
+    """Group layouts of equal size and return their parameters: one world is enough."""
     by_ranks: dict[int, list[str]] = {}
     for layout in layouts:
         by_ranks.setdefault(parse(layout)[0], []).append(layout)
@@ -138,11 +137,11 @@ def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
 
 
 def size(layout: str) -> Overrides:
-    """Return as few sequences and blocks as show all of a layout: collectives are what costs.
+    """Return the fewest sequences and blocks that show all effects of a layout.
 
-    Two microbatches show what adds up over them; four fill a pipeline, which is left to worlds of
-    few ranks, but DualPipeV takes no fewer.  Of three sequences each the last microbatch has two.
-    A pipeline has two blocks a rank, another layout three.
+    Collectives dominate the cost. Two microbatches show sums over them. Four fill a pipeline, in
+    worlds of few ranks, and DualPipeV needs them. Three sequences give the last microbatch two.
+    A pipeline has two blocks per rank, another layout three.
     """
     ranks, overrides = parse(layout)
     chosen = dict(overrides)
@@ -194,7 +193,7 @@ def cover(schedules: Iterable[str]) -> list[str]:
     return [text for text in texts if parse(text)[0] > 1]
 
 
-# Of the schedules those of one stage a rank, of several, and of stages in the shape of a V.
+# Schedules with one stage per rank, with several, and with stages in the shape of a V.
 COVERED_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 COVERED = cover(COVERED_SCHEDULES)
 COVERED_BY_ALL_SCHEDULES = cover(SCHEDULES)
@@ -238,7 +237,7 @@ MORE_DATA = [
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]
 BFLOAT16 = [*SINGLE, "dp_shard2 tp2"]
-# What changes what a rank does, and not what comes of it.
+# Keys that change the work of a rank, and not its result.
 TRACED = [
     "dp_shard4",
     "dp_shard4 reshard_after_forward=never",

@@ -1,6 +1,6 @@
-"""Lines of code: those with something on them that is no comment, with docstrings and without.
+"""Count lines of code: not blank and no comment, with docstrings and without.
 
-``python -m tests.lines`` tells them by package; the README has the sums.
+``python -m tests.lines`` prints them by package; the README has the sums.
 """
 
 from __future__ import annotations

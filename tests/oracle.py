@@ -1,17 +1,17 @@
-"""An oracle for training in one process: transformers' models, torch.optim and a loop by hand.
+"""An oracle for one process: transformers, torch.optim and a manual loop.
 
-weft trains some steps of a small job; the oracle computes the same from the documents' tokens with
-another model, another loss, other masks and another optimizer, and every number is compared: data,
-loss, each gradient, the norm, the clipped update of each parameter, the learning rate, the
-evaluation.  Of weft it takes only the initial weights and, of each row, which tokens it holds.
+weft trains some steps of a small job; the oracle computes the same from the documents' tokens
+with another model, another loss, other masks and another optimizer. Every number is compared:
+data, loss, each gradient, the norm, the clipped update of each parameter, the learning rate and
+the evaluation. The oracle takes from weft only the initial weights, and the tokens of each row.
 
-What is compared begins from equal numbers each time: after a step the oracle's weights are set to
-weft's, and its optimizer is given weft's gradients.  So a difference is never the echo of an older
-one, and the first one in the order of computing tells where the fault is (`Departure.module`).
+Each comparison begins from equal numbers: after a step the oracle's weights are set to weft's,
+and its optimizer gets weft's gradients. So a difference is never the effect of an older one, and
+the first one in the order of computing locates the fault (`Departure.module`).
 
-*Limits.*  In float32 1e-5 of the largest entry.  In bfloat16 and float8 what rounding may do is
-measured: the oracle itself is run in that precision, and weft may be as far from the oracle in
-float32 as that, times `SLACK`.
+*Limits.* In float32 1e-5 of the largest entry. For bfloat16 and float8 the limit is measured: the
+oracle runs in that precision, and weft may differ from the float32 oracle as much as that, times
+`SLACK`.
 
 Shapes: B rows of a global batch, T tokens of a row.
 """
@@ -88,7 +88,7 @@ class Corpus:
     learned: list[Any] | None = None
 
     def write(self, directory: Path, vocab_size: int, validation: int) -> Store:
-        """A store of weft's, of which the last ``held_out`` documents are the validation split."""
+        """Write a store whose last ``validation`` documents are the validation split."""
         cut = len(self.documents) - validation
         splits = []
         for name, subset in (("train", slice(0, cut)), ("validation", slice(cut, None))):
@@ -133,7 +133,7 @@ def _column(path: Path, values: Any) -> Shard:
 
 
 def draw_corpus(kind: str, documents: int, vocab_size: int, longest: int, seed: int) -> Corpus:
-    """Documents of noise, of very different lengths; of conversations some tokens are learned."""
+    """Draw random documents of varied lengths; conversations have a loss mask."""
     random = np.random.default_rng([seed, 17])
     result, learned = [], []
     for _ in range(documents):
@@ -247,7 +247,7 @@ class Reader:
 
 
 class Rows(NamedTuple):
-    """Of a global batch, int64 ``[B, T]``."""
+    """The rows of a global batch, int64 ``[B, T]``."""
 
     tokens: Tensor
     targets: Tensor
@@ -371,9 +371,9 @@ class _Zero(nn.Module):
 
 
 def theirs_of(model: nn.Module, name: str) -> Tensor:
-    """What of transformers' model (or PEFT's around it) is weft's parameter ``name``.
+    """Return the tensor of transformers' or PEFT's model for parameter ``name``.
 
-    A view: what is written into it is the model's.
+    It is a view: writing into it changes the model.
     """
     prefix = "base_model.model." if hasattr(model, "peft_config") else ""
     full = name if name.startswith("lm_head") else f"model.{name}"
@@ -466,7 +466,7 @@ LEVELS = (
 
 
 def rounded(matrix: Tensor, kind: str) -> Tensor:
-    """A matrix as QLoRA keeps it: blocks of 64 neighbors, each with its largest magnitude."""
+    """A matrix as QLoRA stores it: blocks of 64 neighbors, each with its maximum."""
     blocks = matrix.reshape(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     if kind == "int8":
@@ -477,7 +477,7 @@ def rounded(matrix: Tensor, kind: str) -> Tensor:
 
 
 class Float8(nn.Linear):
-    """A linear layer whose factors are rounded to float8, a power of two for each whole tensor."""
+    """A linear layer with factors rounded to float8, one power of two per tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Float8.apply(x, self.weight)
@@ -541,7 +541,7 @@ def rate(step: int, job: Job) -> float:
 
 
 class Updates:
-    """The oracle's optimizer, on parameters of its own: name -> tensor."""
+    """The oracle's optimizer with separate parameters: name -> tensor."""
 
     def __init__(self, params: dict[str, Tensor], job: Job) -> None:
         self.job = job
@@ -625,7 +625,7 @@ class Case:
 
 
 def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
-    """A case of these keys, ``section__key``; 2 steps of 4 rows unless they say otherwise."""
+    """Make a case of the keys ``section__key``; by default 2 steps of 4 rows."""
     chosen: dict[str, object] = {
         "model.num_layers": 2,
         "model.dim": 24,
@@ -766,7 +766,7 @@ def draw_case(seed: int) -> Case:
 
 
 class Weft(NamedTuple):
-    """What weft made of a case, ready to train."""
+    """weft's objects for a case, ready to train."""
 
     job: Job
     plan: Plan
@@ -792,7 +792,7 @@ def build_weft(case: Case, directory: Path, rank: Rank | None = None) -> Weft:
 
 
 def oracle_of(weft: Weft) -> nn.Module:
-    """The oracle's model with weft's initial weights, with adapters where weft has some."""
+    """Return the oracle's model with weft's initial weights, adapters included."""
     job, config = weft.job, weft.plan.model
     model = build_theirs(job.model.kind, config)
     ours = {name: p for part in weft.built.model_parts for name, p in part.named_parameters()}
@@ -823,7 +823,7 @@ def oracle_of(weft: Weft) -> nn.Module:
 
 
 def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
-    """The numbers of a parameter of weft's: of one in fewer bits those that the seed gives."""
+    """Return a parameter's values; for a quantized one those that the seed gives."""
     value = param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
     if value.dtype != torch.uint8:
         result: Tensor = value.detach().float()
@@ -932,7 +932,7 @@ class _Comparison:
     # ---- what each compares
 
     def _initial(self) -> Iterator[Departure]:
-        """docs/models.md: normal with 0.02, cut at three deviations, narrower into the residual."""
+        """docs/models.md: normal with 0.02, cut at three deviations, less on the residual."""
         depth = math.sqrt(2 * self.plan.model.num_layers)
         for part in self.built.model_parts:
             for name, param in part.named_parameters():
@@ -992,7 +992,7 @@ class _Comparison:
             yield Departure("data", "the first epoch is not shuffled", "data/order.py")
 
     def _references(self, mixture: Mixture) -> Iterator[Any]:
-        """Log-probabilities under the initial model; last the mixture that has them, moved."""
+        """Yield log-probabilities under the initial model; the last is perturbed."""
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
         known = log_probs(self.built, pairs)
@@ -1003,7 +1003,7 @@ class _Comparison:
         if not self.low and (known - expected).abs().max() > 1e-4:
             text = f"off by {float((known - expected).abs().max()):.2g} nats"
             yield Departure("references", text, "train/reference_logprobs.py")
-        # As if training had moved away from them.
+        # As if training had changed the weights.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
         by_tokens = {row.numpy().tobytes(): moved[i] for i, row in enumerate(rows.tokens)}
@@ -1045,7 +1045,7 @@ class _Comparison:
         yield Departure(what, text, module)
 
     def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
-        """Of preferences: margin, accuracy and both rewards, on the mean of the pairs."""
+        """Compute preference metrics: margin, accuracy and rewards, as means of pairs."""
         sums = self.built.train_step.metrics
         if sums is None or references is None or self.low:
             return
@@ -1090,7 +1090,7 @@ class _Comparison:
         if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):
             return "train/loss.py", "gradients"
         last = max(wrong, key=list(grads).index)
-        # What comes right after a norm in the forward pass gives the norm its gradient.
+        # The layer right after a norm determines the norm's gradient.
         last = last.replace("post_attention_layernorm", "mlp")
         return _module_of(last, self.job), "gradients"
 
@@ -1149,7 +1149,7 @@ class _Comparison:
         return ""
 
     def _rope(self, rows: Rows) -> str:
-        """Whether the rotary tables are at fault, or attention."""
+        """Return the module at fault: rotary tables or attention."""
         [model] = self.built.model_parts
         cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
         inner: Any = self.theirs
@@ -1208,7 +1208,7 @@ class _Comparison:
             theirs_of(self.theirs, name).copy_(buffer)
 
     def _biases(self, rows: Rows) -> dict[str, Tensor]:
-        """What the biases have to be: loads are those of the pass before the update."""
+        """Compute the expected biases: loads are those of the pass before the update."""
         moved = {}
         for name, chosen in self.chosen.items():
             bias = theirs_of(self.theirs, name)
@@ -1220,7 +1220,7 @@ class _Comparison:
 
     @property
     def chosen(self) -> dict[str, Tensor]:
-        """What the gates of the oracle chose in its last forward pass."""
+        """Record the expert choices of the oracle's last forward pass."""
         return {
             name.removeprefix("model.").replace("mlp.gate", "mlp.router") + ".expert_bias": found
             for name, found in self._gates.items()

@@ -1,4 +1,4 @@
-"""What is advised helps as much as is said, and can be done."""
+"""Each advice is possible, and helps as much as predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ slow = pytest.mark.slow
 
 
 def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machine, Device]:
-    """``text``: overrides, as ``train.microbatch_size=2 activation_checkpoint.mode=full``."""
+    """Plan a job; ``text``: overrides such as ``parallel.tp=2 parallel.pp=2``."""
     overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
     local_machine = Machine("cpu", devices=2)
     plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: local_machine)
@@ -29,7 +29,7 @@ def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machi
 
 
 def advise_recipe(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
-    """What is predicted, what is advised, and what is predicted of a change."""
+    """Return the forecast, its advice, and a function that forecasts a change."""
     job, plan, machine, device = planned(recipe, cluster, text)
     prediction = forecast(plan, machine, device)
 
@@ -41,7 +41,7 @@ def advise_recipe(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, 
     return prediction, advise(plan, machine, device, prediction), forecast_after
 
 
-# --------------------------------------------------------------------------- what does not fit
+# # --- does not fit
 
 # The plan, and the first thing that is advised.
 REMEDIES = [
@@ -177,8 +177,7 @@ FASTER = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("recipe", "cluster", "text"), FASTER)
 def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, text: str) -> None:
-    """What is estimated of a change is within 15 % of what a trace of the changed job says of its
-    speed, and within 25 % of the memory."""
+    """Estimates are within 15 % of the traced speed, and within 25 % of the memory."""
     prediction, result, forecast_after = advise_recipe(recipe, cluster, text)
     assert result
     for advice in result:
@@ -189,7 +188,7 @@ def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, te
 
 
 def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
-    """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
+    """As on a cluster, also on a machine where weft chooses the number of ranks."""
     text = {"model.num_layers": "2", "train.microbatch_size": "4", "train.global_batch_size": "8"}
     overrides = [
         ("run.nproc_per_node", "auto"),
@@ -206,7 +205,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     assert result
 
 
-# --------------------------------------------------------------------------- what is possible
+# # --- possible changes
 
 
 def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
@@ -215,7 +214,7 @@ def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
 
 
 def test_changes_are_only_those_that_the_device_supports() -> None:
-    """No float8 on A100, none without compilation, and asynchronous products with it only."""
+    """No float8 on A100 or without compilation; async TP with compilation only."""
     for cluster, float8 in (("1x8xA100-80GB", False), ("1x8xH100", True), ("1x8xB200", True)):
         for compiled in ("true", "false"):
             result = list_changes(

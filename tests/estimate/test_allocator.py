@@ -19,11 +19,11 @@ def allocate(*sizes: int) -> CachingAllocator:
 
 
 def addresses(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
-    """Of each live storage, where its block begins and ends."""
+    """Return the first and last address of the block of each live storage."""
     return {s: (b.start, b.start + b.size) for s, (_, b) in allocator.blocks.items()}
 
 
-# --------------------------------------------------------------------------- what is reserved
+# # --- reserved memory
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
 
 
 def test_free_neighbors_grow_together() -> None:
-    """Whichever is freed last: three blocks of a segment become one, of all 18 MiB and the rest."""
+    """In any order of freeing, three blocks of a segment merge into one."""
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         allocator = allocate(6 * MIB, 6 * MIB, 6 * MIB)
         for storage in order:
@@ -179,13 +179,12 @@ def test_the_peak_is_remembered() -> None:
     assert (allocator.reserved, allocator.peak) == (70 * MIB, 90 * MIB)
 
 
-# --------------------------------------------------------------------------- whatever comes
+# # --- random requests
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
-    """Blocks never overlap, hold what was asked for, and lie within what is reserved; and what is
-    all freed is in whole segments again."""
+    """Blocks never overlap, fit their requests, lie in segments, and merge when freed."""
     draw = random.Random(seed)
     capacity = draw.choice([None, 300 * MIB])
     allocator, requested = CachingAllocator(capacity), dict[int, int]()

@@ -50,7 +50,7 @@ def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, P
 
 
 def finished(directory: Path, job: Job, plan: Plan, seconds: list[float], **extra: Any) -> Path:
-    """The folder of a run that took so long for its steps."""
+    """Return the directory of a run with these step times."""
     write_plan(directory, plan)
     (directory / "job.toml").write_text(to_toml(job, "llama3-8b", job))
     environment = json.loads((directory / "environment.json").read_text())
@@ -79,7 +79,7 @@ FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
 
 
 def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
-    """The run's own time comes out; other layouts move as far; other devices do not move."""
+    """Calibration reproduces the run's time, and scales other layouts alike."""
     job, plan, machine = h100(*FEW)
     before = forecast(plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
@@ -93,7 +93,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     assert result.seconds_before == pytest.approx(before.step_seconds)
     assert result.seconds_after == pytest.approx(expected, rel=1e-6)
     hidden = before.time_breakdown.total() - before.time_breakdown["compute"]
-    # What does not compute is as fast as before.
+    # Operations other than compute are as fast as before.
     assert result.value == pytest.approx(
         before.time_breakdown["compute"] / (expected - hidden), rel=0.02
     )
@@ -163,7 +163,7 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_path: Path) -> None:
-    """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
+    """Without calibration no time is predicted for CPUs; with it this run's is."""
     pairs = [
         *SMALL,
         ("run.dir", "run"),

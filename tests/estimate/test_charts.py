@@ -1,4 +1,4 @@
-"""The pictures show what was predicted: all of it, once, where and as long as it is."""
+"""The charts show the whole prediction, each part once and at the right scale."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw_layout(layout: str) -> ET.Element:
 
 
 def parsed(html: str) -> ET.Element:
-    """As XML, which is stricter than HTML."""
+    """Parse the page as XML, which is stricter than HTML."""
     doctype, rest = html.split("\n", 1)
     assert doctype == "<!DOCTYPE html>"
     return ET.fromstring(rest)
@@ -114,7 +114,7 @@ def actions(svg: ET.Element) -> dict[tuple[int, str, int], list[Drawn]]:
 
 
 def scale_of(svg: ET.Element) -> tuple[float, float]:
-    """Where the time axis begins, and its pixels per second."""
+    """Return the origin of the time axis, and its pixels per second."""
     marks = [
         (float(text.get("x", "")), float((text.text or "").removesuffix(" ms").replace(",", "")))
         for text in svg.iter(f"{SVG}text")
@@ -163,7 +163,7 @@ def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
-    """Which is the step but for what follows, and leaves its busiest rank the step's bubble."""
+    """The pipeline takes the step without its end, and idles the step's bubble."""
     _, _, prediction = predicted(layout)
     assert prediction.timeline is not None
     assert prediction.time_breakdown is not None

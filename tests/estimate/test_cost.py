@@ -1,4 +1,4 @@
-"""The cost model: identities, limits and directions; and its errors on a few published runs."""
+"""The cost model: identities, limits, directions, and errors on published runs."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def seconds(layout: Layout, hardware: Hardware) -> float:
 
 
 def flops(step: Step) -> float:
-    """Of all microbatches of one rank of each stage."""
+    """Return FLOPs of all microbatches of one rank of each stage."""
     works = [w for stage in step.stages for w in (*stage.forward, *stage.backward)]
     return step.microbatches * sum(work.flops * count for work, count in works)
 
 
-# --------------------------------------------------------------------------- what is done
+# # --- operations of a step
 
 
 @pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
@@ -121,7 +121,7 @@ def test_layers_of_stages_are_all_layers(layers: int, stages: int, expected: lis
     assert split_layers(layers, stages) == expected
 
 
-# --------------------------------------------------------------------------- what it costs
+# # --- seconds of operations
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -151,7 +151,7 @@ def test_tokens_of_a_rank_do_not_change_what_a_token_costs_much() -> None:
     assert 0.9 < 2 * big.m * big.k * big.n / rate / matmul_seconds(big, device) < 1
     small = Matmul(256, 256, 256)
     assert 2 * 256**3 / rate / matmul_seconds(small, device) < 0.1
-    # Of one row only the weights' way through memory counts.
+    # For one row only the memory traffic of the weights counts.
     thin = Matmul(1, 8192, 8192)
     assert matmul_seconds(thin, device) >= 2 * 8192**2 / device.bandwidth
 
@@ -273,7 +273,7 @@ def test_memory_has_its_directions() -> None:
 
 
 def test_what_a_pipeline_keeps_beside_activations() -> None:
-    """Logits until they are joined, and a buffer for whatever a stage will ever receive."""
+    """Logits until they are joined, and a buffer for everything a stage will receive."""
     layout = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
     full, plain = (estimate_memory(LLAMA_8B, replace(layout, output_bytes=b), 3) for b in (2, 0))
     assert full["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
@@ -284,7 +284,7 @@ def test_what_a_pipeline_keeps_beside_activations() -> None:
     )
     hidden = 8192 * LLAMA_8B.hidden * 2
     buffers = [estimate_memory(LLAMA_8B, layout, rank)["buffers"] / hidden for rank in range(4)]
-    # Of 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
+    # 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
     assert "buffers" not in estimate_memory(LLAMA_8B, replace(layout, recv_buffers=False))
 
@@ -307,7 +307,7 @@ def test_in_a_v_one_rank_has_both_tables() -> None:
 
 
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
-    """With as many microbatches as ranks, a rank's second stage is through before its first."""
+    """With as many microbatches as ranks, the second stage is through first."""
     layout = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
     twice = replace(layout, stages_per_rank=2, schedule="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
@@ -326,7 +326,7 @@ def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
 
 
 def test_what_a_collective_reads_is_free_late() -> None:
-    """Two whole outputs of each layer of a stage, but of no more layers than the queue holds."""
+    """Two full outputs of each layer of a stage, but at most the queue's layers."""
     late = replace(LAYOUTS["tp"], uses_record_stream=True)
     layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
 
@@ -411,7 +411,7 @@ PUBLISHED = (ROOT / "benchmarks/published_runs.csv").read_text().splitlines()
 
 
 def figures(rows: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """What the benchmark says of rows of published runs."""
+    """Return the benchmark's figures for rows of published runs."""
     file.write_text("\n".join([PUBLISHED[0], *rows]) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["plan_accuracy.py", str(file), "--json"])

@@ -1,4 +1,4 @@
-"""Before a run starts: does it fit?  And when memory runs out all the same: what is said."""
+"""The memory check before a run, and the message when memory runs out anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of a run stands beside what the run measured, of a run that was trained."""
+"""The report shows the planner's prediction beside the measurements of a run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
 def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
     directory, _ = trained
     _, plan, _ = replan_run(directory, "run")
-    # What the run itself has noted: on each rank its actions, in their order.
+    # The run recorded the actions of each rank, in their order.
     result = measured_timeline(directory, plan)
     assert result is not None
     assert result[0] == 6

@@ -97,8 +97,10 @@ def key_of(candidate: Candidate) -> str:
 
 @pytest.fixture(scope="module")
 def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
-    """Two H100 with little memory, searched in this process as where there is one core:
-    `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
+    """Search two H100 with little memory in this process, as on one core.
+
+    `test_plan_search_winner_has_its_forecast_when_planned_again` traces in processes.
+    """
     job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
     machine = with_memory(machine, 4.7)
     messages: list[str] = []
@@ -193,7 +195,7 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
     assert "no layout fits" in render_search(result)
 
 
-# --------------------------------------------------------------------------- what is tried
+# # --- candidates
 
 
 def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
@@ -239,7 +241,7 @@ def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str
         cluster, ("precision.float8", own), ("precision.float8_small", "true")
     )
     if cluster == "1x2xMI300X":
-        expected = precisions(plan, machine)  # whatever the table says of it
+        expected = precisions(plan, machine)  # with any table
         assert expected[0] == "none"
     assert precisions(plan, machine) == expected
 
@@ -318,8 +320,10 @@ def test_search_unknown_device_or_schedule_file_is_refused(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("cluster", "gib"), [("1x2xH100", 4.7), ("1x4xA100-80GB", 3.5)])
 def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
-    """Every possible layout in the recipe's precision is traced: the winner is the fastest of
-    them, or as good as it, and what was told to need too much memory does."""
+    """Trace every possible layout: the winner is the fastest or as good as it.
+
+    Every layout that the search rejects for memory does need too much.
+    """
     job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
     machine = with_memory(machine, gib)
     result = search(plan, machine)
@@ -350,8 +354,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
-    """The best of three thousand layouts of Llama 3.1 405B, with the prediction that its recipe
-    gives when it is planned again."""
+    """The best of three thousand layouts of 405B has the same forecast in a new plan."""
     local_machine = Machine("cpu", devices=2)
     plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: local_machine)
     result = search(plan, machine)

@@ -1,4 +1,4 @@
-"""A fake rank does what a real one does, and a step is what its extrapolation says."""
+"""A fake rank does the same as a real one, and extrapolation equals a full step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def small(layout: str) -> Overrides:
         rows //= int(chosen.get(f"parallel.{axis}", 1))
     item = int(chosen.get("train.microbatch_size", "1").replace("auto", "1"))
     stages = 3 if "stages_per_rank=3" in layout else 2 if "parallel.pp" in chosen else 1
-    # As many microbatches as show what adds up over them, or what waits in a pipeline.
+    # Enough microbatches to show sums over them, and waiting in a pipeline.
     microbatches = 4 if stages > 1 else 2 if rows > 1 else 1
     return [
         ("model.num_layers", str(2 * stages)),
@@ -70,7 +70,7 @@ def small(layout: str) -> Overrides:
 
 
 def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
-    """What this rank does in its first step."""
+    """Return the record of this rank's first step."""
     job = small_job(*small(layout))
     plan = plan_here(job)
     if mode is None:
@@ -96,7 +96,7 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
 
 
 def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
+    """``{"all_gather tp": (20, 81920)}``: collectives and bytes, by kind and axis."""
     groups = find_comm_groups(op_trace, mesh)
     results: dict[str, tuple[int, int]] = {}
     for event in op_trace.events:
@@ -121,7 +121,7 @@ def peak_bytes(op_trace: OpTrace) -> int:
 
 
 def step(built: Built, job: Job, plan: Plan) -> None:
-    """Without a look at it."""
+    """Return the step's peak without inspecting it."""
     built.train_step.forward_backward(empty_batches(plan))
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     params = [param for _, param in trainable_parameters(built.model_parts)]
@@ -140,7 +140,7 @@ def real_ranks(layouts: list[str]) -> StepRecords:
 
 
 def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
-    """Of two processes each is one end of the world."""
+    """Return both ranks of a world of two processes."""
     gc.freeze()
     rank = dist.get_rank() * (ranks - 1)
     dist.destroy_process_group()
@@ -192,7 +192,7 @@ assert set(EACH_METHOD) <= set(layouts_of_size(2))
     ],
 )
 def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) -> None:
-    """FLOPs and exchanges are the same, and peaks within 3 %, for the whole equivalence matrix."""
+    """FLOPs and collectives are equal, and peaks within 3 %, for the whole matrix."""
     fake = run_ranks(fake_ranks, 2, layouts, ranks, timeout=800)
     wrong = []
     for _ in range(3):  # on a busy machine gloo's threads give memory back late
@@ -245,7 +245,7 @@ EXTRA = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
-    # More stages than torch's runtime keeps gathered by itself.
+    # More stages than torch's runtime keeps gathered.
     (32, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]
 
@@ -282,8 +282,10 @@ def flops_of(trace: RankTrace) -> float:
 def test_traces_extrapolated_step_equals_the_whole_step(
     blocks: int, microbatches: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLOPs, exchanges and live bytes are exact; but a pipeline's actions have another order in
-    the recording: messages and gathered weights may be let go, or made, one action on."""
+    """FLOPs, collectives and live bytes are exact, the order of actions is not.
+
+    Messages and gathered weights may be freed, or allocated, one action later.
+    """
     _job, plan = planned(layout, blocks, microbatches)
     short = trace_ranks(plan)
     for extrapolated, full in zip(short, traced_whole(plan, monkeypatch), strict=True):

@@ -1,4 +1,4 @@
-"""What is priced of a trace."""
+"""Prices of traced operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.plan.resolve import resolve
 def test_pricer_optimizer_reads_and_writes_each_state_once(
     states: str, least: float, most: float
 ) -> None:
-    """Of each parameter, whatever number of operators an update is made of."""
+    """The optimizer reads each parameter, for any number of operators in its update."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
     job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
     cluster = parse_cluster("1x2xH100")

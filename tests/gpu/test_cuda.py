@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels, and what the compiler makes for it.
+"""Tests that need a GPU: its kernels, and code that the compiler makes for it.
 
 python -m pytest tests/gpu
 """
@@ -94,7 +94,7 @@ def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
-    """The tensor cores' products, and the same rounding with products in high precision."""
+    """The tensor cores' products equal the same rounding with high-precision products."""
     linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)
     upstream = torch.randn(2, 64, 256, device=CUDA, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Qwen3 and Mistral: equal to transformers', true to their tables, the same in every layout."""
+"""Qwen3 and Mistral: equal to transformers', true to their tables, in any layout."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_norms_of_queries_and_keys_matter() -> None:
 @pytest.mark.parametrize(
     ("kind", "preset", "count"),
     [
-        # Of the weights on the Hub, a tied embedding once.
+        # A tied embedding counts once in the weights on the Hub.
         ("qwen3", "0.6b", 596_049_920),
         ("qwen3", "1.7b", 1_720_574_976),
         ("qwen3", "4b", 4_022_468_096),
@@ -134,7 +134,7 @@ def test_parameter_counts_of_presets_equal_the_published_weights(
 
 
 def test_the_report_s_counts_without_embeddings() -> None:
-    """Of Qwen3's model cards, in billions."""
+    """The numbers of Qwen3's model cards, in billions."""
     published = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
     for preset, billions in published.items():
         config: Any = FAMILIES["qwen3"].presets[preset]

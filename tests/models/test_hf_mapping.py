@@ -206,7 +206,7 @@ def test_kind_of_a_config_is_its_family() -> None:
 
 
 def test_the_published_llama_is_the_preset() -> None:
-    """So the recipes of 8B go on from its weights: what its config.json says on the hub."""
+    """The config.json on the hub agrees, so the 8B recipes continue from its weights."""
     tree = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,

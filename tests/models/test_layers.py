@@ -158,7 +158,7 @@ def test_document_mask_is_causal_and_inside_the_document() -> None:
 
 
 def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as on CUDA, by its reference; it refuses gradients on CPU, which that has."""
+    """FlexAttention's reference has gradients on CPU and equals CUDA's rule."""
     from torch.nn.attention import flex_attention as private
 
     assert private._validate_device

@@ -1,4 +1,4 @@
-"""Llama: equal to transformers', right under packing, and described truly by its tables."""
+"""Llama: equal to transformers', correct with packing, described by its tables."""
 
 from __future__ import annotations
 

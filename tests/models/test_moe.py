@@ -1,4 +1,4 @@
-"""The mixture of experts on one process, against a loop over tokens and against transformers."""
+"""Mixture of experts in one process, against a loop over tokens and transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(**changes: Any) -> MoeConfig:
 
 
 def apply_one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
-    """What a layer computes, token by token and expert by expert."""
+    """Compute the layer token by token and expert by expert."""
     c, out = layer.router.config, []
     experts = layer.experts
     for x_D in x_ND:
@@ -153,7 +153,7 @@ def test_sizes_of_fake_tensors_are_balanced() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
-    """Qwen3's mixture of experts there, with the same weights: logits and every gradient."""
+    """Logits and all gradients equal transformers' Qwen3 MoE with the same weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     c = config(dense_layers=0, renormalize=renormalize)

@@ -1,4 +1,4 @@
-"""A bad step on one rank: skipped, rewound or computed again on all, and nothing else changes."""
+"""A bad step on one rank is skipped, rewound or repeated on all, and nothing else."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def anomalies(directory: Path) -> list[dict[str, Any]]:
 def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
     layout: Overrides, kind: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """The run ends as one in which that update is left out, and tells what it did."""
+    """The run equals one without that update, and reports the skipped step."""
     second_fault = faults(*bad(kind, 8, 9))  # when it is computed again, too
     skipped = run(tmp_path / "a", store_path, 2, *SKIP, *layout, *second_fault)
     (event,) = anomalies(tmp_path / "a")
@@ -155,7 +155,7 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
 def test_skip_in_a_resumed_run_is_decided_the_same(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """Resumed right after a skipped step, it skips a spike that only the old window can tell."""
+    """Resumed right after a skip, it skips a spike that only the saved window detects."""
     all_overrides = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     first = bad("nan", 6, 7, rank=0)
     full = faults(*first, *bad("corrupt", 10, 11, rank=0))
@@ -200,7 +200,7 @@ def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Pat
     assert (event["first_sample"], event["last_sample"]) == (40, 63)
     assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 13))
 
-    # Another run, cut off after step 5, whose checkpoint is told that it has seen 64 samples.
+    # Another run, cut after step 5, whose checkpoint claims 64 consumed samples.
     cut = faults({"site": "step", "kind": "kill", "passing": 6})
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path / "b", store_path, 2, *REWIND, *cut)
@@ -286,7 +286,7 @@ def accept(watch: AnomalyDetector, values: list[float]) -> None:
 
 
 def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of each step does not pile up for ever."""
+    """Events of skipped steps do not accumulate forever."""
     monkeypatch.setattr(anomaly, "MAX_UNCHECKED", 5)
     stop, fine, bad = watch(on_anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
 
@@ -334,7 +334,7 @@ def test_watch_state_round_trip_is_exact() -> None:
 
 
 def level_changes() -> tuple[int, str]:
-    """How many steps are skipped after a lasting change, and what is said in the end."""
+    """Return the number of skipped steps after a lasting change, and the last message."""
     detector = watch(max_anomalies=5)
     accept(detector, [2.0 + 0.01 * (i % 5) for i in range(16)])
     skipped = 0

@@ -1,4 +1,4 @@
-"""NaN that the backward pass makes is told with its operator, its layer and its place."""
+"""A NaN from the backward pass is reported with operator, layer and source line."""
 
 from __future__ import annotations
 

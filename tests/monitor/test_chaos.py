@@ -1,7 +1,7 @@
-"""Killed at any moment, again and again, and gone on with on another number of ranks.
+"""Kill a run at random moments, and resume it on another number of ranks.
 
-In canonical order the weights do not depend on the number of ranks, so that all that happened on
-the way must end in the bits of one process that nobody disturbed.
+With `train.world_size_invariant` the weights do not depend on the number of ranks. So the
+result must be bit-equal to an uninterrupted run of one process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train_until_killed(
 
 
 def note_batches(path: str) -> None:
-    """From now on a line for each row that this rank trains on: its place in the run, its hash."""
+    """Record a line for each row that this rank trains on: its position and its hash."""
 
     class Noting(Loader):
         def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
@@ -65,7 +65,7 @@ def note_batches(path: str) -> None:
 
 
 def read_notes(path: Path) -> dict[int, set[str]]:
-    """What was ever read at each place of the run."""
+    """Return the hashes that were read at each position of the run."""
     positions: dict[int, set[str]] = {}
     for line in path.read_text().splitlines():
         position, digest = line.split()
@@ -151,7 +151,7 @@ def test_train_hundred_kills_end_with_the_same_bits(
 def test_train_changing_number_of_ranks_reads_the_same_samples(
     mode: Any, store_path: Path, tmp_path: Path
 ) -> None:
-    """4 -> 2 -> 3: the same batches in the same order; in canonical order the same bits."""
+    """4 -> 2 -> 3 ranks: the same batches in the same order, and equal bits."""
     job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch_size", "12")]
     job.append(("checkpoint.interval", "1"))
     single, changing = tmp_path / "alone", tmp_path / "changing"

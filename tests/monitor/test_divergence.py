@@ -1,4 +1,4 @@
-"""Runs whose every value is finite, and which are lost all the same; and those that are not."""
+"""Detection of runs that diverge with finite values, and no false alarms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault at every site of a save, on either rank: nothing is lost, and nothing is left."""
+"""A fault at every site of a save, on either rank: nothing is lost or left behind."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
 
 
 def train_and_record_output(overrides: Overrides, store: str, output_path: str) -> None:
-    """What is shown goes to a file."""
+    """The output goes to a file."""
     job = small_job(*overrides)
     with open(f"{output_path}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)

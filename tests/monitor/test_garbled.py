@@ -1,4 +1,4 @@
-"""Garbled run directories: every reader shows what is readable, or names the file and why."""
+"""Garbled run directories: readers show the readable part, or name the file."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def show_in_report(directory: Path) -> bytes:
 
 
 def read_all(directory: Path, intact_run: Path) -> None:
-    """What a start that resumes reads of the run, and a comparison."""
+    """Read the run as a resuming start and a comparison do."""
     describe_changes(directory, small_job())
     last_logged_step(directory)
     tail = read_tail(directory / "metrics.jsonl", 6)
@@ -164,7 +164,7 @@ PLANNED = ("job.toml", "plan.json", "environment.json", "tokenizer.json", "spans
 def test_report_and_generate_of_a_damaged_run_name_the_directory(
     case: Case, intact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By ``weft report``, with what the planner says, and by generate and evaluate."""
+    """Read it with ``weft report``, prediction included, with generate and evaluate."""
     directory = garbled(intact_run, case, tmp_path / "garbled")
     with time_limit(2 * SECONDS):
         assert main(["report", str(directory)]) == 0

@@ -113,7 +113,7 @@ def test_drop_later_keeps_anomalies_in_the_last_record(tmp_path: Path) -> None:
 
 
 def test_lines_from_the_end_are_those_of_the_file(tmp_path: Path) -> None:
-    """Of random lengths, around the size of a block, with and without an end."""
+    """Lines of random lengths around the block size, with and without a line end."""
     rng = random.Random(3)
     for case in range(30):
         sizes = [rng.choice([0, 1, 50, 65_530, 65_536, 70_000, 300_000]) for _ in range(8)]
@@ -137,7 +137,7 @@ def test_read_values_counts_damage(tmp_path: Path) -> None:
 
 
 def test_a_resume_reads_the_tail_only(tmp_path: Path) -> None:
-    """Of a million lines; a whole read costs some hundred MB and seconds."""
+    """A file of a million lines; reading all would cost some hundred MB and seconds."""
     path = tmp_path / "metrics.jsonl"
     line = json.dumps({"step": 10_000_000, "more": "x" * 1000})
     with path.open("w") as file:

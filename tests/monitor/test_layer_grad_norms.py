@@ -1,4 +1,4 @@
-"""The gradient norm of every layer is the same in every layout, and together they are the whole."""
+"""Layer gradient norms are equal in every layout, and add up to the total norm."""
 
 from __future__ import annotations
 

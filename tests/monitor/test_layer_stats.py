@@ -1,4 +1,4 @@
-"""Statistics by name are one process's, in every layout; and name where the first NaN is."""
+"""Layer statistics equal one process's in every layout, and name the first NaN."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(layout: str, store: Path, run_dir: Path, tmp_path: Path) -> None:
-    """What changes the numbers of one process, too, is changed there as well."""
+    """Overrides that change one process's numbers are applied to the reference too."""
     same = ("train.global_batch_size", "optim.", "model.")
     changes = " ".join(word for word in layout.split() if word.startswith(same))
     ones, many = reference(str(store), run_dir, changes), rows_of(layout, str(store), tmp_path)
@@ -171,7 +171,7 @@ def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
 
 
 def test_row_of_finite_values_is_added_over_ranks() -> None:
-    """Of what is finite; several ranks' parts; several ranks that have seen the same."""
+    """Merge finite values, parts of several ranks, and equal values of several ranks."""
     tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
     assert make_row([reduce_sums([(2, compute_sums(tensor))])], 2) == {
         "count": 4,

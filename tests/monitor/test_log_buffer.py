@@ -1,4 +1,4 @@
-"""Logs that cannot be written: reported once, kept in order, and never the end of a run."""
+"""Logs that cannot be written: reported once, kept in order, no reason to stop."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_buffer_that_is_full_drops_the_oldest() -> None:
 
 
 def test_a_file_that_may_not_grow_is_reported_by_name(tmp_path: Path) -> None:
-    """As a quota does; the limit is of the process, so it is a rank's."""
+    """Fail like a quota; the limit is per process, so it is one rank's."""
     (messages, steps) = run_ranks(_limited, 1, str(tmp_path))[0]
     assert steps == list(range(1, 31))
     assert messages[0].startswith(

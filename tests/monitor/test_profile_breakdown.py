@@ -1,4 +1,4 @@
-"""What a step's seconds went into: of traces made here, and of one as a GPU's looks."""
+"""The breakdown of a step, from synthetic traces and from one as a GPU writes it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def event(kind: str, name: str, start: float, end: float, tid: int = 7, **args: 
 
 
 def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
-    """Written by hand, in the form in which Kineto writes kernels of NCCL; no GPU made it."""
+    """A handwritten trace in Kineto's format for NCCL kernels; no GPU made it."""
     send = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     trace = {

@@ -1,4 +1,4 @@
-"""Profiles of real runs on gloo: what they leave, when, and whether a planted wait is found."""
+"""Profiles of real runs on gloo: files, timing, and detection of a planted wait."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: P
 
 
 def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
-    """By the same names, each as long; also where an evaluation and a save come between."""
+    """Names and lengths of spans agree, also with evaluation and save in between."""
     all_overrides = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
     all_overrides += [("train.steps", "3"), ("train.eval_sequences", "2")]
     run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *all_overrides)
@@ -143,7 +143,7 @@ def train_and_record_output(overrides: Overrides, store: str, output_path: str) 
 def test_profile_stopped_run_is_resumed_without_a_second_profile(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """It has its first step profiled; the second start, which begins in the middle, none."""
+    """The first start is profiled; the second, which begins in the middle, is not."""
     output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "4"), ("profile.steps", "1-3")]
     limit = ("resilience.time_limit", "1e-6")
@@ -179,7 +179,7 @@ def test_a_profile_that_cannot_be_written_costs_itself_only(
 
 
 def train_on_a_full_disk(overrides: Overrides, store: str, output_path: str) -> None:
-    """Of what torch's profiler writes the first 1,000 bytes fit, which it tells in its log only."""
+    """Write only the first 1,000 bytes; torch's profiler reports that in its log only."""
     export = profiling.profile.export_chrome_trace
 
     def cut(self: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""A stop signal in every phase, on one rank: the step is finished and saved, and all leave."""
+"""A stop signal in every phase, on one rank: the step is saved, all ranks leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS: Overrides = [
 
 
 def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str) -> bool:
-    """Train with weft's handlers; the last rank gets a signal while it is in the fault's place."""
+    """Train with weft's handlers; the last rank gets a signal at the fault site."""
     listen()
     job = small_job(*overrides)
     rank = this_rank()

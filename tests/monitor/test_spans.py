@@ -1,4 +1,4 @@
-"""Spans: of real runs on several ranks, and the file by itself."""
+"""Spans of real runs on several ranks, and the span file alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -
 
 
 def check_nesting(events: list[dict[str, Any]]) -> None:
-    """Of two spans one is inside of the other, or they do not touch."""
+    """Check that two spans are nested or disjoint."""
     open_ends: list[int] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while open_ends and open_ends[-1] <= event["ts"]:
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
         with pytest.raises(RankError):
             run(directory, store_path, 1, change)
         text = json.loads(spans_path(directory, 0).read_text())[-1]
-        # What a killed rank did since it was last at 'record' is lost.
+        # Spans of a killed rank since its last 'record' are lost.
         assert text["args"]["step"] == (2 if kind == "raise" else 1)
         assert text["name"] == PHASES["update"].activity
         assert last in {event["name"] for event in read_spans(directory, 0)}

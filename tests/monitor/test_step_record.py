@@ -59,9 +59,9 @@ def test_throughput_formulas_equal_hand_computed_values() -> None:
 
 
 def test_mfu_equals_the_published_one() -> None:
-    """TorchTitan's paper, table 1: 8B on 8 H100 at 8192 tokens, 5,762 tokens/s a GPU: about 33 %.
+    """TorchTitan's paper, table 1: 8B on 8 H100, 5,762 tokens/s per GPU, 33 % MFU.
 
-    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP a token.
+    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP per token.
     """
     flops = llama.flops_per_token(llama.PRESETS["8b"], 8192)
     assert flops == pytest.approx(
@@ -182,7 +182,7 @@ class Waits:
 def guarded(
     sink: Sink, directory: Path, monkeypatch: pytest.MonkeyPatch, interval: float = 0.01
 ) -> tuple[BackgroundTracker, io.StringIO]:
-    """It in its guard, with so many seconds between bursts, and what is told of it."""
+    """Return the guarded tracker with an interval between bursts, and its messages."""
     monkeypatch.setattr(sinks, "BURST_SECONDS", interval)
     out = io.StringIO()
     created = BackgroundTracker(
@@ -242,7 +242,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_run(
     expected = "mine: 2 records are lost: TimeoutError: closing takes longer than 0.2 s"
     assert expected in out.getvalue()
     sink.failing = True
-    sink.released.set()  # what it has in hand it writes after all, and then fails, which was told
+    sink.released.set()  # it writes its current records, then fails, which is reported
     (thread,) = [item for item in threading.enumerate() if item.name == "weft-mine"]
     thread.join(60)
     assert (sink.steps, out.getvalue().count("warning")) == ([1], 1)

@@ -38,7 +38,7 @@ def test_slowest_of_a_table_is_named_with_the_reason(
 
 
 def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
-    """The same as by comparing every rank with the list of its peers; soon, for thousands."""
+    """The result equals a comparison of all peers, and is fast for thousands of ranks."""
     rng = random.Random(0)
     for size in (2, 3, 8, 41):
         table = [[rng.choice((0.0, rng.random())), rng.random(), i % 3] for i in range(size)]
@@ -55,7 +55,7 @@ def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
         assert rank is None or ratios[rank] == pytest.approx(expected)
     start_time = time.process_time()
     find_slowest(3.0, [[rng.random(), rng.random(), 0] for _ in range(16384)])
-    assert time.process_time() - start_time < 5  # a minute and more, if each looked at all
+    assert time.process_time() - start_time < 5  # more than a minute if each rank compared all
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

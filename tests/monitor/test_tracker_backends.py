@@ -1,4 +1,4 @@
-"""What trackers were sent, read back by their own code; nothing leaves this machine."""
+"""Tracker records, read back by the trackers' code; nothing leaves this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.monitor.tracker_backends import MLflow, WeightsAndBiases
 
 
 def wandb_entries(file: Path) -> Iterator[bytes]:
-    """The records of an offline run's file: a header of 7 bytes, then LevelDB's log format."""
+    """Return the records of an offline file: a header of 7 bytes, then LevelDB's log."""
     data, position, full = file.read_bytes(), 7, b""
     block = 32768
     while position + 7 <= len(data):
@@ -110,7 +110,7 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
 def test_mlflow_is_sent_several_records_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first at once, the next ones when some seconds are over, the last ones at the end."""
+    """The first at once, the next after some seconds, the last at the end."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     now = 100.0

@@ -1,10 +1,10 @@
-"""``python -m tests.mutation``: plant every fault of the catalogue, and tell which checks find it.
+"""``python -m tests.mutation``: plant every fault and run the checks.
 
 --only A,B         faults whose kind, name or file has one of these texts
 --checks A,B       checks whose name has one of these
 --precision bf16   or float8: faults in numeric code that a check of the precision executes
---json FILE        a line for each fault; those that are in it already are not planted again
---seconds N        stop after so long; the same command goes on
+--json FILE        a line for each fault; faults already in it are not planted again
+--seconds N        stop after so long; the same command resumes
 --baseline         only run the battery without a fault
 """
 
@@ -92,13 +92,13 @@ def main() -> int:
 
 
 def is_applicable(fault: Fault, base: Baseline) -> bool:
-    """Whether a fault may be of another size in another precision, and a check executes it."""
+    """Return True if the fault differs in another precision, and a check executes it."""
     executed = any(is_executed(fault, lines) for lines in base.lines.values())
     return fault.file.startswith(NUMERIC) and fault.kind != "counters" and executed
 
 
 def read_log(path: Path | None) -> dict[str, Outcome]:
-    """What was found out before, by fault."""
+    """Return earlier outcomes by fault."""
     if path is None or not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""Checks by formulas: what comes of data, arithmetic, checkpoints, export and inference, by hand.
+"""Checks by formulas: data, arithmetic, checkpoints, export and inference by hand.
 
-Each is a function that runs in ranks, and calls `expect` with the module of weft that it takes to
-be at fault if the expectation does not hold.  Its name begins with its stage in the battery.
+Each is a function that runs in ranks. It calls `expect` with the module of weft to blame if
+the expectation does not hold. Its name begins with its stage in the battery.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def expect(holds: Any, text: str, module: str) -> None:
 
 
 def is_close(ours: float, theirs: float, relative: float = 1e-9) -> bool:
-    """Whether two numbers are equal to rounding."""
+    """Return True if two numbers are equal up to rounding."""
     return abs(ours - theirs) <= relative * max(abs(theirs), 1e-30)
 
 
@@ -119,7 +119,7 @@ def _call(name: str) -> None:
 
 
 def fixtures(directory: Path) -> None:
-    """What checks need that the faults are not to be in: a prepared text."""
+    """Prepare inputs that must not contain the faults: a prepared text."""
     from tests.conftest import make_store, make_text
 
     if (directory / "store").exists():
@@ -260,7 +260,7 @@ def check_evaluation_rows() -> None:
                 tuple(stream.stream.read_windows(np.array([10 * n]), 10)[0].tolist())
                 for n in chosen
             ]
-        # Of 5 the shares are 3.75 and 1.25.
+        # The shares of 5 are 3.75 and 1.25.
         expect(rows == expected, f"{target} rows over {dp} ranks", module)
 
 
@@ -581,7 +581,7 @@ def check_arithmetic() -> None:
 
 @check("unit: rows of experts")
 def check_expert_rows() -> None:
-    """An expert has the rows of the tokens that chose it, in order, and multiplies each of them."""
+    """An expert gets the rows of the tokens that chose it, in order."""
     torch.manual_seed(0)
     family, config = _small_model(*MODELS[-1][:2])
     model = family.build(config)
@@ -1000,7 +1000,7 @@ def check_moments() -> None:
 
 @check("unit: places of shards", ranks=4)
 def check_shard_offsets() -> None:
-    """A shard of a tensor that counts its elements tells by its first one where it begins."""
+    """In a tensor that counts its elements, a shard's first element is its offset."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -1043,7 +1043,7 @@ def check_norms() -> None:
 
 @check("unit: moments of eight bits")
 def check_packed_moments() -> None:
-    """They are right on average, beside smaller and larger ones, and alike on any layout."""
+    """Moments are right on average, beside smaller and larger ones, on any layout."""
     from weft.optim import lean
 
     module = "optim/lean.py"
@@ -1072,7 +1072,7 @@ def check_packed_moments() -> None:
     expect(off < 0.02, f"the mean of second moments is off by {off:.3f}", module)
     off = float((first / (-0.3 * exact) - 1).abs().max())
     expect(off < 0.02, f"the mean of first moments is off by {off:.3f}", module)
-    # What is small beside what is large, seen once: an update is that of AdamW.
+    # A small gradient beside a large one, seen once: the update is AdamW's.
     param, rare, other = (nn.Parameter(torch.zeros(2, 64)) for _ in range(3))
     grad = torch.full((2, 64), 2e-5)
     grad[:, ::32] = 1e-1
@@ -1201,9 +1201,9 @@ def check_skipped_steps() -> None:
 
 @check("unit: gather in two stages", ranks=4)
 def check_hierarchical_gather() -> None:
-    """Over nodes, then inside of them: the same as a plain all-gather, in the same order.
+    """A gather across nodes and then inside them equals a plain all-gather.
 
-    An input inside of an output has to lie at its rank's place, or else NCCL would overwrite it.
+    An input inside of an output must lie at its rank's offset, or NCCL would overwrite it.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -1248,7 +1248,7 @@ def check_hierarchical_gather() -> None:
 
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
-    """Of two ranks what one has: counts, means, and roots of mean squares."""
+    """Merge the parts of two ranks: counts, means, and roots of mean squares."""
     from weft.monitor.layer_stats import read_statistics
     from weft.train.setup import open_layer_stats
 
@@ -1360,7 +1360,7 @@ def _state(built: Built) -> dict[str, Tensor]:
 
 @check("saved: replicas", ranks=4)
 def check_replicas() -> None:
-    """Along the axes of its replicas a tensor is equal, and all ranks hold it so many times."""
+    """Along its replica axes a tensor is equal, and all ranks hold that many copies."""
     from weft.checkpoint.state_dict import find_replica_axes
 
     for overrides in (
@@ -1511,7 +1511,7 @@ def check_unfinished() -> None:
 
 @check("saved: damaged checkpoints")
 def check_damage() -> None:
-    """Whatever bit is another, it is not loaded."""
+    """A checkpoint with any changed bit is not loaded."""
     job, plan, built = _built([])
     _step(job, plan, built, 0)
     with tempfile.TemporaryDirectory() as name:
@@ -1579,7 +1579,7 @@ def check_damage() -> None:
 
 @check("run: export, import and adapters")
 def check_export() -> None:
-    """What transformers and PEFT load computes what the checkpoint's numbers do."""
+    """An export, loaded by transformers and PEFT, computes the checkpoint's numbers."""
     from transformers import AutoModelForCausalLM
 
     from weft.tools.hf_convert import export_checkpoint, import_model
@@ -1659,7 +1659,7 @@ def check_export() -> None:
 
 @check("unit: sampling")
 def check_sampling() -> None:
-    """Each token's probability, against transformers' processors of logits; then the draw."""
+    """Token probabilities equal transformers' logits processors; then the draw."""
     from transformers.generation import logits_process as theirs
 
     from weft.tools.generate import GeneratedSequence, Sampling, sample_token
@@ -1684,7 +1684,7 @@ def check_sampling() -> None:
         return scores[0]
 
     def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-        """Of each token, by every outcome that the draw can have."""
+        """Return each token's probability, from every outcome of the draw."""
         result, outcome, drawn = torch.zeros(size), 0, torch.empty(0)
 
         def draw(weights: Tensor, *args: Any, **keys: Any) -> Tensor:
@@ -1763,7 +1763,7 @@ def check_generate() -> None:
 
 @check("run: losses of text")
 def check_losses() -> None:
-    """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
+    """`weft evaluate`: the loss of all validation tokens by hand, and bits per byte."""
     from tests.asked import random_run
     from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
     from weft.tools.inference_model import find_checkpoint, plan_inference

@@ -1,12 +1,12 @@
-"""Plants one fault after the other, each in a forked process, and runs the battery on it.
+"""Plant faults one by one, each in a forked process, and run the battery.
 
     this process (torch and transformers, not weft) --fork--> one fault: weft is imported with the
     source of one module changed --fork--> the ranks of a check
 
-So a fault costs neither a copy of the tree nor an import of torch.  Without a fault the battery is
-run once, to see that it finds nothing, what each check takes, and which lines of weft each check
-executes: a fault in a line that no check executes is missed, and the others are tried by the
-checks that execute it, in the order of the battery.
+So a fault costs neither a copy of the tree nor an import of torch. The battery also runs once
+without a fault. That run must find nothing; it measures each check's time and the lines of weft
+that it executes. A fault in a line that no check executes is missed. Other faults are tried by
+the checks that execute it, in the order of the battery.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHECK_SECONDS = 150.0  # the longest that a check may take on a busy machine
 
 
 class Outcome(NamedTuple):
-    """Of one fault."""
+    """The outcome of one fault."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """Of the battery without a fault, by check."""
+    """The battery without a fault, by check."""
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[int]]]  # that it executes, by file
@@ -128,10 +128,10 @@ def import_heavy() -> None:
 
 
 def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-    """What a function returns in a forked process; an exception it raised, as text.
+    """Return the result of a function in a forked process, or its exception as text.
 
     Raises:
-        TimeoutError: it takes too long; all that it started is ended.
+        TimeoutError: it takes too long; all processes that it started are killed.
     """
     ours, theirs = multiprocessing.Pipe()
     pid = os.fork()
@@ -168,7 +168,7 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
 
 
 def tree_hash() -> str:
-    """Of all sources of weft."""
+    """Return the hash of all sources of weft."""
     digest = hashlib.sha256()
     for path in sorted(WEFT.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -205,7 +205,7 @@ _CODES: dict[Any, tuple[set[int], set[int]]] = {}  # of a function: lines execut
 
 
 def _trace_into(directory: str) -> None:
-    """From now on note which lines of weft are executed, in this process and its ranks."""
+    """Record the executed lines of weft, in this process and its ranks."""
     root = f"{WEFT}{os.sep}"
 
     def note_line(frame: Any, event: str, arg: Any) -> Any:
@@ -250,12 +250,12 @@ def _dump(directory: str) -> None:
 def baseline(
     precision: str, checks: dict[str, str], directory: Path, say: Callable[[str], None]
 ) -> Baseline:
-    """Run each check without a fault; what is known of this tree is taken from ``folder``.
+    """Run each check without a fault, or read this tree's results.
 
     Args:
-        checks: by name what they are made of.
+        checks: by name, with the sources that they depend on.
 
-    A check that finds something without a fault is left out of it, and said.
+    A check that finds something without a fault is reported and left out.
     """
     file = directory / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -296,9 +296,9 @@ def is_executed(fault: Fault, lines: dict[str, list[int]]) -> bool:
 
 @cache
 def _statement_of(fault: Fault) -> range | None:
-    """Return the lines of the innermost statement that a fault lies in; None: in no function."""
+    """Return the lines of the innermost statement with the fault, or None outside one."""
     source = (WEFT / fault.file).read_text("utf-8")
-    # Where the texts begin to differ: the same beginning may only say which place is meant.
+    # The first differing line; an equal beginning may only locate the fault.
     pairs = zip(fault.right, fault.wrong, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(fault.wrong))
     start = source.index(fault.right)

@@ -1,4 +1,4 @@
-"""How many of the planted faults are found, and in how many the right module is named."""
+"""The share of planted faults that are found, and named by the right module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def detected_share(outcomes: Sequence[Any]) -> float:
 
 
 def named_share(outcomes: Sequence[Any]) -> float:
-    """Of those that were found the share of which the right module was named."""
+    """Return the share of found faults whose module was named."""
     result = [outcome for outcome in outcomes if outcome.check]
     return sum(item.named for item in result) / max(1, len(result))
 

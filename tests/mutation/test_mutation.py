@@ -19,7 +19,7 @@ from tests.mutation.score import detected_share, named_share, report
 ROOT = Path(__file__).parent.parent.parent
 AIMS = {"": (0.98, 0.9), "bf16": (0.9, 0.0), "float8": (0.9, 0.0)}  # found; module named
 
-# Of different kinds; found by one process and by formulas, in a second or two each.
+# Faults of different kinds, found by one process and by formulas in a second or two each.
 OFTEN = (
     "a token sees the one after it",
     "embeddings decay",

@@ -1,4 +1,4 @@
-"""AdamW with moments of two bytes or one: against AdamW, over steps, checkpoints and layouts."""
+"""Low-precision AdamW: against AdamW, over steps, checkpoints and layouts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def held_bytes(moment: Tensor) -> int:
 
 
 def test_lean_moments_take_the_planned_bytes() -> None:
-    """As small as the planner reckons; both moments have their ranges in common."""
+    """State size equals the planner's estimate; both moments share their ranges."""
     for states in STATES:
         param, optimizer = trained(states, 1)
         state = optimizer.state[param]
@@ -197,7 +197,7 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
 def test_lean_moments_are_rounded_alike_on_every_layout(
     layout: str, states: str, store_path: Path
 ) -> None:
-    """Blocks and chance go by the whole parameter, not by the part that a rank has of it."""
+    """Blocks and random bits depend on the full parameter, not on the local shard."""
     one = moved_on_one(states, "3e-3", str(store_path))
     start = moved_on_one(states, "1e-30", str(store_path))
     results = {}
@@ -227,7 +227,7 @@ def test_round_by_chance_is_right_on_average() -> None:
 
 
 def test_lean_second_moment_decays_where_nearest_rounding_would_not() -> None:
-    """The reason for rounding by chance: large gradients long ago, small ones ever since."""
+    """Stochastic rounding matters: large gradients long ago, small ones ever since."""
     param = nn.Parameter(torch.zeros(4096))
     optimizer = optimizer_of("bfloat16", param, beta2=0.9985)
     nearest = torch.tensor(0.0, dtype=torch.bfloat16)

@@ -88,7 +88,7 @@ LAYOUTS = {
 
 
 def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
-    """What two steps with given gradients make of this rank's parameters, as a whole."""
+    """Return this rank's full parameters after two steps with given gradients."""
     job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
     built = build(plan_here(job), this_rank())
     params = dict(trainable_parameters(built.model_parts))
