@@ -1,4 +1,4 @@
-"""What checkpoints cost: the stall of training, and the share of the disk's speed.
+"""Measure the cost of checkpoints: blocked training time and share of disk speed.
 
     .venv/bin/python benchmarks/checkpoint.py [--megabytes 100] [--rounds 5] [--steps 4]
 
@@ -69,17 +69,17 @@ def build_model(megabytes: int) -> tuple[Built, int]:
 
 def step(built: Built) -> float:
     """One optimizer step; its seconds."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     tokens_BT = torch.randint(0, 1024, (2, 256))
     built.train_step.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
     built.optimizer.step()
     built.optimizer.zero_grad()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
-def forget(folder: Path) -> None:
-    """Put the files of a folder out of the page cache."""
-    for path in folder.rglob("*"):
+def drop_page_cache(directory: Path) -> None:
+    """Drop the files of a directory from the page cache."""
+    for path in directory.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
@@ -89,23 +89,23 @@ def forget(folder: Path) -> None:
 
 def plain_write(path: Path, size: int) -> float:
     block = os.urandom(BLOCK)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, size)
         for _ in range(size // BLOCK):
             file.write(block)
         os.fsync(file.fileno())
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def plain_read(path: Path) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     size = path.stat().st_size
     memory = memoryview(np.empty(size, np.uint8).data)  # new, as what is loaded into is
     with path.open("rb", buffering=0) as file:
         for at in range(0, size, BLOCK):
             file.readinto(memory[at : at + BLOCK])
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
     }
     seconds: dict[str, list[float]] = {}
 
-    def note(name: str, value: float) -> None:
+    def record(name: str, value: float) -> None:
         seconds.setdefault(name, []).append(value)
 
     try:
@@ -134,44 +134,44 @@ def main() -> None:
             step(built)
         for round_ in range(options.rounds + 1):
             for _ in range(options.steps):
-                note("step", step(built))
+                record("step", step(built))
             for kind, saver in list(savers.items())[:: 1 if round_ % 2 else -1]:
                 os.sync()  # what others have left to be written
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 saver.save(built.model_parts, built.optimizer, {"step": round_ + 1})
-                stall = time.perf_counter() - began
+                stall = time.perf_counter() - start_time
                 steps = 0
                 while (saver._thread and saver._thread.is_alive()) or steps < options.steps:
                     value = step(built)
                     if saver._thread and saver._thread.is_alive():
-                        note("step beside a save", value)
+                        record("step beside a save", value)
                     steps += 1
                 saver.wait()
                 if round_:  # the first one allocates memory
-                    note(f"{kind}: stall", stall)
-                    note(f"{kind}: write", saver.write_seconds)
-            # As a checkpoint: the old one goes when the new one is there.
+                    record(f"{kind}: stall", stall)
+                    record(f"{kind}: write", saver.write_seconds)
+            # Like a checkpoint: the old one is removed once the new one exists.
             os.sync()
             before, plain = home / f"plain-{round_ - 1}", home / f"plain-{round_}"
             wrote = plain_write(plain, size)
             before.unlink(missing_ok=True)
-            forget(home)
+            drop_page_cache(home)
             read = plain_read(plain)
             path = checkpoint_path(home / "waiting", round_ + 1)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             load_checkpoint(path, built.model_parts, built.optimizer)
             if round_:
-                note("disk: write", wrote)
-                note("disk: read", read * size / (size // BLOCK * BLOCK))
-                note("load", time.perf_counter() - began)
+                record("disk: write", wrote)
+                record("disk: read", read * size / (size // BLOCK * BLOCK))
+                record("load", time.perf_counter() - start_time)
     finally:
         shutil.rmtree(home)
         dist.destroy_process_group()
 
     middle = {name: statistics.median(values) for name, values in seconds.items()}
 
-    def share(part: str, whole: str) -> float:
-        pairs = zip(seconds[part], seconds[whole], strict=True)
+    def share(part: str, full: str) -> float:
+        pairs = zip(seconds[part], seconds[full], strict=True)
         return statistics.median(p / w for p, w in pairs)
 
     params = sum(param.numel() for _, param in trainable_parameters(built.model_parts))

@@ -46,7 +46,7 @@ AT_ONCE = 2  # pairs
 
 Overrides = dict[str, str]
 
-# What every cell has unless a technique says otherwise.
+# Overrides of every cell, unless a technique sets them differently.
 BASE: Overrides = {
     "run.device": "cpu",
     "model.tied_embeddings": "false",
@@ -72,8 +72,8 @@ class Technique:
     overrides: Overrides
 
 
-def _axis(name: str, degree: int, **more: str) -> Overrides:
-    return {f"parallel.{name}": str(degree)} | {f"parallel.{key}": more[key] for key in more}
+def _axis(name: str, degree: int, **extra: str) -> Overrides:
+    return {f"parallel.{name}": str(degree)} | {f"parallel.{key}": extra[key] for key in extra}
 
 
 TECHNIQUES = [
@@ -166,9 +166,9 @@ def pair_key(first: Technique, second: Technique) -> str:
 
 
 def combine(first: Technique, second: Technique) -> Overrides | None:
-    """Return the overrides of a job with both techniques; None if they set one key differently.
+    """Return the overrides of a job with both techniques, or None if they conflict.
 
-    Of a degree the larger one counts: it is a size, and not a choice between techniques.
+    If both set the same degree, the larger one is used: it is a size, not a choice.
     """
     combined = dict(first.overrides)
     for name, value in second.overrides.items():
@@ -195,7 +195,7 @@ def refusals(overrides: Overrides) -> list[str]:
 
 
 def run_pair(overrides: Overrides) -> dict[str, Any]:
-    """Verify one job.  Return its outcome (works, refused, wrong or failed) and the reason."""
+    """Verify one job; return outcome (works, refused, wrong, failed) and reason."""
     if problems := refusals(overrides):
         return {"outcome": "refused", "reason": " ".join(problems)}
     try:
@@ -235,8 +235,8 @@ def read_results() -> dict[str, dict[str, Any]]:
     """Return the recorded outcome of every pair."""
     if not RESULTS.exists():
         return {}
-    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))["pairs"]
-    return found
+    text: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))["pairs"]
+    return text
 
 
 def _save(outcomes: dict[str, dict[str, Any]]) -> None:
@@ -269,16 +269,16 @@ def run(only: str, minutes: float, changed: bool) -> None:
         else:
             due.append((name, overrides))
 
-    def run_before_the_end(overrides: Overrides) -> dict[str, Any] | None:
+    def run_until_deadline(overrides: Overrides) -> dict[str, Any] | None:
         return run_in_process(overrides) if time.monotonic() < end else None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        ended = pool.map(run_before_the_end, [overrides for _, overrides in due])
-        for (name, _), found in zip(due, ended, strict=True):
-            if found is not None:
-                outcomes[name] = found
+        results = pool.map(run_until_deadline, [overrides for _, overrides in due])
+        for (name, _), result in zip(due, results, strict=True):
+            if result is not None:
+                outcomes[name] = result
                 _save(outcomes)
-                print(f"{name:60} {found['outcome']:8} {found['reason'][:150]}", flush=True)
+                print(f"{name:60} {result['outcome']:8} {result['reason'][:150]}", flush=True)
     _save(outcomes)
 
 
@@ -300,7 +300,7 @@ CELLS = {"works": "✓", "refused": "✗", "exclusive": "·", "wrong": "WRONG", 
 
 def page(outcomes: dict[str, dict[str, Any]]) -> str:
     """Return docs/composability.md."""
-    counts = Counter(found["outcome"] for found in outcomes.values())
+    counts = Counter(actual["outcome"] for actual in outcomes.values())
     record = json.loads(RESULTS.read_text("utf-8"))
     lines = [
         "# Which techniques work together",
@@ -326,15 +326,15 @@ def page(outcomes: dict[str, dict[str, Any]]) -> str:
     for row in TECHNIQUES:
         cells = []
         for column in TECHNIQUES:
-            ordered = sorted((row, column), key=lambda each: numbers[each.name])
-            found = outcomes.get(pair_key(ordered[0], ordered[1]))
-            cells.append(CELLS[found["outcome"]] if found else "?")
+            ordered = sorted((row, column), key=lambda item: numbers[item.name])
+            result = outcomes.get(pair_key(ordered[0], ordered[1]))
+            cells.append(CELLS[result["outcome"]] if result else "?")
         lines.append(f"| {numbers[row.name]} | {row.name} | " + " | ".join(cells) + " |")
     lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
-    for name, found in outcomes.items():
-        if found["outcome"] == "refused":
-            lines.append(f"| {name} | {_escape(found['reason'])} |")
-    defects = [n for n, found in outcomes.items() if found["outcome"] in ("wrong", "failed")]
+    for name, result in outcomes.items():
+        if result["outcome"] == "refused":
+            lines.append(f"| {name} | {_escape(result['reason'])} |")
+    defects = [n for n, actual in outcomes.items() if actual["outcome"] in ("wrong", "failed")]
     if defects:
         lines += ["", "## Defects", "", "| pair | what was seen |", "|---|---|"]
         lines += [f"| {name} | {_escape(outcomes[name]['reason'])} |" for name in defects]
@@ -364,7 +364,7 @@ def main() -> None:
         run(options.only, options.minutes, options.changed)
     outcomes = read_results()
     PAGE.write_text(page(outcomes), "utf-8")
-    print(dict(Counter(found["outcome"] for found in outcomes.values())))
+    print(dict(Counter(result["outcome"] for result in outcomes.values())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What preparing and reading data costs, beside Hugging Face's `datasets` on the same cores.
+"""Measure preparing and reading data, compared with Hugging Face's `datasets`.
 
     .venv/bin/python benchmarks/data.py [--megabytes 16] [--rounds 3] [--seq-len 2048]
 
@@ -46,7 +46,7 @@ BATCH_ROWS = 16
 
 
 def write_lines(file: Path, size: int) -> None:
-    """The library's sources, cut at lines into documents, over again until there is enough."""
+    """Return the library's sources as documents, repeated until there are enough."""
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     written = 0
     with file.open("w") as out:
@@ -60,50 +60,50 @@ def write_lines(file: Path, size: int) -> None:
                     break
 
 
-def by_weft(file: Path, tokenizer: Path, folder: Path) -> int:
+def by_weft(file: Path, tokenizer: Path, directory: Path) -> int:
     section = DataSection(path=str(file), tokenizer=str(tokenizer))
-    manifest = prepare_store(section, folder).manifest
+    manifest = prepare_store(section, directory).manifest
     return manifest.train.tokens + manifest.validation.tokens
 
 
-def by_datasets(file: Path, tokenizer: Path, folder: Path) -> int:
-    given = datasets.load_dataset("json", data_files=str(file), cache_dir=str(folder))["train"]
+def by_datasets(file: Path, tokenizer: Path, directory: Path) -> int:
+    dataset = datasets.load_dataset("json", data_files=str(file), cache_dir=str(directory))["train"]
     encode = tokenizers.Tokenizer.from_file(str(tokenizer))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each of its processes
-    done = given.map(
+    tokenized = dataset.map(
         lambda rows: {"input_ids": [e.ids for e in encode.encode_batch_fast(rows["text"])]},
         batched=True,
         num_proc=CORES,
-        remove_columns=given.column_names,
+        remove_columns=dataset.column_names,
     )
     del os.environ["TOKENIZERS_PARALLELISM"]
-    return int(sum(map(len, done.with_format("arrow")[:]["input_ids"].to_pylist())))
+    return int(sum(map(len, tokenized.with_format("arrow")[:]["input_ids"].to_pylist())))
 
 
-def tokenizing(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
-    ways = {"weft": by_weft, "datasets": by_datasets}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def tokenizing(file: Path, tokenizer: Path, directory: Path, rounds: int) -> None:
+    tokenizers = {"weft": by_weft, "datasets": by_datasets}
+    seconds: dict[str, list[float]] = {name: [] for name in tokenizers}
     tokens = {}
     for number in range(rounds):
-        for name, way in list(ways.items())[:: 1 if number % 2 else -1]:
-            place = folder / f"{name}-{number}"
-            began = time.perf_counter()
-            tokens[name] = way(file, tokenizer, place)
-            seconds[name].append(time.perf_counter() - began)
-            shutil.rmtree(place)
+        for name, tokenize in list(tokenizers.items())[:: 1 if number % 2 else -1]:
+            path = directory / f"{name}-{number}"
+            start_time = time.perf_counter()
+            tokens[name] = tokenize(file, tokenizer, path)
+            seconds[name].append(time.perf_counter() - start_time)
+            shutil.rmtree(path)
     size = file.stat().st_size
     print(f"tokenizing {size / 1e6:.0f} MB of lines, {CORES} cores, {rounds} rounds")
     for name, times in seconds.items():
-        told = " ".join(f"{t:.1f}" for t in times)
+        timings = " ".join(f"{t:.1f}" for t in times)
         speed = size / median(times) / 1e6
-        print(f"  {name:<10} {speed:6.2f} MB/s  {tokens[name]:,} tokens  seconds: {told}")
+        print(f"  {name:<10} {speed:6.2f} MB/s  {tokens[name]:,} tokens  seconds: {timings}")
     ratios = sorted(b / a for a, b in zip(seconds["weft"], seconds["datasets"], strict=True))
     print(f"  weft / datasets: {median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})")
 
 
-def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int) -> None:
+def reading(file: Path, tokenizer: Path, directory: Path, seq_len: int, rounds: int) -> None:
     section = DataSection(path=str(file), tokenizer=str(tokenizer))
-    store = prepare_store(section, folder / "warm")
+    store = prepare_store(section, directory / "warm")
     text = Dataset(store.path, (Source("x", 1.0, store),))
     stream = store.tokens("train")
     rows = stream.read_windows(np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len + 1)
@@ -115,23 +115,23 @@ def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int
             packed = section.model_copy(update={"packing": packing})
             samples = build_mixture(text, "train", seq_len, packed, seed=0)
             loader = Loader(samples, 0, BATCH_ROWS, 0, 1, BATCH_ROWS)
-            began = time.process_time()
+            start_time = time.process_time()
             for step in range(count):
                 loader.get_microbatches(step * BATCH_ROWS)
-            taken = time.process_time() - began
+            taken = time.process_time() - start_time
             speeds[packing].append(count * BATCH_ROWS * seq_len / taken / 1e6)
         order = np.random.default_rng(0).integers(0, len(arrow), (count, BATCH_ROWS))
-        began = time.process_time()
+        start_time = time.process_time()
         for row in order:
-            found = arrow[row]["ids"].astype(np.int64)
-            found[:, :-1].copy(), found[:, 1:].copy()
-        taken = time.process_time() - began
+            result = arrow[row]["ids"].astype(np.int64)
+            result[:, :-1].copy(), result[:, 1:].copy()
+        taken = time.process_time() - start_time
         speeds["datasets"].append(count * BATCH_ROWS * seq_len / taken / 1e6)
     print(
         f"reading batches of {BATCH_ROWS} x {seq_len} tokens, million tokens per second of one core"
     )
-    for name, found in speeds.items():
-        print(f"  {name:<10} {median(found):7.1f}  ({min(found):.1f}-{max(found):.1f})")
+    for name, result in speeds.items():
+        print(f"  {name:<10} {median(result):7.1f}  ({min(result):.1f}-{max(result):.1f})")
     print(f"  windows / datasets: {median(speeds['windows']) / median(speeds['datasets']):.1f}x")
 
 
@@ -147,15 +147,15 @@ def main() -> None:
         f"tokenizers {tokenizers.__version__}  load {os.getloadavg()[0]:.1f}"
     )
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file, tokenizer = folder / "lines.jsonl", folder / "tokenizer.json"
+        directory = Path(name)
+        file, tokenizer = directory / "lines.jsonl", directory / "tokenizer.json"
         write_lines(file, options.megabytes << 20)
         with file.open() as lines:
             texts = (json.loads(line)["text"] for line in lines)
-            some = [text for _, text in zip(range(500), texts, strict=False)]
-        train_tokenizer(some, 16_000).save(str(tokenizer))
-        reading(file, tokenizer, folder, options.seq_len, max(5, options.rounds))
-        tokenizing(file, tokenizer, folder, options.rounds)
+            subset = [text for _, text in zip(range(500), texts, strict=False)]
+        train_tokenizer(subset, 16_000).save(str(tokenizer))
+        reading(file, tokenizer, directory, options.seq_len, max(5, options.rounds))
+        tokenizing(file, tokenizer, directory, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure this machine for the planner: products, attention, memory, launches, and its links.
+"""Measure this machine for the planner: compute, memory, launches and links.
 
     python benchmarks/device.py                                  one device
     torchrun --nproc-per-node 8 benchmarks/device.py --write     with the links of a node
@@ -66,31 +66,31 @@ def attention(device: torch.device) -> tuple[float, float]:
 
 
 def launch(device: torch.device) -> float:
-    """Host seconds of a small kernel that autograd records, while the device has other work."""
+    """Return host seconds of a small kernel that autograd records on a busy device."""
     x = torch.ones(64, device=device, requires_grad=True)
     count = 500
-    took = []
+    seconds = []
     for _ in range(9):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda._sleep(int(2e8))  # so that nothing waits for results
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         y = x
         for _ in range(count):
             y = y * 1.0001
-        took.append((time.perf_counter() - began) / count)
-    return statistics.median(took)
+        seconds.append((time.perf_counter() - start_time) / count)
+    return statistics.median(seconds)
 
 
 def links(device: torch.device) -> dict[str, float]:
-    """Of all-gathers: bytes/s of a rank, and seconds a hop."""
+    """Measure all-gathers: bytes/s per rank, and seconds per hop."""
     ranks = dist.get_world_size()
 
     def gather(size: int) -> float:
-        mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
-        whole = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
+        local = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+        full = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
         dist.barrier()
-        return median_seconds(lambda: dist.all_gather_into_tensor(whole, mine), device, 0.0)
+        return median_seconds(lambda: dist.all_gather_into_tensor(full, local), device, 0.0)
 
     large = 2**30 if device.type == "cuda" else 2**26
     small, big = gather(1024 * ranks), gather(large)
@@ -122,20 +122,20 @@ def measure(device: torch.device) -> dict[str, Any]:
     return entry
 
 
-def beside(entry: dict[str, Any], known: Device) -> Iterator[str]:
-    """What was measured and what the table has."""
+def keep_known_values(entry: dict[str, Any], known: Device) -> Iterator[str]:
+    """Yield the lines of the measured entry, followed by the values of the table."""
     for key, value in entry.items():
         if key in ("like", "link"):
             continue
-        there = getattr(known, key)
+        remote = getattr(known, key)
         if key == "achieved":
             for name, rate in value.items():
                 yield f"  achieved {name:<10} {rate:>10.4g}   {known.flops(name):>10.4g}"
         elif isinstance(value, list):
-            pairs = zip(value, there, strict=True)
+            pairs = zip(value, remote, strict=True)
             yield f"  {key:<19} " + ", ".join(f"{a:.4g} ({b:.4g})" for a, b in pairs)
         else:
-            yield f"  {key:<19} {value:>10.4g}   {there:>10.4g}"
+            yield f"  {key:<19} {value:>10.4g}   {remote:>10.4g}"
 
 
 def main() -> None:
@@ -178,7 +178,7 @@ def main() -> None:
         print(json.dumps(tables, indent=2))
     else:
         print(f"{driver}, torch {torch.__version__}: measured, and in the planner's table")
-        for line in beside(entry, known) if known else ():
+        for line in keep_known_values(entry, known) if known else ():
             print(line)
         print(f"\n{tomli_w.dumps(tables)}")
     if options.write:
@@ -187,8 +187,10 @@ def main() -> None:
         if f'[devices."{name}"]' in old or f"[devices.{name}]" in old:
             raise SystemExit(f"{path} has an entry of {name} already: change it by hand")
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = f"\n# benchmarks/device.py, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n"
-        path.write_text(old + made + tomli_w.dumps(tables), "utf-8")
+        created = (
+            f"\n# benchmarks/device.py, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n"
+        )
+        path.write_text(old + created + tomli_w.dumps(tables), "utf-8")
         if not options.json:
             print(f"written to {path}")
 

@@ -1,4 +1,4 @@
-"""One CUDA GPU, one command: what compile, float8 and recomputation bring on Llama 3.1 8B's shapes.
+"""Measure compile, float8 and activation checkpointing of Llama 3.1 8B on one GPU.
 
     python benchmarks/gpu.py [--wheels FOLDER] [--minutes 8] [--out gpu.json]
 
@@ -79,86 +79,93 @@ def main() -> None:
         print(json.dumps(WORKERS[options.worker](options.tiny)), flush=True)
         return
     ends = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory() as folder:
-        provide(options.wheels, Path(folder))
-        about = ask("probe", options.tiny, 120)
-        about |= {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
-        print(f"{about['device']}, torch {about['torch']}, torchao {about['torchao']}; ", end="")
-        print(f"{about['layers']} of the 32 layers of Llama 3.1 8B", flush=True)
-        results = run_all(options.tiny, about, Path(folder), ends)
-    table(about, results)
+    with tempfile.TemporaryDirectory() as directory:
+        install_wheels(options.wheels, Path(directory))
+        info = run_worker("probe", options.tiny, 120)
+        info |= {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
+        print(
+            f"{info['device']}, torch {info['torch']}, torchao {info['torchao']}; ",
+            end="",
+        )
+        print(f"{info['layers']} of the 32 layers of Llama 3.1 8B", flush=True)
+        results = run_all(options.tiny, info, Path(directory), ends)
+    table(info, results)
     if options.out:
-        options.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
+        options.out.write_text(json.dumps({"about": info, "results": results}, indent=2) + "\n")
 
 
-def provide(wheels: Path | None, folder: Path) -> None:
+def install_wheels(wheels: Path | None, directory: Path) -> None:
     """Install what is missing beside the interpreter, for this benchmark alone."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder / "packages")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(directory / "packages")])
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
         return
     if wheels is None:
         sys.exit(f"not installed: {', '.join(missing)}; give their wheels with --wheels FOLDER")
     # Never torch: the one that is there knows the GPU.
-    found = [str(path) for path in wheels.glob("*.whl") if not path.name.startswith("torch-")]
+    result = [str(path) for path in wheels.glob("*.whl") if not path.name.startswith("torch-")]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*command, "--target", str(folder / "packages"), *found], check=True)
+    subprocess.run([*command, "--target", str(directory / "packages"), *result], check=True)
 
 
-def ask(worker: str, tiny: bool, timeout: float) -> dict[str, Any]:
-    """What a worker prints, from a process of its own."""
+def run_worker(worker: str, tiny: bool, timeout: float) -> dict[str, Any]:
+    """Run a worker in a separate process and return its output."""
     command = [sys.executable, __file__, "--worker", worker, *(["--tiny"] if tiny else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    if done.returncode:
-        return {"error": last_words(done.stderr)}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if completed.returncode:
+        return {"error": last_error(completed.stderr)}
+    result: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
     return result
 
 
-def last_words(text: str) -> str:
+def last_error(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line]
-    return (told or lines or ["ended without a word"])[-1].strip()[:300]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["ended without a word"])[-1].strip()[:300]
 
 
 def run_all(
-    tiny: bool, about: dict[str, Any], folder: Path, ends: float
+    tiny: bool, info: dict[str, Any], directory: Path, ends: float
 ) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     cases: list[tuple[str, Any]] = []
 
     def speed(name: str, overrides: dict[str, str]) -> None:
-        cases.append((name, lambda left: train(name, overrides, SKIP + MEASURED, folder, left)))
+        cases.append(
+            (name, lambda timeout: train(name, overrides, SKIP + MEASURED, directory, timeout))
+        )
 
     def losses(name: str, overrides: dict[str, str]) -> None:
         steps = 10 if tiny else 300
-        cases.append((f"losses: {name}", lambda left: train(name, overrides, steps, folder, left)))
+        cases.append(
+            (f"losses: {name}", lambda timeout: train(name, overrides, steps, directory, timeout))
+        )
 
-    shape = shape_of(tiny, about["layers"])
-    ways = list(SPEED.items())
-    for name, way in ways[:4]:
-        speed(name, shape | way)
-    cases.append((PEER, lambda left: ask("peer", tiny, left)))
-    for name, way in LOSSES.items():
-        losses(name, small(tiny) | way)
-    if about["whole"]:
+    shape = shape_of(tiny, info["layers"])
+    methods = list(SPEED.items())
+    for name, variant in methods[:4]:
+        speed(name, shape | variant)
+    cases.append((PEER, lambda timeout: run_worker("peer", tiny, timeout)))
+    for name, variant in LOSSES.items():
+        losses(name, small(tiny) | variant)
+    if info["whole"]:
         speed(WHOLE, shape_of(tiny, 32) | TENSORWISE | FULL | {"optim.state_dtype": "8bit"})
-    for name, way in ways[4:]:
-        speed(name, shape | way)
+    for name, variant in methods[4:]:
+        speed(name, shape | variant)
 
     longest = 0.0
     for name, run in cases:
-        began = time.monotonic()
-        left = ends - began
-        if left < max(20.0, 0.7 * longest):
+        start_time = time.monotonic()
+        remaining = ends - start_time
+        if remaining < max(20.0, 0.7 * longest):
             results[name] = {"error": "no time left"}
             continue
         try:
-            results[name] = run(left)
+            results[name] = run(remaining)
         except subprocess.TimeoutExpired:
             results[name] = {"error": "ran out of time"}
-        longest = max(longest, time.monotonic() - began)
-        results[name]["seconds"] = round(time.monotonic() - began, 1)
+        longest = max(longest, time.monotonic() - start_time)
+        results[name]["seconds"] = round(time.monotonic() - start_time, 1)
         print(f"  {name}: {results[name]}", flush=True)
     return results
 
@@ -195,16 +202,16 @@ def small(tiny: bool) -> dict[str, str]:
 
 
 def train(
-    name: str, overrides: dict[str, str], steps: int, folder: Path, timeout: float
+    name: str, overrides: dict[str, str], steps: int, directory: Path, timeout: float
 ) -> dict[str, Any]:
     """A run of ``weft train`` until ``steps`` are recorded; it saves nothing."""
-    run = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
+    run = directory / "".join(letter if letter.isalnum() else "-" for letter in name)
     everything = {
         "run.dir": str(run),
         "run.nproc_per_node": "1",
         "train.steps": "300" if steps >= 300 else "10000",
-        "data.cache_dir": str(folder / "cache"),
-        "compile.cache_dir": str(folder / "compiled"),
+        "data.cache_dir": str(directory / "cache"),
+        "compile.cache_dir": str(directory / "compiled"),
         "checkpoint.interval": "0",
         "monitor.log_interval": "1",
         "monitor.trackers": "",
@@ -214,9 +221,9 @@ def train(
     command = [sys.executable, "-m", "weft.cli", "train", "demo"]
     for key, value in everything.items():
         command += [f"--{key}", value]
-    with (folder / "log").open("wb") as log:
+    with (directory / "log").open("wb") as log:
         started = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, start_new_session=True
+            command, stdout=log, stderr=log, cwd=directory, start_new_session=True
         )
     records: list[dict[str, Any]] = []
     try:
@@ -232,7 +239,7 @@ def train(
         started.wait()
         time.sleep(2)  # until the driver has the memory back
     if len(records) < steps:
-        return {"error": last_words((folder / "log").read_text("utf-8", "replace"))}
+        return {"error": last_error((directory / "log").read_text("utf-8", "replace"))}
     rows = records[SKIP:steps]
     middle = {
         key: statistics.median(row[key] for row in rows)
@@ -250,8 +257,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def table(about: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
-    print(f"\n{about['date']}, {about['device']}, torch {about['torch']}: `{about['command']}`\n")
+def table(info: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    print(f"\n{info['date']}, {info['device']}, torch {info['torch']}: `{info['command']}`\n")
     print("| | tokens/s | over eager | MFU | peak GiB |\n|---|---|---|---|---|")
     base = results.get("eager bf16", {}).get("tokens_per_second")
     for name in (*SPEED, WHOLE, PEER):
@@ -291,8 +298,8 @@ def probe(tiny: bool) -> dict[str, Any]:
         sys.exit("Error: no CUDA device is visible; --tiny runs on anything")
     machine = replace(detect_machine(RunSection()), world_size=1, local_world_size=1)
 
-    def needs(layers: int, **more: str) -> float:
-        pairs = shape_of(False, layers) | {key.replace("__", "."): v for key, v in more.items()}
+    def needs(layers: int, **extra: str) -> float:
+        pairs = shape_of(False, layers) | {key.replace("__", "."): v for key, v in extra.items()}
         pairs |= {"precision.compute_dtype": "bfloat16", "run.dir": "/nonexistent"}
         job, _, problems = read_job("demo", list(pairs.items()))
         assert not problems, problems
@@ -317,7 +324,7 @@ def probe(tiny: bool) -> dict[str, Any]:
 
 
 def peer(tiny: bool) -> dict[str, Any]:
-    """Hugging Face's Llama of the same shape: autocast, fused AdamW, clipping; nothing else."""
+    """Measure Hugging Face's Llama of the same shape: autocast, fused AdamW, clipping."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -357,7 +364,7 @@ def peer(tiny: bool) -> dict[str, Any]:
         batch = torch.randint(0, ours.vocab_size, (rows, tokens), device=device)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for row in batch.split(1):
             with torch.autocast(device.type, torch.bfloat16):
                 loss = model(input_ids=row, labels=row).loss / rows
@@ -367,7 +374,7 @@ def peer(tiny: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        steps.append(time.perf_counter() - began)
+        steps.append(time.perf_counter() - start_time)
     seconds = statistics.median(steps[2:])
     rate = rows * tokens / seconds
     flops = rate * load_family("llama").flops_per_token(model_config, tokens)

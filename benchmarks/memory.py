@@ -1,4 +1,4 @@
-"""What each way of keeping activations costs: peak memory and time of a step.
+"""Measure each activation checkpointing mode: peak memory and step time.
 
 One process, on CUDA if it is there, else on the CPU, where bytes are tracked as operators make and
 drop them (torch's MemTracker); beside it is what the planner predicts.  Every way takes its turn in
@@ -29,7 +29,7 @@ from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train.setup import Built, Rank, build, detect_machine
 
-WAYS = {
+VARIANTS = {
     "none": {},
     "full": {"activation_checkpoint.mode": "full"},
     "full, every 2nd block": {
@@ -61,7 +61,7 @@ WAYS = {
 }
 
 
-def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Plan, Machine]:
+def planned(options: argparse.Namespace, variant: dict[str, str]) -> tuple[Plan, Machine]:
     overrides = {
         "model.preset": options.preset,
         "model.num_layers": str(options.layers),
@@ -70,7 +70,7 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Plan, Mac
         "train.microbatch_size": str(options.rows),
         "compile.enable": str(options.compile).lower(),
         "run.dir": "/nonexistent",
-        **way,
+        **variant,
     }
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
@@ -78,30 +78,30 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Plan, Mac
     return resolve(job, machine), machine
 
 
-def predicted(options: argparse.Namespace, way: dict[str, str]) -> float:
-    """What the planner says of `peak`, in MiB; of compiled blocks as if they were eager."""
-    return sum(forecast(*planned(options, way), None).memory.live_bytes.values()) / 2**20
+def predicted(options: argparse.Namespace, variant: dict[str, str]) -> float:
+    """Return the planner's prediction of `peak` in MiB, as if blocks were eager."""
+    return sum(forecast(*planned(options, variant), None).memory.live_bytes.values()) / 2**20
 
 
-def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
-    plan, _ = planned(options, way)
+def build_one(options: argparse.Namespace, variant: dict[str, str]) -> tuple[Built, torch.device]:
+    plan, _ = planned(options, variant)
     device = torch.device(plan.device)
     torch.set_num_threads(plan.num_threads)
     return build(plan, Rank(0, 0, 1, device)), device
 
 
 def step(built: Built, tokens_BT: torch.Tensor) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     built.train_step.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
     built.optimizer.step()
     built.optimizer.zero_grad()
     if tokens_BT.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def peak(built: Built, tokens_BT: torch.Tensor) -> float:
-    """Of a step, in MiB, with parameters, gradients and optimizer states."""
+    """Return the peak of a step in MiB, parameters and optimizer states included."""
     if tokens_BT.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step(built, tokens_BT)
@@ -122,16 +122,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    told = {name: predicted(options, way) for name, way in WAYS.items()}
+    predictions = {name: predicted(options, case) for name, case in VARIANTS.items()}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     os.environ.update(RANK="0", WORLD_SIZE="1")
     dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     peaks: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     params = 0
     for round_ in range(options.rounds):
-        for name, way in WAYS.items():  # one at a time is there
-            built, device = build_one(options, way)
+        for name, variant in VARIANTS.items():  # one at a time is there
+            built, device = build_one(options, variant)
             params = sum(p.numel() for part in built.model_parts for p in part.parameters())
             tokens_BT = torch.randint(0, 512, (options.rows, options.seq_len), device=device)
             step(built, tokens_BT)  # compiles, chooses, allocates
@@ -140,19 +140,23 @@ def main() -> None:
             seconds[name].append(statistics.median(step(built, tokens_BT) for _ in range(3)))
             del built
     dist.destroy_process_group()
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}  {where}")
+    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}  "
+        f"{device_name}"
+    )
     print(
         f"{params / 1e6:.1f} M parameters, {options.layers} blocks, {options.rows} rows of "
         f"{options.seq_len} tokens{', compiled' if options.compile else ''}"
     )
     print(f"{'':<26}{'peak MiB':>10}{'of none':>9}{'predicted':>10}{'s a step':>10}{'of none':>9}")
-    for name in WAYS:
+    for name in VARIANTS:
         times = statistics.median(seconds[name])
         pairs = zip(seconds[name], seconds["none"], strict=True)
         share = statistics.median(a / b for a, b in pairs)
         print(
-            f"{name:<26}{peaks[name]:>10.0f}{peaks[name] / peaks['none']:>9.2f}{told[name]:>10.0f}"
+            f"{name:<26}{peaks[name]:>10.0f}{peaks[name] / peaks['none']:>9.2f}"
+            f"{predictions[name]:>10.0f}"
             f"{times:>10.3f}{share:>9.2f}"
         )
 

@@ -1,4 +1,4 @@
-"""What AdamW's moments in fewer bytes do to training, on tokens of which most are rare.
+"""Measure training with low-precision AdamW moments on mostly rare tokens.
 
 One process on the CPU.  A small Llama learns a Zipf-distributed Markov chain, once with each kind
 of moments: torch.optim.AdamW in float32, weft's `optim.state_dtype`, and torchao's AdamW8bit, run
@@ -85,7 +85,7 @@ def new_model(seed: int) -> nn.Module:
 
 
 def trained(kind: str, seed: int, steps: int) -> tuple[dict[str, Tensor], float, float]:
-    """Weights, loss on new tokens, and the most that an entry moved in a step, in rates."""
+    """Return weights, loss on new tokens, and the largest update in learning rates."""
     model = new_model(seed)
     optimizer, most = optimizer_of(kind, model), 0.0
     tokens = batches(seed)
@@ -114,13 +114,17 @@ def main() -> None:
     print("| moments | seed | loss on new tokens | weights off, of their way | largest move / lr |")
     print("|---|---|---|---|---|")
     for seed in range(options.seeds):
-        found = {kind: trained(kind, seed, options.steps) for kind in KINDS}
+        result = {kind: trained(kind, seed, options.steps) for kind in KINDS}
         first = dict(new_model(seed).named_parameters())
-        exact, _, _ = found["float32"]
-        way = math.sqrt(sum((exact[name] - first[name]).square().sum().item() for name in exact))
-        for kind, (weights, loss, most) in found.items():
+        exact, _, _ = result["float32"]
+        distance = math.sqrt(
+            sum((exact[name] - first[name]).square().sum().item() for name in exact)
+        )
+        for kind, (weights, loss, most) in result.items():
             off = sum((weights[name] - exact[name]).square().sum().item() for name in exact)
-            print(f"| {kind} | {seed} | {loss:.4f} | {math.sqrt(off) / way:.3f} | {most:.1f} |")
+            print(
+                f"| {kind} | {seed} | {loss:.4f} | {math.sqrt(off) / distance:.3f} | {most:.1f} |"
+            )
 
 
 if __name__ == "__main__":

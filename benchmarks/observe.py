@@ -1,4 +1,4 @@
-"""What observing a run costs, as a ratio of step times.
+"""Measure the cost of monitoring as a ratio of step times.
 
     .venv/bin/python benchmarks/observe.py [--steps 400] [--workers 2]
 
@@ -49,7 +49,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(stat: Path) -> float:
-    """User's and system's, of a process or thread, by its file in /proc; 0 if it has ended."""
+    """Return user and system seconds of a process or thread from /proc; 0 if it ended."""
     try:
         after_name = stat.read_text().rpartition(")")[2].split()
     except OSError:
@@ -58,15 +58,17 @@ def cpu_seconds(stat: Path) -> float:
 
 
 def trackers_seconds() -> float:
-    """CPU seconds of this process's threads but the main one, and of the trackers' processes."""
-    others = [thread.native_id for thread in threading.enumerate()]
-    mine = [Path(f"/proc/self/task/{other}/stat") for other in others if other != os.getpid()]
+    """Return CPU seconds of the trackers' threads and processes."""
+    other_threads = [thread.native_id for thread in threading.enumerate()]
+    stat_files = [
+        Path(f"/proc/self/task/{other}/stat") for other in other_threads if other != os.getpid()
+    ]
     theirs = [
         path / "stat"
         for path in Path("/proc").glob("[0-9]*")
         if b"wandb" in cmdline(path) and path.name != str(os.getpid())
     ]
-    return sum(map(cpu_seconds, [*mine, *theirs]))
+    return sum(map(cpu_seconds, [*stat_files, *theirs]))
 
 
 def cmdline(process: Path) -> bytes:
@@ -79,29 +81,29 @@ def cmdline(process: Path) -> bytes:
 class Meter:
     """A sink that measures the others, which are still there when it is closed."""
 
-    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        self.path = folder / "meter.json"
-        self.began: tuple[int, float, float] | None = None
+    def __init__(self, directory: Path, job: Job, resumed_step: int) -> None:
+        self.path = directory / "meter.json"
+        self.start: tuple[int, float, float] | None = None
 
     def write(self, record: StepRecord) -> None:
         self.step = record.step
-        if self.began is None and record.step >= WARM:
-            self.began = record.step, time.time(), trackers_seconds()
+        if self.start is None and record.step >= WARM:
+            self.start = record.step, time.time(), trackers_seconds()
 
     def close(self) -> None:
-        assert self.began is not None
-        step, wall, cpu = self.began
-        found = {
+        assert self.start is not None
+        step, wall, cpu = self.start
+        result = {
             "steps": self.step - step,
             "wall_seconds": time.time() - wall,
             "cpu_seconds": trackers_seconds() - cpu,
         }
-        self.path.write_text(json.dumps(found))
+        self.path.write_text(json.dumps(result))
 
 
-def train(folder: Path, steps: int, workers: int) -> None:
+def train(directory: Path, steps: int, workers: int) -> None:
     keys = {
-        "run.dir": str(folder),
+        "run.dir": str(directory),
         "run.nproc_per_node": str(workers),
         "train.steps": str(steps),
         "train.eval_sequences": "1",
@@ -119,19 +121,25 @@ def train(folder: Path, steps: int, workers: int) -> None:
 
 def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
     """From where each step waits for its data to where the next one does."""
-    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == PHASES["data"].activity}
-    return {a: (began[b] - began[a]) / 1e6 for a, b in pairwise(sorted(began)) if b == a + 1}
+    start_time = {
+        e["args"]["step"]: e["ts"] for e in events if e["name"] == PHASES["data"].activity
+    }
+    return {
+        a: (start_time[b] - start_time[a]) / 1e6
+        for a, b in pairwise(sorted(start_time))
+        if b == a + 1
+    }
 
 
-def span_seconds(folder: Path, count: int = 20000) -> float:
-    """Of one span, noted and written."""
-    spans = SpanWriter(spans_path(folder, 0), 0)
-    began = time.perf_counter()
+def span_seconds(directory: Path, count: int = 20000) -> float:
+    """Return the seconds that recording and writing one span takes."""
+    spans = SpanWriter(spans_path(directory, 0), 0)
+    start_time = time.perf_counter()
     for _ in range(count):
         with span("a span"):
             pass
     spans.close()
-    return (time.perf_counter() - began) / count
+    return (time.perf_counter() - start_time) / count
 
 
 def main() -> None:
@@ -142,20 +150,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, CPU")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        train(folder, options.steps, options.workers)
-        events = read_spans(folder, 0)
-        meter = json.loads((folder / "meter.json").read_text())
-        one = span_seconds(Path(place) / "other")
+    with tempfile.TemporaryDirectory() as path:
+        directory = Path(path) / "run"
+        train(directory, options.steps, options.workers)
+        events = read_spans(directory, 0)
+        meter = json.loads((directory / "meter.json").read_text())
+        one = span_seconds(Path(path) / "other")
     seconds = step_seconds(events)
     logs = [
         math.log(seconds[step] / fmean((seconds[step - 1], seconds[step + 1])))
         for step in range(WARM, options.steps, 2)
         if {step - 1, step, step + 1} <= seconds.keys()
     ]
-    found = confidence_interval(logs)
-    low, mean, high = (math.exp(x) for x in (found.low, found.mean, found.high))
+    result = confidence_interval(logs)
+    low, mean, high = (math.exp(x) for x in (result.low, result.mean, result.high))
     usual = median(seconds[step] for step in seconds if step > WARM)
     print(
         f"a step takes {1000 * usual:.1f} ms on {options.workers} ranks; {len(logs)} were recorded"

@@ -1,4 +1,4 @@
-"""How much of the time of collectives is hidden behind computing: read from a trace of a step.
+"""Measure the share of collective time hidden behind compute, from a trace.
 
 Ranks of one machine train a small Llama under FSDP2, on CPU over gloo or on CUDA over NCCL; one
 step of rank 0 is traced by torch.profiler.  Hidden is the share of the time in which at least one
@@ -32,7 +32,7 @@ from weft.data.loader import Batch
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build, detect_machine
 
-WAYS = {
+VARIANTS = {
     "always (ZeRO-3)": {},
     "always, 2 blocks ahead": {"parallel.fsdp_prefetch": "2"},
     "never (ZeRO-2)": {"parallel.reshard_after_forward": "never"},
@@ -51,9 +51,9 @@ def main() -> None:
     kind = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor()
     print(f"{date.today()}, torch {torch.__version__}, {options.ranks} ranks, {kind}")
     print("| reshard_after_forward | step ms | collectives ms | hidden |\n|---|---|---|---|")
-    for name, way in WAYS.items():
+    for name, variant in VARIANTS.items():
         with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-            spawn(_rank, (options, way, _free_port(), result.name), options.ranks)
+            spawn(_rank, (options, variant, _free_port(), result.name), options.ranks)
             step, exchanging, hidden = json.loads(result.read())
         print(f"| {name} | {step:.0f} | {exchanging:.0f} | {hidden:.0%} |", flush=True)
 
@@ -64,7 +64,7 @@ def _free_port() -> int:
 
 
 def _rank(
-    rank: int, options: argparse.Namespace, way: dict[str, str], port: int, result: str
+    rank: int, options: argparse.Namespace, variant: dict[str, str], port: int, result: str
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     overrides = {
@@ -76,7 +76,7 @@ def _rank(
         "train.seq_len": "256",
         "train.global_batch_size": str(2 * options.ranks),
         "run.dir": "/nonexistent",
-        **way,
+        **variant,
     }
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
@@ -104,26 +104,26 @@ def _rank(
     activities = [ProfilerActivity.CPU]
     if plan.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    found = []
+    results = []
     for _ in range(STEPS):
         dist.barrier()
         with profile(activities=activities) as trace:
             step()
             if plan.device == "cuda":
                 torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "trace.json")
             trace.export_chrome_trace(str(path))
-            found.append(_read(json.loads(path.read_text()), plan.device == "cuda"))
+            results.append(_read(json.loads(path.read_text()), plan.device == "cuda"))
     if rank == 0:
         Path(result).write_text(
-            json.dumps([statistics.median(x) for x in zip(*found, strict=True)])
+            json.dumps([statistics.median(x) for x in zip(*results, strict=True)])
         )
     dist.destroy_process_group()
 
 
 def _read(trace: dict[str, Any], cuda: bool) -> tuple[float, float, float]:
-    """Milliseconds of the step and of collectives, and the share of those that is hidden."""
+    """Return milliseconds of the step and of collectives, and the hidden share."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     if cuda:
         kernels = [e for e in events if e.get("cat") == "kernel"]

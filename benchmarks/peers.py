@@ -1,4 +1,4 @@
-"""weft beside other trainers: the same small Llama, trained the same way, in one interleaved run.
+"""Compare weft with other trainers on one small Llama, in one interleaved run.
 
     python3.11 -m venv build/peers && build/peers/bin/pip install --no-deps \\
         -r benchmarks/peers-requirements.txt -e .
@@ -73,9 +73,9 @@ from weft.parallel.initialization import init_params
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 
-# How far apart the losses of a fixed batch may be, and, relative to them, the norms of all
-# parameters: by rounding, which training makes grow.  After so many steps it has grown too far to
-# tell rounding from other work.
+# Allowed difference of the losses of a fixed batch, and relative difference of the norms of all
+# parameters. Both differ by rounding, which grows with training: after too many steps it cannot be
+# distinguished from different work.
 LOSS, NORM, COMPARED = 1e-3, 1e-5, 60
 LOG = 10  # steps between records
 
@@ -110,30 +110,30 @@ TARGETS = {"small": ("time", 1.02), "micro": ("processor time", 1.10)}
 
 @dataclass(frozen=True)
 class Work:
-    """What all do."""
+    """The work that all trainers do."""
 
     job: Job
     plan: Plan
-    folder: Path  # of this trainer, for what it writes
+    directory: Path  # of this trainer, for what it writes
     rank: int
     turn: Turn
 
     def order(self) -> np.ndarray:
-        """Where this rank's rows begin in the tokens, in the order of their use."""
+        """Return the offsets of this rank's rows in the tokens, in the order of their use."""
         job, ranks = self.job, self.plan.world_size
         windows = (len(self.tokens()) - 1) // job.train.seq_len
-        places = np.arange(job.train.steps * job.train.global_batch_size, dtype=np.int64)
-        mine = places.reshape(job.train.steps, ranks, -1)[:, self.rank].ravel()
-        return sample_index(mine, windows, job.train.seed) * job.train.seq_len
+        positions = np.arange(job.train.steps * job.train.global_batch_size, dtype=np.int64)
+        local = positions.reshape(job.train.steps, ranks, -1)[:, self.rank].ravel()
+        return sample_index(local, windows, job.train.seed) * job.train.seq_len
 
     def tokens(self) -> np.ndarray:
-        store = open_store(Path(self.folder.parent / "store").resolve())
+        store = open_store(Path(self.directory.parent / "store").resolve())
         (shard,) = store.manifest.train.shards
         return np.asarray(np.memmap(store.path / shard.file, store.manifest.dtype, "r"))
 
     @property
     def rows(self) -> int:
-        """Of a rank's batch."""
+        """Return the rows of a rank's batch."""
         return self.job.train.global_batch_size // self.plan.world_size
 
     def fixed(self) -> torch.Tensor:
@@ -149,7 +149,7 @@ class Work:
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Embeddings and norms do not decay, under whatever name."""
+        """Return the optimizer; embeddings and norms have no weight decay, under any name."""
         section = self.job.optim
         tables = ("embed_tokens.weight", "lm_head.weight")  # one and the same
         named = list(model.named_parameters())
@@ -182,7 +182,7 @@ class Turn:
     """To be called before every step; it returns when it is this process's turn."""
 
     def __init__(self, pipe: Connection) -> None:
-        self.pipe, self.left, self.began = pipe, 0, (0.0, 0.0)
+        self.pipe, self.remaining, self.start = pipe, 0, (0.0, 0.0)
         self.check: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
     def watch(self, model: nn.Module, logits: Callable[[torch.Tensor], Any], work: Work) -> None:
@@ -202,18 +202,18 @@ class Turn:
         self.check = check
 
     def __call__(self) -> None:
-        if self.left:
-            self.left -= 1
+        if self.remaining:
+            self.remaining -= 1
             return
-        ended = time.perf_counter(), time.process_time()
-        seconds, cpu = (b - a for a, b in zip(self.began, ended, strict=True))
+        results = time.perf_counter(), time.process_time()
+        seconds, cpu = (b - a for a, b in zip(self.start, results, strict=True))
         peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s)
         self.pipe.send((seconds, cpu, *self.check(), int(peak.split()[1]) / 1024))
         burst = self.pipe.recv()
         if not burst:
             os._exit(0)
-        self.left = burst - 1
-        self.began = time.perf_counter(), time.process_time()
+        self.remaining = burst - 1
+        self.start = time.perf_counter(), time.process_time()
 
 
 # --------------------------------------------------------------------------- the trainers
@@ -229,7 +229,7 @@ def bare_loop(
     tokens, starts = work.tokens(), work.order()
     T, B = work.job.train.seq_len, work.rows
     work.turn.watch(model, forward, work)
-    with (work.folder / "losses.txt").open("w") as log:
+    with (work.directory / "losses.txt").open("w") as log:
         for step in range(1, work.job.train.steps + 1):
             work.turn()
             batch = starts[(step - 1) * B : step * B].tolist()
@@ -249,8 +249,8 @@ def bare_loop(
 
 
 def bare_fsdp(work: Work) -> None:
-    meeting, ranks = f"file://{work.folder}/meeting", work.plan.world_size
-    dist.init_process_group("gloo", init_method=meeting, rank=work.rank, world_size=ranks)
+    rendezvous, ranks = f"file://{work.directory}/meeting", work.plan.world_size
+    dist.init_process_group("gloo", init_method=rendezvous, rank=work.rank, world_size=ranks)
     model = work.model()
     blocks: list[Any] = list(cast(Any, model.layers).values())
     for block in blocks:
@@ -287,9 +287,9 @@ def weft(work: Work) -> None:
 
     in_run.build, in_loop.enter_phase = build_and_watch, enter_and_wait
     heartbeat.start_heartbeat(work.rank, None, LOG)
-    text = open_dataset((work.folder.parent / "store").resolve())
+    text = open_dataset((work.directory.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
-    with connect(work.plan) as rank, (work.folder / "terminal.txt").open("w") as terminal:
+    with connect(work.plan) as rank, (work.directory / "terminal.txt").open("w") as terminal:
         loop.train(work.plan, text, rank, quiet_console(terminal))
 
 
@@ -301,7 +301,7 @@ def accelerate(work: Work) -> None:
     work.turn.watch(model, model, work)
     loader = DataLoader(Rows(work), work.rows)
     model, optimizer, loader = accelerator.prepare(model, work.optimizer(model), loader)
-    with (work.folder / "losses.txt").open("w") as log:
+    with (work.directory / "losses.txt").open("w") as log:
         for step, rows in enumerate(loader, 1):
             work.turn()
             logits = model(rows[:, :-1])
@@ -322,7 +322,7 @@ def fabric(work: Work) -> None:
     work.turn.watch(inner, inner, work)
     model, optimizer = fabric.setup(inner, work.optimizer(inner))
     loader = fabric.setup_dataloaders(DataLoader(Rows(work), work.rows))
-    with (work.folder / "losses.txt").open("w") as log:
+    with (work.directory / "losses.txt").open("w") as log:
         for step, rows in enumerate(loader, 1):
             work.turn()
             logits = model(rows[:, :-1])
@@ -365,7 +365,7 @@ def lightning(work: Work) -> None:
         max_steps=work.job.train.steps,
         gradient_clip_val=1.0,
         log_every_n_steps=LOG,
-        logger=TensorBoardLogger(work.folder),
+        logger=TensorBoardLogger(work.directory),
         callbacks=[Wait()],
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -426,9 +426,9 @@ def hf_trainer(work: Work) -> None:
 
     model = hf_model(work)
     work.turn.watch(model, lambda tokens: model(input_ids=tokens).logits, work)
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(work.folder)
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(work.directory)
     arguments = TrainingArguments(
-        output_dir=str(work.folder),
+        output_dir=str(work.directory),
         use_cpu=True,
         max_steps=work.job.train.steps,
         per_device_train_batch_size=work.rows,
@@ -506,7 +506,7 @@ def litgpt(work: Work) -> None:
                 work.turn()
                 yield batch
 
-    logger = choose_logger("tensorboard", work.folder, name="pretrain", log_interval=LOG)
+    logger = choose_logger("tensorboard", work.directory, name="pretrain", log_interval=LOG)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true", loggers=[logger])
     inner = litgpt_model(work)
     work.turn.watch(inner, inner, work)
@@ -522,7 +522,7 @@ def litgpt(work: Work) -> None:
         state={"model": model, "optimizer": optimizer, "iter_num": 0, "step_count": 0},
         train_dataloader=loaders[0],
         val_dataloader=loaders[1],
-        out_dir=work.folder,
+        out_dir=work.directory,
         tokenizer_dir=None,
         train=TrainArgs(
             save_interval=None,
@@ -562,11 +562,11 @@ MORE_RANKS: dict[str, Trainer_] = {
 # --------------------------------------------------------------------------- processes
 
 
-def jobs(options: argparse.Namespace, folder: Path) -> tuple[Job, Plan]:
+def jobs(options: argparse.Namespace, directory: Path) -> tuple[Job, Plan]:
     burst = options.burst or BURST[options.model]
     overrides: dict[str, object] = {
         "train.steps": burst * (options.rounds + 2),
-        "run.dir": folder,
+        "run.dir": directory,
         "optim.lr": 3e-4,
         "optim.warmup_steps": 0,
         "optim.decay_fraction": 0,
@@ -582,24 +582,24 @@ def jobs(options: argparse.Namespace, folder: Path) -> tuple[Job, Plan]:
 
 
 def worker(name: str, rank: int, pipe: Connection, options: argparse.Namespace, tmp: Path) -> None:
-    folder = tmp / name
-    folder.mkdir(exist_ok=True)
-    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    directory = tmp / name
+    directory.mkdir(exist_ok=True)
+    log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
         logging.disable(logging.INFO)
-        job, plan = jobs(options, folder)
+        job, plan = jobs(options, directory)
         torch.set_num_threads(options.threads)
         function, _ = (MORE_RANKS if options.ranks > 1 else ONE_RANK)[name]
-        function(Work(job, plan, folder, rank, Turn(pipe)))
+        function(Work(job, plan, directory, rank, Turn(pipe)))
         raise RuntimeError("ended before it was told to")
     except BaseException:
         logging.exception("worker failed")
         os._exit(1)
 
 
-Told = tuple[float, float, float, float, float]  # seconds, cpu, loss, squares, peak
+Timing = tuple[float, float, float, float, float]  # seconds, cpu, loss, squares, peak
 
 
 class Trainer:
@@ -618,7 +618,7 @@ class Trainer:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def wait(self) -> Told:
+    def wait(self) -> Timing:
         """The slowest rank's time, the processor time of all, and the rest alike."""
         try:
             seconds, cpu, loss, squares, peak = zip(*(p.recv() for p in self.pipes), strict=True)
@@ -628,18 +628,18 @@ class Trainer:
             sys.exit(f"{self.name}: a process ended")
         return max(seconds), sum(cpu), statistics.mean(loss), math.sqrt(sum(squares)), max(peak)
 
-    def go(self, steps: int) -> None:
+    def start_burst(self, steps: int) -> None:
         for pipe in self.pipes:
             pipe.send(steps)
 
 
-def other_work(told: dict[str, Told]) -> list[str]:
-    """Who has not the bare loop's loss of the fixed batch, and norm of the parameters."""
-    bare = told["bare loop"]
+def other_work(results: dict[str, Timing]) -> list[str]:
+    """Return the trainers whose loss or norm differs from the bare loop's."""
+    bare = results["bare loop"]
     return [
         f"{name} does not do the same work as the bare loop: a loss of {ours[2]:.6f}, not "
         f"{bare[2]:.6f}; parameters of norm {ours[3]:.6f}, not {bare[3]:.6f}"
-        for name, ours in told.items()
+        for name, ours in results.items()
         if not (abs(ours[2] - bare[2]) < LOSS and abs(ours[3] / bare[3] - 1) < NORM)
     ]
 
@@ -679,21 +679,21 @@ def main() -> None:
         job, plan = jobs(options, tmp)
         (tmp / "store").symlink_to(prepare_store(job.data, tmp / "cache").path)
         trainers = {name: Trainer(name, options, tmp) for name in names}
-        rounds: list[dict[str, Told]] = []
+        rounds: list[dict[str, Timing]] = []
         begin = {name: trainer.wait() for name, trainer in trainers.items()}
         wrong = other_work(begin)
         gc.disable()
         for number in range(options.rounds + 1):  # the first one is to warm up
-            told: dict[str, Told] = {}
+            results: dict[str, Timing] = {}
             for name in random.sample(names, len(names)):
-                trainers[name].go(burst)
-                told[name] = trainers[name].wait()
+                trainers[name].start_burst(burst)
+                results[name] = trainers[name].wait()
             if number * burst < COMPARED:
-                wrong += other_work(told)
+                wrong += other_work(results)
             if number:
-                rounds.append(told)
+                rounds.append(results)
         for trainer in trainers.values():
-            trainer.go(0)
+            trainer.start_burst(0)
         for trainer in trainers.values():
             for process in trainer.processes:
                 process.join()
@@ -706,27 +706,28 @@ def main() -> None:
         f"thread(s), {plan.tokens_per_step} tokens a step, {options.rounds} rounds of {burst} "
         f"steps; load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
     )
-    losses = [told["bare loop"][2] for told in rounds]
+    losses = [result["bare loop"][2] for result in rounds]
     print(f"loss of a fixed batch: {begin['bare loop'][2]:.3f} to {losses[-1]:.3f}")
     print(
         f"{'':<26}{'ms a step':>10}  {'of the bare loop':<22}{'processor time of it':<22}"
         f"{'peak MiB':>9}{'loss apart':>12}"
     )
     for name in names:
-        milliseconds = statistics.median(told[name][0] for told in rounds) / burst * 1e3
+        milliseconds = statistics.median(result[name][0] for result in rounds) / burst * 1e3
         ratios = [
-            quartiles([told[name][i] / told["bare loop"][i] for told in rounds]) for i in (0, 1)
+            quartiles([result[name][i] / result["bare loop"][i] for result in rounds])
+            for i in (0, 1)
         ]
-        shown = [f"{median:.3f} ({low:.3f}-{high:.3f})" for low, median, high in ratios]
-        apart = max(abs(told[name][2] - told["bare loop"][2]) for told in rounds)
-        peak = max(told[name][4] for told in rounds)
+        formatted = [f"{median:.3f} ({low:.3f}-{high:.3f})" for low, median, high in ratios]
+        difference = max(abs(result[name][2] - result["bare loop"][2]) for result in rounds)
+        peak = max(result[name][4] for result in rounds)
         print(
-            f"{name:<26}{milliseconds:>10.2f}  {shown[0]:<22}{shown[1]:<22}{peak:>9.0f}"
-            f"{apart:>12.1e}"
+            f"{name:<26}{milliseconds:>10.2f}  {formatted[0]:<22}{formatted[1]:<22}{peak:>9.0f}"
+            f"{difference:>12.1e}"
         )
     what, limit = TARGETS[options.model] if options.ranks == 1 else ("time", 1.02)
-    place = 0 if what == "time" else 1
-    ratio = statistics.median(t["weft"][place] / t["bare loop"][place] for t in rounds)
+    position = 0 if what == "time" else 1
+    ratio = statistics.median(t["weft"][position] / t["bare loop"][position] for t in rounds)
     verdict = "met" if ratio <= limit else "missed"
     print(f"weft's {what} over the bare loop's: {ratio:.3f}; at most {limit} wanted: {verdict}")
     if wrong:

@@ -1,4 +1,4 @@
-"""How far the planner's predictions are from runs that others measured and published.
+"""Compare the planner's predictions with published measurements.
 
     python benchmarks/plan_accuracy.py [--json] [FILE]
 
@@ -64,7 +64,7 @@ class Stack:
     seq_len: int = 4096
     vocab: int = 128256
     network: str | None = None
-    # Where the row says nothing; "auto": as many layers again as memory asks for.
+    # Defaults if the row has no value; "auto": as many layers as fit into memory.
     activation_checkpoint: str = "none"
     memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
 
@@ -84,7 +84,7 @@ MEGATRON = Stack(
     seq_len=4096,
     activation_checkpoint="auto",
 )
-# By a word of the source; the first that is found.
+# Keyed by a word of the source; the first match is used.
 STACKS: dict[str, Stack] = {
     # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
     # microbatches of a pipeline, and its schedule returns all logits, as it did until October 2025.
@@ -170,7 +170,7 @@ class Unexpressed(ValueError):
 
 
 def stack_of(row: Row) -> tuple[str, Stack]:
-    """The system that was run, by name; the oldest Megatron is told by its devices."""
+    """Return the system that was run, by name; the oldest Megatron by its devices."""
     source = row["source"].lower()
     system, stack = next((k, s) for k, s in STACKS.items() if k in source)
     if system == "torchtitan" and re.search(r"paper t[1-4]\b", source):
@@ -198,10 +198,10 @@ def device_of(row: Row) -> Device:
         if "pcie" in plain and base == "A100":
             return devices["A100 PCIe"]
         return devices[f"{base} 40GB" if "40g" in plain else f"{base} 80GB"]
-    found = [n for n in devices if re.sub(r"\W", "", n).lower() in plain]
-    if not found:
+    result = [n for n in devices if re.sub(r"\W", "", n).lower() in plain]
+    if not result:
         raise Unexpressed(f"device {row['gpu']!r} is not known")
-    return devices[max(found, key=len)]
+    return devices[max(result, key=len)]
 
 
 def sizes_of(row: Row, stack: Stack) -> DecoderDims:
@@ -227,39 +227,39 @@ def sizes_of(row: Row, stack: Stack) -> DecoderDims:
     params = number(row["params_b"]) * 1e9
     if not params:
         return sizes
-    # Whether feed-forward is gated and tables are tied shows in the number of parameters.
+    # The number of parameters shows if the feed-forward is gated and the embeddings are tied.
     kinds = [replace(sizes, gated=g, tied=t) for g in (True, False) for t in (False, True)]
     return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
 
 
 def by_cost(sizes: DecoderDims, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as Nanotron deals them: by matrix products, those of logits included.
+    """Return layers per stage as Nanotron assigns them: by matmuls, logits included.
 
-    A stage is left after the layer that brings it past its share.
+    A stage ends after the layer that exceeds its share.
     """
     cost = sizes.layer_params - 2 * sizes.hidden
-    each = (sizes.layers * cost + sizes.vocab * sizes.hidden) / stages
+    item = (sizes.layers * cost + sizes.vocab * sizes.hidden) / stages
     counts, stage = [0] * stages, 0
     for layer in range(1, sizes.layers + 1):
         counts[stage] += 1
-        if layer * cost > (stage + 1) * each:
+        if layer * cost > (stage + 1) * item:
             stage = min(stage + 1, stages - 1)
     return tuple(counts)
 
 
 def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
-    def whole(key: str, default: int = 1) -> int:
+    def full(key: str, default: int = 1) -> int:
         return int(number(row[key])) or default
 
     notes, source = row["notes"].lower(), row["source"].lower()
-    devices, tp, pp, cp = whole("n_gpus", 0), whole("tp"), whole("pp"), whole("cp")
+    devices, tp, pp, cp = full("n_gpus", 0), full("tp"), full("pp"), full("cp")
     if not devices:
         raise Unexpressed("number of devices is not published")
     dp = devices // (tp * pp * cp)
     if dp < 1:
         raise Unexpressed(f"tp {tp} x pp {pp} x cp {cp} are more than {devices} devices")
     options = dict(stack.layout)
-    shard, copies = whole("dp_shard", 0), whole("dp_replicate", 0)
+    shard, copies = full("dp_shard", 0), full("dp_replicate", 0)
     if options["zero"] == 3 or shard > 1:
         shard = shard or (dp // copies if copies else 8 if "hsdp" in notes and dp > 8 else dp)
         shard = min(shard, dp)
@@ -279,10 +279,10 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
             if "nanotron" in source and dp > 1:
                 options["unsharded_bytes"] += 2  # DDP's buckets
     copies = max(1, dp // max(1, shard)) if shard else dp
-    batch = whole("global_batch", 0)
-    micro = whole("micro_batch", 0)
-    told = re.search(r"microbatches (\d+)|grad-accum (\d+)", notes)
-    counted = int(next(x for x in told.groups() if x)) if told else 0
+    batch = full("global_batch", 0)
+    micro = full("micro_batch", 0)
+    match = re.search(r"microbatches (\d+)|grad-accum (\d+)", notes)
+    counted = int(next(x for x in match.groups() if x)) if match else 0
     if not batch and micro:
         batch = micro * dp * (counted or 1)
     batch = batch or dp
@@ -304,11 +304,11 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
         activation_checkpoint = next((kind for word, kind in words.items() if word in text), "none")
         if "selective" in text and "op" not in text and "block" not in text:
             activation_checkpoint = "attention" if options.get("kernel") != "flash" else "selective"
-    again = re.search(r"hfu ([\d.]+)", notes)
-    if activation_checkpoint == "block" and again and number(row["mfu"]):
+    hfu = re.search(r"hfu ([\d.]+)", notes)
+    if activation_checkpoint == "block" and hfu and number(row["mfu"]):
         # FLOPs of hardware over those of the model: 4/3 where every layer is computed again.
         options["activation_checkpoint_fraction"] = min(
-            1.0, max(0.0, 3 * (float(again[1]) / number(row["mfu"]) - 1))
+            1.0, max(0.0, 3 * (float(hfu[1]) / number(row["mfu"]) - 1))
         )
     if row["compile"] in ("0", "1"):
         fused = options.get("fusion") == "fused"
@@ -323,7 +323,7 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):
         options["chunked_loss"] = True
-    per_rank = whole("vpp")
+    per_rank = full("vpp")
     if "interleaved" in row["schedule"].lower():
         per_rank = max(2, per_rank)
     schedule = "1F1B" if per_rank == 1 else "Interleaved1F1B"
@@ -336,7 +336,7 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
     if sizes.layers + 2 < pp * per_rank:
         raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
     return Layout(
-        seq_len=whole("seq_len", stack.seq_len),
+        seq_len=full("seq_len", stack.seq_len),
         microbatch=micro,
         global_batch=batch,
         dp_replicate=copies,
@@ -356,31 +356,31 @@ def hardware_of(row: Row, stack: Stack) -> Hardware:
     device = device_of(row)
     networks = load_clusters()[1]
     network = networks[stack.network] if stack.network else device.network
-    where = f"{row['source']} {row['notes']} {row['gpu']}".lower()
-    if re.search(r"\befa\b|\bp5e?\b", where) and not stack.network:
+    description = f"{row['source']} {row['notes']} {row['gpu']}".lower()
+    if re.search(r"\befa\b|\bp5e?\b", description) and not stack.network:
         network = networks["efa-3200"]
     node = int(number(row["gpus_per_node"])) or (72 if device.name.startswith("GB") else 8)
-    said = re.search(r"(\d{3,4}) ?gbps", where)
-    if said:  # of a node
-        network = replace(network, bandwidth=float(said[1]) * 1e9 / 8 / node)
+    match = re.search(r"(\d{3,4}) ?gbps", description)
+    if match:  # of a node
+        network = replace(network, bandwidth=float(match[1]) * 1e9 / 8 / node)
     return Hardware(device, node, network)
 
 
-def measured(row: Row, sizes: DecoderDims, lay: Layout, device: Device) -> float:
+def measured(row: Row, sizes: DecoderDims, layout: Layout, device: Device) -> float:
     """Tokens/s of a device, or 0."""
     if row["tok_s_per_gpu"]:
         return number(row["tok_s_per_gpu"])
     time = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
     if time:
         seconds = number(time[1]) / (1000 if time[2] == "ms" else 1)
-        return lay.global_batch * lay.seq_len / seconds / number(row["n_gpus"])
+        return layout.global_batch * layout.seq_len / seconds / number(row["n_gpus"])
     flops = number(row["tflops_per_gpu"]) * 1e12
     flops = flops or number(row["mfu"]) * (0.01 if number(row["mfu"]) > 1.5 else 1) * device.bf16
     if "peak is hfu" in row["notes"].lower():
         flops *= 0.75  # everything was computed again
     # As published: products with weights and the whole square of attention, thrice.
     weights = sizes.layers * sizes.layer_params + sizes.vocab * sizes.hidden
-    return flops / (6 * weights + 12 * sizes.layers * sizes.q * lay.seq_len)
+    return flops / (6 * weights + 12 * sizes.layers * sizes.q * layout.seq_len)
 
 
 @dataclass
@@ -418,29 +418,33 @@ def live(held: dict[str, float]) -> float:
     return 1.05 * (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
 
 
-def fitted(sizes: DecoderDims, lay: Layout, device: Device) -> Layout:
-    """With the least recomputation that fits, in tenths of the layers, where none is published.
+def fitted(sizes: DecoderDims, layout: Layout, device: Device) -> Layout:
+    """Return the layout with the published recomputation, or the least that fits.
 
-    Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
-    does not fit at all with whole weights was run with FSDP.
+    Recomputation is in tenths of the layers. With a Grace host Megatron's FSDP offloads
+    activations instead. A model whose unsharded weights never fit was run with FSDP.
     """
-    if cast(str, lay.activation_checkpoint) != "auto":
-        return lay
+    if cast(str, layout.activation_checkpoint) != "auto":
+        return layout
     for part in range(11):
-        if lay.zero == 3 and device.name.startswith("G"):
-            lay = replace(lay, activation_checkpoint="none", offload_fraction=part / 10)
+        if layout.zero == 3 and device.name.startswith("G"):
+            layout = replace(layout, activation_checkpoint="none", offload_fraction=part / 10)
         else:
-            lay = replace(
-                lay, activation_checkpoint="block", activation_checkpoint_fraction=part / 10
+            layout = replace(
+                layout, activation_checkpoint="block", activation_checkpoint_fraction=part / 10
             )
-        if live(estimate_memory(sizes, lay)) <= device.memory_gib:
-            return lay
-    if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
-        whole = replace(
-            lay, zero=3, state_bytes=18, unsharded_bytes=0, activation_checkpoint=cast(Any, "auto")
+        if live(estimate_memory(sizes, layout)) <= device.memory_gib:
+            return layout
+    if layout.zero == 1 and layout.pp == 1 and layout.dp > 1:
+        full = replace(
+            layout,
+            zero=3,
+            state_bytes=18,
+            unsharded_bytes=0,
+            activation_checkpoint=cast(Any, "auto"),
         )
-        return fitted(sizes, whole, device)
-    return lay
+        return fitted(sizes, full, device)
+    return layout
 
 
 def case_of(row: Row) -> Case:
@@ -457,24 +461,24 @@ def case_of(row: Row) -> Case:
     system, stack = stack_of(row)
     sizes = sizes_of(row, stack)
     hardware = hardware_of(row, stack)
-    lay = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
-    if lay.microbatches * lay.pp * lay.stages_per_rank > 1_000_000:
+    layout = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
+    if layout.microbatches * layout.pp * layout.stages_per_rank > 1_000_000:
         raise Unexpressed("more than a million actions of a pipeline")
-    case = Case(row, system, measured(row, sizes, lay, hardware.device))
+    case = Case(row, system, measured(row, sizes, layout, hardware.device))
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
     try:
-        step = estimate_step(sizes, lay)
+        step = estimate_step(sizes, layout)
     except (ValueError, AssertionError) as error:
         raise Unexpressed(f"schedule: {error}") from error
-    spent = step_seconds(step, hardware)
-    case.spent = dict(spent)
-    case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
-    held = estimate_memory(sizes, lay)
-    case.memory = sum(estimate_memory(sizes, lay, stack.memory_rank).values()) / GIB
+    elapsed = step_seconds(step, hardware)
+    case.spent = dict(elapsed)
+    case.predicted = step.tokens / elapsed.total() / number(row["n_gpus"])
+    held = estimate_memory(sizes, layout)
+    case.memory = sum(estimate_memory(sizes, layout, stack.memory_rank).values()) / GIB
     if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
         raise Unexpressed("its numbers give no prediction")
-    # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
+    # The allocator frees its reserve before it fails; the driver keeps 1 GiB.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
     case.choice = (case.source, row["model"], row["n_gpus"], row["gpu"], row["seq_len"])
@@ -491,53 +495,60 @@ def calibrate(cases: Sequence[Case]) -> None:
             lambda c: True,
         ]
         for rule in rules:
-            others = [ratio[id(c)] for c in cases if c is not case and rule(c)]
-            if others:
-                case.calibrated = case.predicted * math.exp(statistics.median(others))
+            rest = [ratio[id(c)] for c in cases if c is not case and rule(c)]
+            if rest:
+                case.calibrated = case.predicted * math.exp(statistics.median(rest))
                 break
 
 
 def ranks(values: Iterable[float]) -> list[float]:
-    """Of equal values: the mean of theirs."""
-    some = list(values)
-    return [sum(v < x for v in some) + (some.count(x) - 1) / 2 for x in some]
+    """Return ranks; equal values get their mean rank."""
+    subset = list(values)
+    return [sum(v < x for v in subset) + (subset.count(x) - 1) / 2 for x in subset]
 
 
 def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
-    """Of sets of three or more: rank correlation, what the first choice loses, and a name."""
+    """Return rank correlation, loss of the first choice, and name of choice sets."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
-    found = []
-    for some in sets.values():
-        if len(some) < 3 or len({c.measured for c in some}) < 3:
+    results = []
+    for subset in sets.values():
+        if len(subset) < 3 or len({c.measured for c in subset}) < 3:
             continue
-        told, found_out = ranks(c.predicted for c in some), ranks(c.measured for c in some)
-        # All the same tells nothing.
-        rho = float(np.corrcoef(told, found_out)[0, 1]) if len(set(told)) > 1 else 0.0
-        best = max(c.measured for c in some)
-        lost = 1 - max(some, key=lambda c: c.predicted).measured / best
-        row = some[0].row
-        name = f"{some[0].source[:30]}, {row['model']} on {row['n_gpus']}, {len(some)} layouts"
-        found.append((rho, lost, name))
-    return found
+        predicted_ranks, measured_ranks = (
+            ranks(c.predicted for c in subset),
+            ranks(c.measured for c in subset),
+        )
+        # Equal predictions have no order.
+        rho = (
+            float(np.corrcoef(predicted_ranks, measured_ranks)[0, 1])
+            if len(set(predicted_ranks)) > 1
+            else 0.0
+        )
+        best = max(c.measured for c in subset)
+        lost = 1 - max(subset, key=lambda c: c.predicted).measured / best
+        row = subset[0].row
+        name = f"{subset[0].source[:30]}, {row['model']} on {row['n_gpus']}, {len(subset)} layouts"
+        results.append((rho, lost, name))
+    return results
 
 
 def differences(cases: Sequence[Case]) -> str:
-    """How well the planner tells two layouts of a choice set apart; `weft compare` builds on it."""
+    """Return how well the planner orders two layouts; `weft compare` builds on it."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
     pairs = [
         (a.predicted / b.predicted, a.measured / b.measured)
-        for some in sets.values()
-        for a, b in combinations(some, 2)
+        for subset in sets.values()
+        for a, b in combinations(subset, 2)
     ]
-    off = [max(told / was, was / told) - 1 for told, was in pairs]
+    off = [max(predicted / measured, measured / predicted) - 1 for predicted, measured in pairs]
     text = f"{len(pairs)} pairs: ratios off by {percentile(off, 50):.1%}"
     text += f", p90 {percentile(off, 90):.1%}"
-    for name, far in (("above", True), ("below", False)):
-        right = [(t > 1) == (w > 1) for t, w in pairs if (max(t, 1 / t) > 1.15) == far]
+    for name, distant in (("above", True), ("below", False)):
+        right = [(t > 1) == (w > 1) for t, w in pairs if (max(t, 1 / t) > 1.15) == distant]
         text += f"; {name} 15 % apart {len(right)}, direction right {statistics.fmean(right):.0%}"
     return text
 
@@ -552,9 +563,9 @@ def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
     raw = [abs(c.predicted / c.measured - 1) for c in timed]
     fine = [abs(c.calibrated / c.measured - 1) for c in timed]
     memory = [abs(c.memory / c.measured_memory - 1) for c in cases if c.measured_memory]
-    # Where neither memory nor recomputation is published, there is nothing to judge.
-    judged = [c for c in cases if c.measured_memory or c.out_of_memory or c.row["ac"]]
-    fits = [(c.live <= c.capacity) != c.out_of_memory for c in judged]
+    # Without published memory or recomputation there is nothing to judge.
+    memory_cases = [c for c in cases if c.measured_memory or c.out_of_memory or c.row["ac"]]
+    fits = [(c.live <= c.capacity) != c.out_of_memory for c in memory_cases]
     sets = choice_sets(timed)
     return {
         "throughput_median_error": percentile(raw, 50),
@@ -574,7 +585,7 @@ def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
 def describe(case: Case) -> str:
     row = case.row
     total = sum((case.spent or {}).values())
-    spent = " ".join(
+    elapsed = " ".join(
         f"{k} {v / total:.0%}" for k, v in (case.spent or {}).items() if v > 0.01 * total
     )
     layout = "x".join(row[k] or "-" for k in ("n_gpus", "tp", "pp", "cp"))
@@ -593,7 +604,7 @@ def describe(case: Case) -> str:
         cells.append(f"{case.measured_memory:6.1f} {case.memory:6.1f} {off:+5.0%}")
     elif case.out_of_memory:
         cells.append(f"   OOM {case.memory:6.1f}")
-    return " ".join([*cells, spent])
+    return " ".join([*cells, elapsed])
 
 
 def by_system(cases: Sequence[Case]) -> list[str]:
@@ -601,15 +612,15 @@ def by_system(cases: Sequence[Case]) -> list[str]:
     groups: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.system or case.source].append(case)
-    for name, some in groups.items():
-        timed = [c for c in some if c.measured]
+    for name, subset in groups.items():
+        timed = [c for c in subset if c.measured]
         bias = [c.predicted / c.measured - 1 for c in timed]
         raw = [abs(x) for x in bias]
         fine = [abs(c.calibrated / c.measured - 1) for c in timed]
-        memory = [abs(c.memory / c.measured_memory - 1) for c in some if c.measured_memory]
+        memory = [abs(c.memory / c.measured_memory - 1) for c in subset if c.measured_memory]
         sets = choice_sets(timed)
         lines.append(
-            f"{name[:24]:24} {len(some):4} rows  bias {percentile(bias, 50):+6.1%}"
+            f"{name[:24]:24} {len(subset):4} rows  bias {percentile(bias, 50):+6.1%}"
             f"  error {percentile(raw, 50):6.1%} p90 {percentile(raw, 90):6.1%}"
             f"  calibrated {percentile(fine, 50):6.1%} p90 {percentile(fine, 90):6.1%}"
             f"  memory {percentile(memory, 50):6.1%} worst {percentile(memory, 100):6.1%}"
@@ -630,21 +641,21 @@ def main() -> None:
         for line, row in enumerate(csv.DictReader(file), 2):
             try:
                 cases.append(case_of(row))
-            except Unexpressed as why:
-                skipped.append(f"line {line}, {row.get('source')}, {row.get('model')}: {why}")
+            except Unexpressed as reason:
+                skipped.append(f"line {line}, {row.get('source')}, {row.get('model')}: {reason}")
             except Exception as error:  # one odd row must not cost the others their report
                 skipped.append(f"line {line}: cannot be read: {type(error).__name__}: {error}")
-    found = summary(cases, len(skipped))
+    result = summary(cases, len(skipped))
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
     print(*(describe(case) for case in cases), sep="\n")
-    print(*(f"skipped: {why}" for why in skipped), sep="\n")
+    print(*(f"skipped: {cause}" for cause in skipped), sep="\n")
     for rho, lost, name in sorted(choice_sets([c for c in cases if c.measured])):
         print(f"choice set {name}: rank correlation {rho:.2f}, regret {lost:.1%}")
     print(differences([c for c in cases if c.measured]))
     print(*by_system(cases), sep="\n")
-    print(*(f"{key:36} {value:.3f}" for key, value in found.items()), sep="\n")
+    print(*(f"{key:36} {value:.3f}" for key, value in result.items()), sep="\n")
 
 
 if __name__ == "__main__":

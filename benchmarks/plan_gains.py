@@ -1,4 +1,4 @@
-"""What the planner says of three gains that others published.
+"""Compare the planner's predictions with three published gains.
 
     python benchmarks/plan_gains.py [--json]
 
@@ -33,7 +33,7 @@ Overrides = dict[str, str]
 
 @dataclass(frozen=True)
 class Gain:
-    """``plain`` and ``better`` differ in what is said to gain, and both have ``common``."""
+    """A published gain: ``plain`` and ``better`` differ in it, ``common`` is shared."""
 
     name: str
     recipe: str
@@ -107,7 +107,7 @@ def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
 
 
 def predict(gain: Gain) -> dict[str, dict[str, float]]:
-    """By the way of predicting: both speeds, and the gain as a fraction."""
+    """Return both speeds and the gain as a fraction, by method of prediction."""
     plain, better = speeds(gain, gain.plain), speeds(gain, gain.better)
     return {
         way: {"plain": plain[way], "better": better[way], "gain": better[way] / plain[way] - 1}
@@ -119,22 +119,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one object, for machines")
     options = parser.parse_args()
-    began = time.monotonic()
-    found = {gain.name: predict(gain) for gain in GAINS}
+    start_time = time.monotonic()
+    result = {gain.name: predict(gain) for gain in GAINS}
     if options.json:
         published = {gain.name: {"published": gain.published} for gain in GAINS}
-        print(json.dumps({name: seen | published[name] for name, seen in found.items()}))
+        print(json.dumps({name: results | published[name] for name, results in result.items()}))
         return
     for gain in GAINS:
         print(f"{gain.name} ({gain.recipe} on {gain.cluster})")
-        for way, seen in found[gain.name].items():
+        for variant, observed in result[gain.name].items():
             print(
-                f"  {way:10} {seen['gain']:+6.1%}"
-                f"   {seen['plain']:7.0f} to {seen['better']:.0f} tokens/s and device"
+                f"  {variant:10} {observed['gain']:+6.1%}"
+                f"   {observed['plain']:7.0f} to {observed['better']:.0f} tokens/s and device"
             )
         for source, fraction in gain.published.items():
             print(f"  published  {fraction:+6.1%}   {source}")
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""Predicted against measured on this machine: memory and time, before and after calibration.
+"""Compare predicted and measured memory and time on this machine.
 
     python benchmarks/plan_runs.py [--steps 12] [--json]
 
@@ -82,8 +82,8 @@ ON_CPU: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(name: str, keys: dict[str, Any], folder: Path, steps: int) -> Path | str:
-    """The folder of the finished run, or why there is none."""
+def measure(name: str, keys: dict[str, Any], directory: Path, steps: int) -> Path | str:
+    """Return the directory of the finished run, or the reason why there is none."""
     on_gpu = torch.cuda.is_available()
     base = LARGE if on_gpu else SMALL
     ranks = max(1, torch.cuda.device_count()) if on_gpu else 2
@@ -91,12 +91,12 @@ def measure(name: str, keys: dict[str, Any], folder: Path, steps: int) -> Path |
     rows = 2 * keys["train.microbatch_size"] * ranks  # two microbatches of each rank
     keys |= {"train.global_batch_size": rows, "train.steps": steps, "train.eval_interval": 0}
     keys |= {"monitor.log_interval": 1, "train.eval_sequences": rows, "run.nproc_per_node": ranks}
-    keys |= {"checkpoint.interval": 0, "run.dir": folder / name.replace(" ", "-")}
+    keys |= {"checkpoint.interval": 0, "run.dir": directory / name.replace(" ", "-")}
     words = [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in keys.items()]
     command = [sys.executable, "-m", "weft.cli", "train", "demo", "--force", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return " ".join(done.stderr.split()) or "it failed"
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        return " ".join(completed.stderr.split()) or "it failed"
     return Path(keys["run.dir"])
 
 
@@ -110,13 +110,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CONFIG_HOME"] = f"{scratch}/config"
         rows, failed = run_all(Path(scratch), options.steps)
-    others = rows[1:]
+    rest = rows[1:]
     summary = {
-        f"{kind}_median_error": statistics.median(abs(row[kind]) for row in others)
+        f"{kind}_median_error": statistics.median(abs(row[kind]) for row in rest)
         for kind in ("time_before", "time_after", "memory")
     }
     summary |= {
-        f"{kind}_worst_error": max(abs(row[kind]) for row in others)
+        f"{kind}_worst_error": max(abs(row[kind]) for row in rest)
         for kind in ("time_before", "time_after", "memory")
     }
     if options.json:
@@ -130,8 +130,8 @@ def main() -> None:
             f"{row['name']:<18} {row['seconds']:>9.4g} {row['time_before']:>+8.1%} "
             f"{row['time_after']:>+8.1%}   {row['gib']:>7.2f} {row['memory']:>+8.1%}"
         )
-    for name, why in failed.items():
-        print(f"{name:<18} {why}")
+    for name, reason in failed.items():
+        print(f"{name:<18} {reason}")
     print(f"all but the first, median: {summary['time_before_median_error']:.1%} before, ", end="")
     print(f"{summary['time_after_median_error']:.1%} after, ", end="")
     print(f"memory {summary['memory_median_error']:.1%}; ", end="")
@@ -146,11 +146,11 @@ def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, 
     runs, failed = {}, {}
     for name, keys in (ON_GPU if torch.cuda.is_available() else ON_CPU).items():
         print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
-        folder = measure(name, keys, scratch, steps)
-        if isinstance(folder, str):
-            failed[name] = folder
+        directory = measure(name, keys, scratch, steps)
+        if isinstance(directory, str):
+            failed[name] = directory
         else:
-            runs[name] = read_run(folder)
+            runs[name] = read_run(directory)
     print("\r\033[K", end="", file=sys.stderr, flush=True)
     before = {name: calibrate(run) for name, run in runs.items()}
     save_calibration(next(iter(before.values())))

@@ -1,4 +1,4 @@
-"""How long planning takes: every shipped recipe on its cluster, and the search for 405B on 512.
+"""Measure planning time: every shipped recipe, and the search for 405B.
 
     python benchmarks/plan_speed.py [--json] [--only llama3-8b,...] [--no-search]
 
@@ -46,31 +46,35 @@ def main() -> None:
     names = options.only.split(",") if options.only else recipe_names()
     rows = []
 
-    def tell(name: str, cluster: str, target: int, found: dict[str, Any], text: str) -> None:
-        row = {"recipe": name, "cluster": cluster, "seconds": found["seconds"]}
-        rows.append(row | {"target": target, "load": found["load"]})
+    def print_report(
+        name: str, cluster: str, target: int, actual: dict[str, Any], text: str
+    ) -> None:
+        row = {"recipe": name, "cluster": cluster, "seconds": actual["seconds"]}
+        rows.append(row | {"target": target, "load": actual["load"]})
         if not options.json:
-            late = "" if found["seconds"] <= target else "  too long"
+            late = "" if actual["seconds"] <= target else "  too long"
             print(
-                f"{name:<22} {cluster:<14} {found['seconds']:6.1f} s of {target:3}"
-                f"  (load {found['load']:4.1f})  {text}{late}",
+                f"{name:<22} {cluster:<14} {actual['seconds']:6.1f} s of {target:3}"
+                f"  (load {actual['load']:4.1f})  {text}{late}",
                 flush=True,
             )
 
     for name in names:
-        found = timed(name)
-        told, cluster = found["told"], read_job(name)[0].run.cluster
-        fits = {True: "fits", False: "does not fit", None: "capacity unknown"}[told["fits"]]
-        tell(name, cluster, PLAN_SECONDS, found, f"{told['peak_memory_gib']:.1f} GiB, {fits}")
+        result = timed(name)
+        report, cluster = result["told"], read_job(name)[0].run.cluster
+        fits = {True: "fits", False: "does not fit", None: "capacity unknown"}[report["fits"]]
+        print_report(
+            name, cluster, PLAN_SECONDS, result, f"{report['peak_memory_gib']:.1f} GiB, {fits}"
+        )
     if not options.no_search:
         name, cluster = SEARCHED
-        with tempfile.TemporaryDirectory() as folder:
-            best = str(Path(folder) / "best.toml")
-            found = timed(name, "--cluster", cluster, "--search", "--write", best)
-        told = found["told"]
-        winner = next(each["layout"] for each in told["best"] if each["winner"])
-        text = f"{told['considered']:,} layouts; {winner}"
-        tell(f"search {name}", cluster, SEARCH_SECONDS, found, text)
+        with tempfile.TemporaryDirectory() as directory:
+            best = str(Path(directory) / "best.toml")
+            result = timed(name, "--cluster", cluster, "--search", "--write", best)
+        report = result["told"]
+        winner = next(item["layout"] for item in report["best"] if item["winner"])
+        text = f"{report['considered']:,} layouts; {winner}"
+        print_report(f"search {name}", cluster, SEARCH_SECONDS, result, text)
     if options.json:
         print(json.dumps({"rows": rows}, indent=2))
 

@@ -1,4 +1,4 @@
-"""How weft's own cost grows with layers, ranks and parameters: at most linearly.
+"""Check that weft's overhead grows linearly with layers, ranks, parameters.
 
     .venv/bin/python benchmarks/scaling.py [--rounds 3]
 
@@ -66,19 +66,19 @@ def peak_mib() -> float:
 
 
 def processor_ms(work: Callable[[], Any], times: int) -> float:
-    spent = []
+    elapsed = []
     for _ in range(times):
-        began = time.process_time()
+        start_time = time.process_time()
         work()
-        spent.append(time.process_time() - began)
-    return min(spent) * 1e3
+        elapsed.append(time.process_time() - start_time)
+    return min(elapsed) * 1e3
 
 
 def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]:
     """One case, in this process, which does nothing else."""
     torch.set_num_threads(1)
     imported = peak_mib()
-    began = time.process_time()
+    start_time = time.process_time()
     shards = min(ranks, SHARDS)
     overrides = {
         "model.num_layers": layers,
@@ -99,44 +99,44 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     plan = resolve(job, Machine("cpu", devices=1, world_size=ranks, local_world_size=1))
     _, parts, mesh, train_step, optimizer, _ = build(plan, Rank(0, 0, ranks, torch.device("cpu")))
-    start = (time.process_time() - began) * 1e3
+    start = (time.process_time() - start_time) * 1e3
 
     stream = TokenStream([np.zeros(8 << 20, np.uint16)])
     samples = Mixture([TokenChunks(stream, seq_len=8, packing="windows", separator=0)])
     loader = Loader(samples, 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch_size)
     params = [param for _, param in trainable_parameters(parts)]
-    spent = {"others": 0.0}
+    elapsed = {"others": 0.0}
 
-    def others(work: Callable[..., Any]) -> Callable[..., Any]:
+    def exclude_time(work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
+            begin_time = time.process_time()
             try:
                 return work(*args, **kwargs)
             finally:
-                spent["others"] += time.process_time() - began
+                elapsed["others"] += time.process_time() - begin_time
 
         return timed
 
-    torch.Tensor.backward = others(torch.Tensor.backward)  # type: ignore[method-assign]
-    optimizer.step = others(optimizer.step)  # type: ignore[method-assign]
-    train_step._forward = others(train_step._forward)  # type: ignore[method-assign]
+    torch.Tensor.backward = exclude_time(torch.Tensor.backward)  # type: ignore[method-assign]
+    optimizer.step = exclude_time(optimizer.step)  # type: ignore[method-assign]
+    train_step._forward = exclude_time(train_step._forward)  # type: ignore[method-assign]
     consumed = 0
     own: list[float] = []
 
     def step() -> None:
         nonlocal consumed
-        began, spent["others"] = time.process_time(), 0.0
+        begin_time, elapsed["others"] = time.process_time(), 0.0
         share = train_step.forward_backward(loader.get_microbatches(consumed))
         result = reduce_result(share, *compute_grad_norm(params))
         clip_grads_with_norm(params, result.grad_norm, 1.0)
         masked_step(optimizer, ~result.loss_and_norm.isfinite().all())
         optimizer.zero_grad()
         consumed += ranks
-        own.append(time.process_time() - began - spent["others"])
+        own.append(time.process_time() - begin_time - elapsed["others"])
 
     stragglers = StragglerDetector()
 
-    def judge() -> None:
+    def check_stragglers() -> None:
         table = gather_rows((0.1, 0.1, mesh.coordinates["pp"], mesh.coordinates["cp"], 1.0))
         stragglers.check(1, 1.0, [row[:4] for row in table], print)
 
@@ -146,14 +146,14 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         "start": start,
         "step": processor_ms(step, 9),
         "own": min(own) * 1e3,
-        "record": processor_ms(judge, 5),
+        "record": processor_ms(check_stragglers, 5),
         "memory": peak_mib() - imported,
     }
     return costs | {"parameters": plan.num_params}
 
 
 def exponent(sizes: list[float], costs: list[float]) -> float:
-    """By which power costs grow at the three largest sizes."""
+    """Return the exponents of growth at the three largest sizes."""
     x, y = ([math.log(value) for value in values[-3:]] for values in (sizes, costs))
     return statistics.linear_regression(x, y).slope
 
@@ -169,16 +169,16 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}")
     print(f"load {load:.1f} of {os.cpu_count()} cores; ms of processor time, MiB")
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for _ in range(options.rounds):
         for case in (json.dumps(case) for cases in SIZES.values() for case in cases):
             command = [sys.executable, __file__, "--case", case]
             now = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            found[case] = {key: min(now[key], found.get(case, now)[key]) for key in now}
+            results[case] = {key: min(now[key], results.get(case, now)[key]) for key in now}
     worst = 0.0
     for axis, cases in SIZES.items():
         print(f"\n{axis:>12}" + "".join(f"{cost:>10}" for cost in COSTS))
-        rows = [found[json.dumps(case)] for case in cases]
+        rows = [results[json.dumps(case)] for case in cases]
         sizes = [
             row["parameters"] if axis == "parameters" else next(iter(case.values()))
             for case, row in zip(cases, rows, strict=True)
@@ -187,8 +187,8 @@ def main() -> None:
             print(f"{size:>12,.0f}" + "".join(f"{row[cost]:>10.2f}" for cost in COSTS))
         exponents = [exponent(sizes, [row[cost] for row in rows]) for cost in COSTS]
         print(f"{'exponent':>12}" + "".join(f"{value:>10.2f}" for value in exponents))
-        judged = zip(COSTS, exponents, strict=True)
-        worst = max(worst, *(value for cost, value in judged if cost != "step"))
+        verdicts = zip(COSTS, exponents, strict=True)
+        worst = max(worst, *(value for cost, value in verdicts if cost != "step"))
     print(f"\nlargest exponent {worst:.2f}; at most {LIMIT} wanted")
     sys.exit(worst > LIMIT)
 

@@ -1,4 +1,4 @@
-"""What an object store costs beside a local disk: preparing data, saving and loading checkpoints.
+"""Compare an object store with a local disk, for data and checkpoints.
 
     python -m benchmarks.storage [--megabytes 100] [--rounds 5]        from the repository's root
 
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint import build_model, forget, step
+from benchmarks.checkpoint import build_model, drop_page_cache, step
 from benchmarks.data import write_lines
 from tests import s3
 from weft.checkpoint.load import load_checkpoint
@@ -50,19 +50,19 @@ BUCKET = "s3://bench"
 
 
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
-    """As a user does, in a process of its own."""
+    """Run weft as a user does, in a separate process."""
     words = [source, "--data.tokenizer", str(tokenizer), "--data.cache_dir", str(cache)]
     command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     shutil.rmtree(cache)
 
 
 class Checkpoints:
     """One state, saved again and again in one place."""
 
-    def __init__(self, place: str | Path, built: Built) -> None:
-        self.home, self.built, self.step = open_directory(place), built, 0
+    def __init__(self, path: str | Path, built: Built) -> None:
+        self.home, self.built, self.step = open_directory(path), built, 0
         self.saver = CheckpointManager(self.home, 1, async_save=False)
 
     def save(self) -> None:
@@ -78,7 +78,7 @@ class Checkpoints:
 
 @contextmanager
 def counting(port: int) -> Iterator[s3.Proxy]:
-    """What new clients say goes through a proxy that counts."""
+    """Send the requests of new clients through a proxy that counts bytes."""
     proxy, before = s3.Proxy(port), os.environ["AWS_ENDPOINT_URL"]
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
     type(open_directory(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def main() -> None:
     built, size = build_model(options.megabytes)
     step(built)  # AdamW's moments
     Path("runs").mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="weft-storage-", dir="runs")).absolute()
+    directory = Path(tempfile.mkdtemp(prefix="weft-storage-", dir="runs")).absolute()
     load_before = os.getloadavg()
     try:
         with s3.server() as port:
@@ -112,22 +112,24 @@ def main() -> None:
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
             open_directory(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
-            measure(options, built, size, folder, port)
+            measure(options, built, size, directory, port)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
         dist.destroy_process_group()
     loads = [f"{load_checkpoint:.1f}" for load_checkpoint in (load_before[0], os.getloadavg()[0])]
     print(f"load of the machine before and after: {', '.join(loads)} on {os.cpu_count()} cores")
 
 
-def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, port: int) -> None:
-    lines, tokenizer = folder / "lines.jsonl", folder / "tokenizer.json"
+def measure(
+    options: argparse.Namespace, built: Built, size: int, directory: Path, port: int
+) -> None:
+    lines, tokenizer = directory / "lines.jsonl", directory / "tokenizer.json"
     write_lines(lines, options.text << 20)
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()[:500]]
     train_tokenizer(texts, 4096).save(str(tokenizer))
     remote = open_directory(f"{BUCKET}/lines.jsonl")
     remote.write_bytes(lines.read_bytes())
-    local, store = Checkpoints(folder / "home", built), Checkpoints(f"{BUCKET}/home", built)
+    local, store = Checkpoints(directory / "home", built), Checkpoints(f"{BUCKET}/home", built)
     one = open_directory(f"{BUCKET}/one")
     content = os.urandom(size)
 
@@ -135,7 +137,7 @@ def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, 
         with create_file(one, size) as file:
             file.write(content)
 
-    cache = folder / "cache"
+    cache = directory / "cache"
     pairs: dict[str, list[tuple[str, Callable[[], object]]]] = {
         "prepare": [
             ("disk", lambda: prepare(str(lines), tokenizer, cache)),
@@ -146,14 +148,14 @@ def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, 
     }
     seconds: dict[tuple[str, str], list[float]] = {}
     for round_ in range(options.rounds + 1):  # the first one warms up
-        for what, ways in pairs.items():
-            for name, run in ways[:: 1 if round_ % 2 else -1]:
+        for what, methods in pairs.items():
+            for name, run in methods[:: 1 if round_ % 2 else -1]:
                 os.sync()
-                forget(folder)
-                began = time.perf_counter()
+                drop_page_cache(directory)
+                start_time = time.perf_counter()
                 run()
                 if round_:
-                    seconds.setdefault((what, name), []).append(time.perf_counter() - began)
+                    seconds.setdefault((what, name), []).append(time.perf_counter() - start_time)
     fetched = {}
     with counting(port) as proxy:
         counted = Checkpoints(f"{BUCKET}/counted", built)
@@ -166,10 +168,10 @@ def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, 
             run()
             fetched[what] = (proxy.requests - before[0], proxy.all_bytes - before[1])
     remove(open_directory(BUCKET))
-    tell(seconds, fetched, size, lines.stat().st_size, options.rounds)
+    print_report(seconds, fetched, size, lines.stat().st_size, options.rounds)
 
 
-def tell(
+def print_report(
     seconds: dict[tuple[str, str], list[float]],
     fetched: dict[str, tuple[int, int]],
     size: int,
@@ -182,17 +184,21 @@ def tell(
     print(f"{date.today()}  {versions}  Python {platform.python_version()}")
     print(" ".join(ceph.stdout.split()[:3]))
     print(f"{text / 1e6:.1f} MB of lines, {size / 1e6:.0f} MB a checkpoint, {rounds} rounds")
-    for (what, name), took in seconds.items():
-        rate = (text if what == "prepare" else size) / 1e6 / statistics.median(took)
-        ratios = sorted(a / b for a, b in zip(took, seconds[what, "disk"], strict=True))
+    for (what, name), value in seconds.items():
+        rate = (text if what == "prepare" else size) / 1e6 / statistics.median(value)
+        ratios = sorted(a / b for a, b in zip(value, seconds[what, "disk"], strict=True))
         span = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of the disk's"
         print(
-            f"{what:<8} {name:<11} {statistics.median(took):7.2f} s  {rate:7.1f} MB/s   {span} time"
+            f"{what:<8} {name:<11} {statistics.median(value):7.2f} s  "
+            f"{rate:7.1f} MB/s   {span} time"
         )
-    for what, (requests, got) in fetched.items():
-        whole = text if what == "prepare" else size
-        print(f"{what:<8} {requests} requests, {got / 1e6:.1f} MB fetched: {got / whole:.2f} of it")
-    print(json.dumps({f"{what} {name}": took for (what, name), took in seconds.items()}))
+    for what, (requests, fetched_bytes) in fetched.items():
+        total_bytes = text if what == "prepare" else size
+        print(
+            f"{what:<8} {requests} requests, {fetched_bytes / 1e6:.1f} MB fetched: "
+            f"{fetched_bytes / total_bytes:.2f} of it"
+        )
+    print(json.dumps({f"{what} {name}": value for (what, name), value in seconds.items()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LoRA on conversations, by weft and by transformers' Trainer with peft, in one interleaved run.
+"""Compare weft's LoRA with transformers' Trainer and peft, interleaved.
 
     python benchmarks/tuning.py [--rounds 30] [--burst 3]
 
@@ -46,7 +46,7 @@ SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def write_conversations(path: Path) -> None:
-    """Of every function of the standard library that says in a few words what it does."""
+    """Return functions of the standard library and the first sentence of their docs."""
     lines = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -57,8 +57,8 @@ def write_conversations(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def write_model(folder: Path, chat: Path) -> None:
-    """A Llama of random weights with a tokenizer and a chat template, as transformers saves it."""
+def write_model(directory: Path, chat: Path) -> None:
+    """Write a Llama of random weights with tokenizer and chat template."""
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -69,7 +69,7 @@ def write_model(folder: Path, chat: Path) -> None:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
     )
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(wrapped),
@@ -81,36 +81,36 @@ def write_model(folder: Path, chat: Path) -> None:
         max_position_embeddings=SEQ_LEN,
         initializer_range=0.05,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 class Turn:
     """To be called before every step; it returns when it is this process's turn."""
 
     def __init__(self, pipe: Connection) -> None:
-        self.pipe, self.left, self.began = pipe, 0, (0.0, 0.0)
+        self.pipe, self.remaining, self.start = pipe, 0, (0.0, 0.0)
 
     def __call__(self) -> None:
-        if self.left:
-            self.left -= 1
+        if self.remaining:
+            self.remaining -= 1
             return
-        ended = time.perf_counter(), time.process_time()
-        self.pipe.send([b - a for a, b in zip(self.began, ended, strict=True)])
+        results = time.perf_counter(), time.process_time()
+        self.pipe.send([b - a for a, b in zip(self.start, results, strict=True)])
         burst = self.pipe.recv()
         if not burst:
             self.pipe.send(None)
             os._exit(0)
-        self.left = burst - 1
-        self.began = time.perf_counter(), time.process_time()
+        self.remaining = burst - 1
+        self.start = time.perf_counter(), time.process_time()
 
 
-def job_of(folder: Path, steps: int) -> Any:
+def job_of(directory: Path, steps: int) -> Any:
     from weft.train.job_checks import prepare_job
 
     overrides = {
         "data.format": "chat",
-        "data.path": folder / "chat.jsonl",
-        "data.cache_dir": folder / "cache",
+        "data.path": directory / "chat.jsonl",
+        "data.cache_dir": directory / "cache",
         "train.seq_len": SEQ_LEN,
         "train.global_batch_size": ROWS,
         "train.steps": steps,
@@ -126,11 +126,11 @@ def job_of(folder: Path, steps: int) -> Any:
         "monitor.report": "false",
         "checkpoint.interval": 0,
     }
-    given = [(key, str(value)) for key, value in overrides.items()]
-    return prepare_job(str(folder / "run" / "job.toml"), given)
+    all_overrides = [(key, str(value)) for key, value in overrides.items()]
+    return prepare_job(str(directory / "run" / "job.toml"), all_overrides)
 
 
-def weft(folder: Path, steps: int, turn: Turn) -> None:
+def weft(directory: Path, steps: int, turn: Turn) -> None:
     from weft.config.schema import to_toml
     from weft.data.prepare import prepare_data
     from weft.monitor import heartbeat
@@ -139,20 +139,20 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.train import run as weft_run
     from weft.train.setup import connect
 
-    base, plan = job_of(folder, steps)
+    base, plan = job_of(directory, steps)
     job = plan.job
-    (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
-    text = prepare_data(job.data, folder / "cache")
+    (directory / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
+    text = prepare_data(job.data, directory / "cache")
     in_run: Any = weft_run  # their imported names are replaced
     in_loop: Any = loop
     build, enter_phase = in_run.build, in_loop.enter_phase
 
-    def build_and_tell(*args: Any) -> Any:
+    def build_and_report(*args: Any) -> Any:
         torch.set_num_threads(1)  # as many as the other; weft has taken all cores
         built = build(*args)
         named = built.model_parts[0].named_parameters()
-        torch.save({n: p.detach().clone() for n, p in named if "lora_" in n}, folder / "new")
-        os.replace(folder / "new", folder / "initial.pt")
+        torch.save({n: p.detach().clone() for n, p in named if "lora_" in n}, directory / "new")
+        os.replace(directory / "new", directory / "initial.pt")
         return built
 
     def enter_and_wait(name: str, step: int | None = None) -> None:
@@ -160,24 +160,24 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
             turn()
         enter_phase(name, step)
 
-    in_run.build, in_loop.enter_phase = build_and_tell, enter_and_wait
+    in_run.build, in_loop.enter_phase = build_and_report, enter_and_wait
     heartbeat.start_heartbeat(0, None, 10)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with connect(plan) as rank, (folder / "terminal.txt").open("w") as terminal:
+    with connect(plan) as rank, (directory / "terminal.txt").open("w") as terminal:
         loop.train(plan, text, rank, quiet_console(terminal))
 
 
 class Rows(torch.utils.data.Dataset):
     """weft's rows, one by one in the order of their use."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, directory: Path, steps: int) -> None:
         from weft.data.loader import Loader, build_mixture
         from weft.data.prepare import prepare_data
 
-        job = job_of(folder, steps)[1].job
-        text = prepare_data(job.data, folder / "cache")
+        job = job_of(directory, steps)[1].job
+        text = prepare_data(job.data, directory / "cache")
         samples = build_mixture(text, "train", SEQ_LEN, job.data, job.train.seed)
         self._loader = Loader(samples, job.train.seed, 1, 0, 1, 1)
         self._size = steps * ROWS
@@ -185,21 +185,21 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, place: int) -> Any:
-        return self._loader.get_microbatches(place)[0]
+    def __getitem__(self, position: int) -> Any:
+        return self._loader.get_microbatches(position)[0]
 
 
-def trainer(folder: Path, steps: int, turn: Turn) -> None:
+def trainer(directory: Path, steps: int, turn: Turn) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    while not (folder / "initial.pt").exists():
+    while not (directory / "initial.pt").exists():
         time.sleep(0.1)
-    base = AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(directory / "theirs", dtype=torch.float32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     model: Any = get_peft_model(base, adapters)
-    initial = torch.load(folder / "initial.pt", weights_only=True)
+    initial = torch.load(directory / "initial.pt", weights_only=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for name, param in params.items():
@@ -212,7 +212,7 @@ def trainer(folder: Path, steps: int, turn: Turn) -> None:
             turn()
 
         def on_log(self, arguments: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-            (folder / "trainer.json").write_text(json.dumps(state.log_history))
+            (directory / "trainer.json").write_text(json.dumps(state.log_history))
 
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         tokens_BT, targets_BT, documents_BT, positions_BT = (
@@ -233,7 +233,7 @@ def trainer(folder: Path, steps: int, turn: Turn) -> None:
         params.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
     )
     arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
+        output_dir=str(directory / "trainer"),
         use_cpu=True,
         max_steps=steps,
         per_device_train_batch_size=ROWS,
@@ -251,20 +251,20 @@ def trainer(folder: Path, steps: int, turn: Turn) -> None:
     Trainer(
         model,
         arguments,
-        train_dataset=Rows(folder, steps),
+        train_dataset=Rows(directory, steps),
         data_collator=collate,
         optimizers=(optimizer, None),
         callbacks=[Told()],
     ).train()
 
 
-def worker(name: str, folder: Path, steps: int, pipe: Connection) -> None:
-    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+def worker(name: str, directory: Path, steps: int, pipe: Connection) -> None:
+    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
         torch.set_num_threads(1)
-        {"weft": weft, "trainer": trainer}[name](folder, steps, Turn(pipe))
+        {"weft": weft, "trainer": trainer}[name](directory, steps, Turn(pipe))
         raise RuntimeError("ended before it was told to")
     except BaseException:
         logging.exception("worker failed")
@@ -283,50 +283,52 @@ def main() -> None:
     options = parser.parse_args()
     steps = options.burst * (options.rounds + 3)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_conversations(folder / "chat.jsonl")
-        write_model(folder / "theirs", folder / "chat.jsonl")
+        directory = Path(name)
+        write_conversations(directory / "chat.jsonl")
+        write_model(directory / "theirs", directory / "chat.jsonl")
         from weft.tools.hf_convert import import_model
 
-        import_model(folder / "theirs", folder / "run", lambda progress: None)
+        import_model(directory / "theirs", directory / "run", lambda progress: None)
         context = multiprocessing.get_context("spawn")
         pipes: dict[str, Connection] = {}
-        for who in ("weft", "trainer"):
-            pipes[who], theirs = context.Pipe()
-            context.Process(target=worker, args=(who, folder, steps, theirs), daemon=True).start()
+        for owner in ("weft", "trainer"):
+            pipes[owner], theirs = context.Pipe()
+            context.Process(
+                target=worker, args=(owner, directory, steps, theirs), daemon=True
+            ).start()
             theirs.close()
 
-        def answer(who: str) -> Any:
+        def answer(name: str) -> Any:
             try:
-                return pipes[who].recv()
+                return pipes[name].recv()
             except EOFError:
-                print((folder / f"{who}.log").read_text()[-4000:], file=sys.stderr)
-                sys.exit(f"{who}: a process ended")
+                print((directory / f"{name}.log").read_text()[-4000:], file=sys.stderr)
+                sys.exit(f"{name}: a process ended")
 
-        for who in pipes:
-            answer(who)
+        for owner in pipes:
+            answer(owner)
         ratios = []
         for number in range(options.rounds + 2):
             times = {}
-            for who in random.sample(sorted(pipes), 2):
-                pipes[who].send(options.burst)
-                times[who] = answer(who)
+            for owner in random.sample(sorted(pipes), 2):
+                pipes[owner].send(options.burst)
+                times[owner] = answer(owner)
             if number >= 2:  # the first bursts allocate
                 ratios.append([a / b for a, b in zip(times["weft"], times["trainer"], strict=True)])
-        for who in pipes:
-            pipes[who].send(0)
-            answer(who)
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        for owner in pipes:
+            pipes[owner].send(0)
+            answer(owner)
+        lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
         ours = {r["step"]: r["loss"] for r in map(json.loads, lines)}
-        history = json.loads((folder / "trainer.json").read_text())
+        history = json.loads((directory / "trainer.json").read_text())
         trainers = {r["step"]: r["loss"] for r in history if "loss" in r}
     both = sorted(ours.keys() & trainers.keys())
-    apart = [abs(ours[step] - trainers[step]) for step in both]
+    difference = [abs(ours[step] - trainers[step]) for step in both]
     known = {name: version(name) for name in ("torch", "transformers", "peft")}
     known["Python"] = platform.python_version()
     print(date.today(), *(f"{name} {number}" for name, number in known.items()), sep=", ")
     print(f"losses of {len(both)} steps, {ours[both[0]]:.4f} to {ours[both[-1]]:.4f}: apart by")
-    print(f"  {statistics.mean(apart):.1e} in the mean, {max(apart):.1e} at most")
+    print(f"  {statistics.mean(difference):.1e} in the mean, {max(difference):.1e} at most")
     print(f"weft's time over the Trainer's:      {quartiles([time for time, _ in ratios])}")
     print(f"weft's processor time over its:      {quartiles([cpu for _, cpu in ratios])}")
 

@@ -1,4 +1,4 @@
-"""Runs that nobody trained: a checkpoint of random weights, far from uniform, in milliseconds."""
+"""Runs without training: a checkpoint of random weights, in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from weft.models import load_family, resolve_model
 from weft.models.hf_mapping import param_shapes
 
 
-def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:
-    """A run's folder with one checkpoint."""
-    every: Overrides = [("model.tied_embeddings", "false"), *overrides, ("run.dir", str(folder))]
-    job = replace(small_job(*every), data={"path": str(store)})
+def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Path:
+    """Create a run directory with one checkpoint."""
+    all_overrides: Overrides = [
+        ("model.tied_embeddings", "false"),
+        *overrides,
+        ("run.dir", str(directory)),
+    ]
+    job = replace(small_job(*all_overrides), data={"path": str(store)})
     config, problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     assert not problems
     generator = torch.Generator().manual_seed(1)
@@ -38,10 +42,10 @@ def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:
         for name, shape in param_shapes(load_family(job.model.kind), config).items()
     )
     manifest = {"step": 0, "samples": 0, "mesh": {}, "weft": weft.__version__, "torch": ""}
-    folder.mkdir()
+    directory.mkdir()
     write_weights_checkpoint(
-        checkpoint_path(folder / "checkpoints", 0), parts, manifest, lambda done: None
+        checkpoint_path(directory / "checkpoints", 0), parts, manifest, lambda completed: None
     )
-    (folder / "job.toml").write_text(to_toml(job, "demo", job))
-    shutil.copy(store / "tokenizer.json", folder)
-    return folder
+    (directory / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", directory)
+    return directory

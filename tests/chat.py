@@ -1,4 +1,4 @@
-"""A tokenizer and templates in the shapes of well-known models, and conversations to write."""
+"""A tokenizer, chat templates like those of known models, and conversations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ MARKED = """\
 {%- endif %}
 """
 
-# What it writes of an earlier turn depends on whether there is a later one.
+# The text of an earlier turn depends on whether a later one follows.
 REASONING = """\
 {%- for message in messages %}
     {%- set think = '<think>' + message.reasoning_content + '</think>'
@@ -107,8 +107,8 @@ REASONING = """\
 TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL, "marked": MARKED}
 
 
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **extra}
 
 
 TURNS = [
@@ -120,7 +120,7 @@ TURNS = [
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level, with the special tokens of all templates, and Llama's way of beginning a text."""
+    """Return a byte-level tokenizer with all special tokens, and Llama's BOS rule."""
     tokenizer = train_tokenizer(["it is what it is, and there it was too " * 20], 340)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     bos = tokenizer.token_to_id("<|begin_of_text|>")
@@ -135,18 +135,18 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, template: str, **config: Any) -> Path:
-    """``tokenizer.json`` and ``tokenizer_config.json`` with a template, as models come."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+def write_tokenizer(directory: Path, template: str, **config: Any) -> Path:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` with a template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"content": "<s>", "lstrip": False, "__type": "AddedToken"},
         "eos_token": "</s>",
         "chat_template": template,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | config), "utf-8")
-    return folder / "tokenizer.json"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | config), "utf-8")
+    return directory / "tokenizer.json"
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:

@@ -1,4 +1,4 @@
-"""What several test modules share: a small prepared store of real text."""
+"""Shared fixtures: a small prepared store of real text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.data.prepare import prepare_store
 pytest_plugins = ["tests.tiers"]
 
 
-def make_text(folder: Path) -> Path:
+def make_text(directory: Path) -> Path:
     """Some hundred kilobytes of Python source in 30 files."""
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.glob("email/*.py"))[:20] + sorted(library.glob("json/*.py")):
-        shutil.copy(file, folder / f"{file.parent.name}_{file.name}")
+        shutil.copy(file, directory / f"{file.parent.name}_{file.name}")
     for name in ("argparse", "ast", "bdb", "calendar", "codecs"):
-        shutil.copy(library / f"{name}.py", folder)
-    return folder
+        shutil.copy(library / f"{name}.py", directory)
+    return directory
 
 
 def make_store(text: Path, cache: Path) -> Path:
@@ -36,14 +36,16 @@ def make_store(text: Path, cache: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """A second thread would wait for the first one, at full load, while tensors are so small."""
+    """Use one thread: with tiny tensors a second thread would spin and wait."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> Iterator[None]:
-    """What planning records begins with a garbage collection, which in a process of many modules
-    takes as long as the rest."""
+    """Reduce garbage collection, which takes long in a process with many modules.
+
+    Planning starts a collection before it records.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -58,32 +60,32 @@ def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory for all workers of a run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Make a directory by ``make``, unless another worker has done it; wait while one does."""
-    with open(f"{folder}.lock", "w") as lock:
+def make_once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """Create a directory with ``make``, unless another worker has; wait for that one."""
+    with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            part = folder.with_name(f"{folder.name}.part")
+        if not directory.exists():
+            part = directory.with_name(f"{directory.name}.part")
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             make(part)
-            part.rename(folder)
-    return folder
+            part.rename(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
-def text_folder(shared_folder: Path) -> Path:
-    return make_once(shared_folder / "text", lambda folder: make_text(folder))
+def text_dir(shared_dir: Path) -> Path:
+    return make_once(shared_dir / "text", lambda directory: make_text(directory))
 
 
 @pytest.fixture(scope="session")
-def store_path(text_folder: Path, shared_folder: Path) -> Path:
-    cache = make_once(shared_folder / "cache", lambda folder: make_store(text_folder, folder))
+def store_path(text_dir: Path, shared_dir: Path) -> Path:
+    cache = make_once(shared_dir / "cache", lambda directory: make_store(text_dir, directory))
     (store,) = (cache / "stores").iterdir()
     return store

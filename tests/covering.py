@@ -1,7 +1,7 @@
-"""Covering arrays: few combinations that hold every pair of values, where all would be too many.
+"""Covering arrays: few combinations that contain every pair of values.
 
-Most faults show in a value of one key or in two values together.  A covering array has every pair
-that is possible in at least one of its cases, so that a few dozen cases do what thousands would.
+Most faults depend on the value of one key or of two keys together. A covering array has
+every possible pair in at least one case, so dozens of cases replace thousands.
 """
 
 from __future__ import annotations

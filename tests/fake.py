@@ -1,4 +1,4 @@
-"""What a rank says to which others in a step, real or fake, by kind and axis."""
+"""The communication of a rank in a step, real or fake, by kind and axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def counted_step(built: Built, job: Job, plan: Plan, mode: Any = None) -> list[d
     axes = {str(group.group_name): axis for axis, group in axis_groups(built.mesh).items()}
     parts = {"clip": 1, "optimizer": 2}
     counts: list[Counter[str]] = [Counter(), Counter(), Counter()]
-    for where, _, _, call in record_step(built, plan, mode).events:
+    for location, _, _, call in record_step(built, plan, mode).events:
         if call is not None and call.group:
-            counts[parts.get(where.kind, 0)][f"{call.name} {axes[call.group]}"] += 1
-    return [dict(each) for each in counts]
+            counts[parts.get(location.kind, 0)][f"{call.name} {axes[call.group]}"] += 1
+    return [dict(count) for count in counts]

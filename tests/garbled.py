@@ -1,4 +1,4 @@
-"""Garbled run directories out of a sound one: what disks, crashes and hands leave behind."""
+"""Garbled run directories made from an intact one, as after crashes or bad disks."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def wrong_types(path: Path, rng: random.Random) -> None:
     """Some values, at any depth, are of another type, out of range, or gone."""
     if path.suffix == ".toml":
         lines = path.read_text().splitlines()
-        for place, line in enumerate(lines):
+        for position, line in enumerate(lines):
             if " = " in line and rng.random() < 0.1:
                 values = ['"x"', "-1", "nan", "inf", "[]", "1979-05-27", "9" * 30, "{a = 1}"]
-                lines[place] = f"{line.partition(' = ')[0]} = {rng.choice(values)}"
+                lines[position] = f"{line.partition(' = ')[0]} = {rng.choice(values)}"
         path.write_text("\n".join(lines))
     elif path.suffix == ".jsonl":
         lines = path.read_text().splitlines()
@@ -146,14 +146,14 @@ def wrong_types(path: Path, rng: random.Random) -> None:
 
 def change(value: Any, rng: random.Random) -> Any:
     if isinstance(value, dict):
-        kept = {name: each for name, each in value.items() if rng.random() > 0.03}
-        return {name: change(each, rng) for name, each in kept.items()}
+        remaining = {name: item for name, item in value.items() if rng.random() > 0.03}
+        return {name: change(item, rng) for name, item in remaining.items()}
     if isinstance(value, list):
-        return [change(each, rng) for each in value[:200]]
+        return [change(item, rng) for item in value[:200]]
     return rng.choice(WRONG) if rng.random() < 0.15 else value
 
 
-EVERY = (
+ALL = (
     empty,
     missing,
     binary,
@@ -174,21 +174,23 @@ SEEDED = (truncate, flip, wrong_types)  # differ from seed to seed
 
 def cases(seeds: int = 4) -> list[Case]:
     """All, in an order that mixes files and ways."""
-    found = [Case(f"{file}-{way.__name__}", file, way) for way in EVERY for file in FILES]
-    found += [
+    result = [
+        Case(f"{file}-{variant.__name__}", file, variant) for variant in ALL for file in FILES
+    ]
+    result += [
         Case(f"{file}-{way.__name__}-{seed}", file, way)
         for way in SEEDED
         for file in FILES
         for seed in range(seeds)
     ]
-    random.Random(0).shuffle(found)
-    return found
+    random.Random(0).shuffle(result)
+    return result
 
 
-def garbled(sound: Path, case: Case, to: Path) -> Path:
+def garbled(valid: Path, case: Case, to: Path) -> Path:
     """A copy of a run's directory with one file garbled; checkpoints are shared."""
     to.mkdir()
-    for path in sound.iterdir():
+    for path in valid.iterdir():
         if path.name == "checkpoints":
             (to / path.name).symlink_to(path)
         elif path.is_dir():

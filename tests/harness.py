@@ -1,4 +1,4 @@
-"""Run a test's function on several gloo ranks, quickly and without leaving anything behind.
+"""Run a test's function on several gloo ranks, quickly and with full cleanup.
 
     def total(start):                       # at the top level of the test's module
         x = torch.tensor(start + dist.get_rank())
@@ -8,27 +8,26 @@
     def test_total():
         assert run_ranks(total, 2, 10) == [21, 21]
 
-Starting interpreters that import torch costs seconds a test.  So one *server*, a fresh
+Starting interpreters that import torch costs seconds per test. So one *server*, a fresh
 interpreter, imports torch and weft once per session and forks the ranks of every world, which
-takes some hundredths of a second.  Forking is sound only while the server has a single thread: it
+takes some hundredths of a second. Forking is safe only while the server has a single thread: it
 runs no tensor operation, makes no process group, and refuses to fork if a thread appears.
 
     test process --(socket: request, reply)--> server --(fork; a pipe each)--> rank 0, 1, ...
 
-What a rank's function returns comes back pickled; so do the arguments get there.  The
-server never unpickles either, because that would import test modules, and what they import,
-into it.
+Arguments and results are pickled. The server never unpickles either, because that would import
+test modules and their imports into it.
 
-Failures.  A rank that raises reports its traceback and then stands still, with its
-connections open, until the server kills the whole world: its peers see no reset connection,
-and what is shown is the cause.  A rank that dies without a word (signal, ``os._exit``) does
-reset them, so a silent death is looked for before a peer's exception is believed.  At the
-timeout every rank's Python stack is taken, then all are killed.
+*Failures.* A rank that raises reports its traceback and then waits, with its connections open,
+until the server kills the whole world: its peers see no reset connection, and the shown error is
+the cause. A rank that dies silently (signal, ``os._exit``) does reset them, so the server checks
+for a silent death before it believes a peer's exception. At the timeout the server takes every
+rank's Python stack, then kills all of them.
 
-Nothing survives.  After every world the server kills the ranks and all that they started: as
-a subreaper it adopts whatever they leave, in whatever session.  The server ends when its
-socket closes, however the test process ended, and should it be killed itself, the ranks have
-the kernel's parent-death signal.
+*Cleanup.* After every world the server kills the ranks and all processes that they started: it
+is a subreaper, so it adopts orphans of any session. The server ends when its socket closes, after
+any end of the test process. If the server is killed, the ranks get the kernel's parent-death
+signal.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``function(*args, **kwargs)`` on every rank of a new gloo process group.
 
-    Each rank is a process of its own with one thread, equal seeds, the caller's working
-    directory, environment and ``sys.path``, and an initialized default group.  The group is
+    Each rank is a separate process with one thread, equal seeds, the caller's working
+    directory, environment and ``sys.path``, and an initialized default group. The group is
     destroyed afterwards.
 
     Args:
@@ -100,12 +99,12 @@ def run_ranks(
         timeout: seconds until the world is killed.
 
     Returns:
-        What each rank returned, by rank.  It must pickle.
+        The results of all ranks, by rank. They must pickle.
 
     Raises:
         RankError: with the traceback and output of the first rank that failed, or every
             rank's stack after the timeout.
-        ValueError: if ``function`` cannot be found by name in a rank.
+        ValueError: if a rank cannot find ``function`` by name.
     """
     sys.audit("tests.world", function)
     module, name = function.__module__, function.__qualname__
@@ -133,16 +132,20 @@ class _Server:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
+        self.directory = tempfile.mkdtemp(prefix="weft-ranks-")
         with theirs:
-            arguments = [str(theirs.fileno()), self.folder]
+            arguments = [str(theirs.fileno()), self.directory]
             command = [sys.executable, "-m", "tests.harness", *arguments]
             # No thread pools: they must not exist before a fork.
-            single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            single_thread = {
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            }
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | single,
+                env=os.environ | single_thread,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # A signal from the terminal is the test process's to handle.
@@ -180,7 +183,7 @@ class _Server:
             self.process.kill()
             return self.process.wait()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 _current: _Server | None = None
@@ -226,7 +229,7 @@ class _Rank:
             pass  # it died, which reap() sees
 
     def reap(self) -> bool:
-        """Whether the rank has ended."""
+        """Return True if the rank has ended."""
         if not self.reaped:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -247,19 +250,19 @@ class _Rank:
         return self.log.read_text(errors="replace")[-OUTPUT_CHARS:].strip()
 
 
-def _serve(client: Connection, folder: Path) -> None:
+def _serve(client: Connection, directory: Path) -> None:
     """Answer requests until the test process closes its end."""
     _import_modules()
-    spent = 0.0
+    elapsed = 0.0
     while True:
         try:
             request = pickle.loads(client.recv_bytes())
         except EOFError:
             return
-        with tempfile.TemporaryDirectory(dir=folder) as world:
+        with tempfile.TemporaryDirectory(dir=directory) as world:
             reply = _run_world(client, Path(world), request)
-        before, spent = spent, processor_seconds()
-        client.send_bytes(pickle.dumps(reply | {"seconds": spent - before}))
+        before, elapsed = elapsed, processor_seconds()
+        client.send_bytes(pickle.dumps(reply | {"seconds": elapsed - before}))
 
 
 def processor_seconds() -> float:
@@ -294,7 +297,7 @@ def _import_modules() -> None:
     gc.freeze()  # a collection in a rank would copy every page of these
 
 
-def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _run_world(client: Connection, directory: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Fork a world, wait for it, and leave no process of it."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -303,25 +306,25 @@ def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dic
     ranks: list[_Rank] = []
     try:
         for rank in range(request["world_size"]):
-            ranks.append(_fork(rank, client, folder, request))
+            ranks.append(_fork(rank, client, directory, request))
         error, rank_at_fault = _await(ranks, client, deadline, request["timeout"])
         if not error:
             _settle(ranks)
     finally:
         _kill_children()
-        for each in ranks:
-            each.pipe.close()
+        for item in ranks:
+            item.pipe.close()
     return {
         "error": error,
         "rank": rank_at_fault,
-        "results": [each.result for each in ranks],
-        "outputs": [each.output() for each in ranks],
+        "results": [rank.result for rank in ranks],
+        "outputs": [rank.output() for rank in ranks],
     }
 
 
-def _fork(rank: int, client: Connection, folder: Path, request: dict[str, Any]) -> _Rank:
+def _fork(rank: int, client: Connection, directory: Path, request: dict[str, Any]) -> _Rank:
     ours, theirs = Pipe()
-    log, stacks = folder / f"rank-{rank}.log", folder / f"rank-{rank}.stacks"
+    log, stacks = directory / f"rank-{rank}.log", directory / f"rank-{rank}.stacks"
     log.touch()
     stacks.touch()
     server = os.getpid()
@@ -332,7 +335,7 @@ def _fork(rank: int, client: Connection, folder: Path, request: dict[str, Any]) 
             ours.close()
             _die_with_parent(signal.SIGKILL)
             if os.getppid() == server:  # else it died before it could be said
-                _be_rank(rank, theirs, folder, log, stacks, request)
+                _be_rank(rank, theirs, directory, log, stacks, request)
         finally:
             os._exit(1)
     theirs.close()
@@ -369,8 +372,10 @@ def _await(
 
 def _died(ranks: list[_Rank], number: int) -> str:
     code = ranks[number].death or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    head = f"rank {number} of {len(ranks)} {how} before its function returned\n"
+    description = (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    )
+    head = f"rank {number} of {len(ranks)} {description} before its function returned\n"
     return head + _outputs(ranks, [number])
 
 
@@ -389,15 +394,15 @@ def _timed_out(ranks: list[_Rank], timeout: float) -> str:
     parts = [f"{len(ranks)} ranks did not finish within {timeout:g} s\n"]
     for number, rank in enumerate(ranks):
         frames = rank.stack().splitlines()
-        shown = [line for line in frames if __file__ not in line and "<frozen" not in line]
-        stack = "\n".join(shown) if frames else "gave no stack"
+        shown_frames = [line for line in frames if __file__ not in line and "<frozen" not in line]
+        stack = "\n".join(shown_frames) if frames else "gave no stack"
         parts.append(f"--- rank {number}: {stack if number in late else 'had finished'}\n")
     return "\n".join(parts) + _outputs(ranks, range(len(ranks)))
 
 
 def _outputs(ranks: list[_Rank], numbers: Any) -> str:
-    shown = [(number, ranks[number].output()) for number in numbers]
-    return "".join(f"\n--- rank {number} printed ---\n{text}\n" for number, text in shown if text)
+    outputs = [(number, ranks[number].output()) for number in numbers]
+    return "".join(f"\n--- rank {number} printed ---\n{text}\n" for number, text in outputs if text)
 
 
 def _settle(ranks: list[_Rank]) -> None:
@@ -429,7 +434,7 @@ def _kill_children() -> None:
 
 
 def _be_rank(
-    rank: int, pipe: Connection, folder: Path, log: Path, stacks: Path, request: dict[str, Any]
+    rank: int, pipe: Connection, directory: Path, log: Path, stacks: Path, request: dict[str, Any]
 ) -> NoReturn:
     """Everything that a rank does; never returns."""
     os.setsid()  # so that a signal to its group is its own affair
@@ -445,7 +450,7 @@ def _be_rank(
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     message: tuple[Any, ...]
     try:
-        message = ("result", _call(rank, folder, request))
+        message = ("result", _call(rank, directory, request))
     except BaseException as error:  # SystemExit too is the test's failure
         line = traceback.format_exception_only(error)[-1].strip()
         # From the second frame on: the first is this one.
@@ -462,7 +467,7 @@ def _be_rank(
     os._exit(0)
 
 
-def _call(rank: int, folder: Path, request: dict[str, Any]) -> bytes:
+def _call(rank: int, directory: Path, request: dict[str, Any]) -> bytes:
     """The function's result, pickled."""
     import numpy
     import torch
@@ -478,7 +483,7 @@ def _call(rank: int, folder: Path, request: dict[str, Any]) -> bytes:
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{directory}/store",
         rank=rank,
         world_size=request["world_size"],
         # Not less than the world's: what should be seen after a hang is every rank's stack.

@@ -1,11 +1,10 @@
-"""The equivalence matrix: layouts that must compute one process's gradients, and do what a fake
-rank of them does.
+"""The equivalence matrix: layouts that must compute one process's gradients.
 
-A layout is a string of axes, and of overrides: ``"pp2 tp2"`` is two stages of two tensor-parallel
-ranks.  `COVERED` holds every pair of techniques in as few layouts as that takes.
-`tests/parallel/test_layouts.py` compares each with one process, on tensors; and
-`tests/estimate/test_trace.py` each of at most four ranks with its trace.  What is added here is
-compared there and there.
+A layout is a string of axes and overrides: ``"pp2 tp2"`` is two stages of two tensor-parallel
+ranks. `COVERED` holds every pair of techniques in as few layouts as possible.
+`tests/parallel/test_layouts.py` compares each with one process, on tensors.
+`tests/estimate/test_trace.py` compares each of at most four ranks with its trace. A layout
+added here is compared in both.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ Compute = Callable[[list[Overrides], str], list[dict[str, Any]]]
 
 def many_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """The results of `gradients` for one job after another, in the same ranks."""
-    found = []
+    results = []
     for job in jobs:
         try:
-            found.append(gradients(job, store))
+            results.append(gradients(job, store))
         except Exception as error:
             error.add_note(f"in the job {job}")
             raise
-    return found
+    return results
 
 
 _of_one_process: dict[Any, dict[str, Any]] = {}
@@ -66,8 +65,8 @@ def one_process(
     keys = [(compute, store, tuple(job)) for job in jobs]
     missing = [key for key in dict.fromkeys(keys) if key not in _of_one_process]
     if missing:
-        (found,) = run_ranks(compute, 1, [list(job) for *_, job in missing], store)
-        _of_one_process.update(zip(missing, found, strict=True))
+        (result,) = run_ranks(compute, 1, [list(job) for *_, job in missing], store)
+        _of_one_process.update(zip(missing, result, strict=True))
     return [_of_one_process[key] for key in keys]
 
 
@@ -76,10 +75,10 @@ def check_gradients(
     store: Path,
     model: Overrides,
     tolerance: float,
-    more: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The layout, with ``more``, against one process of ``model``, on every rank."""
-    check_many([layout], store, lambda layout: model, tolerance, more)
+    check_many([layout], store, lambda layout: model, tolerance, extra)
 
 
 def check_many(
@@ -87,7 +86,7 @@ def check_many(
     store: Path,
     model_of: Callable[[str], Overrides],
     tolerance: float,
-    more: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
     compute: Compute = many_gradients,
 ) -> None:
     """Layouts of as many ranks each, in one world, against one process, on every rank.
@@ -100,10 +99,10 @@ def check_many(
     ones = one_process(str(store), models, compute)
     (ranks,) = {parse(layout)[0] for layout in layouts}
     jobs = [
-        [*model, *parse(layout)[1], *more] for model, layout in zip(models, layouts, strict=True)
+        [*model, *parse(layout)[1], *extra] for model, layout in zip(models, layouts, strict=True)
     ]
-    found = run_ranks(compute, ranks, jobs, str(store), timeout=300)
-    for layout, one, many in zip(layouts, ones, zip(*found, strict=True), strict=True):
+    results = run_ranks(compute, ranks, jobs, str(store), timeout=300)
+    for layout, one, many in zip(layouts, ones, zip(*results, strict=True), strict=True):
         for rank in merged(list(many)):
             _compare(layout, rank, one, tolerance)
 
@@ -125,8 +124,8 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
             )
 
 
-def together(layouts: Iterable[str], most: int = 6) -> list[Any]:
-    """Return parameters of at most so many layouts of as many ranks: one world is enough."""
+def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
+    """Group layouts of equal size and return their parameters: one world is enough."""
     by_ranks: dict[int, list[str]] = {}
     for layout in layouts:
         by_ranks.setdefault(parse(layout)[0], []).append(layout)
@@ -138,11 +137,11 @@ def together(layouts: Iterable[str], most: int = 6) -> list[Any]:
 
 
 def size(layout: str) -> Overrides:
-    """Return as few sequences and blocks as show all of a layout: collectives are what costs.
+    """Return the fewest sequences and blocks that show all effects of a layout.
 
-    Two microbatches show what adds up over them; four fill a pipeline, which is left to worlds of
-    few ranks, but DualPipeV takes no fewer.  Of three sequences each the last microbatch has two.
-    A pipeline has two blocks a rank, another layout three.
+    Collectives dominate the cost. Two microbatches show sums over them. Four fill a pipeline, in
+    worlds of few ranks, and DualPipeV needs them. Three sequences give the last microbatch two.
+    A pipeline has two blocks per rank, another layout three.
     """
     ranks, overrides = parse(layout)
     chosen = dict(overrides)
@@ -150,9 +149,9 @@ def size(layout: str) -> Overrides:
     for axis in ("pp", "tp", "cp"):
         rows //= int(chosen.get(f"parallel.{axis}", 1))
     both_ways = "DualPipeV" in layout
-    few = 4 if pipeline and (ranks < 8 or both_ways) else 2
-    each = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
-    sequences = each.get(chosen.get("train.microbatch_size", "1"), few)
+    subset = 4 if pipeline and (ranks < 8 or both_ways) else 2
+    item = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
+    sequences = item.get(chosen.get("train.microbatch_size", "1"), subset)
     blocks = 8 if "stages_per_rank=4" in layout else 4 if pipeline else 3
     return [
         ("model.num_layers", str(blocks)),
@@ -194,7 +193,7 @@ def cover(schedules: Iterable[str]) -> list[str]:
     return [text for text in texts if parse(text)[0] > 1]
 
 
-# Of the schedules those of one stage a rank, of several, and of stages in the shape of a V.
+# Schedules with one stage per rank, with several, and with stages in the shape of a V.
 COVERED_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 COVERED = cover(COVERED_SCHEDULES)
 COVERED_BY_ALL_SCHEDULES = cover(SCHEDULES)
@@ -238,7 +237,7 @@ MORE_DATA = [
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]
 BFLOAT16 = [*SINGLE, "dp_shard2 tp2"]
-# What changes what a rank does, and not what comes of it.
+# Keys that change the work of a rank, and not its result.
 TRACED = [
     "dp_shard4",
     "dp_shard4 reshard_after_forward=never",
@@ -261,7 +260,7 @@ TRACED = [
 LARGER_RINGS = rings(4)
 # Few enough for every run of the tests, and all.
 OFTEN = [*SINGLE, *EACH_SCHEDULE, *PIPELINES, *rings(2), *TENSOR, *DATA]
-EVERY = [
+ALL = [
     *OFTEN,
     *COVERED,
     *PAIRS,
@@ -271,4 +270,4 @@ EVERY = [
     *(f"{layout} precision.compute_dtype=bfloat16" for layout in BFLOAT16),
     *TRACED,
 ]
-MATRIX = list(dict.fromkeys(EVERY))
+MATRIX = list(dict.fromkeys(ALL))

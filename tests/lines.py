@@ -1,6 +1,6 @@
-"""Lines of code: those with something on them that is no comment, with docstrings and without.
+"""Count lines of code: not blank and no comment, with docstrings and without.
 
-``python -m tests.lines`` tells them by package; the README has the sums.
+``python -m tests.lines`` prints them by package; the README has the sums.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def lines_of_code(path: Path, docstrings: bool = False) -> int:
 
 
 def lines_of_packages(docstrings: bool = False) -> Counter[str]:
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for path in ROOT.rglob("*.py"):
-        found[path.relative_to(ROOT).parts[0].removesuffix(".py")] += lines_of_code(
+        result[path.relative_to(ROOT).parts[0].removesuffix(".py")] += lines_of_code(
             path, docstrings
         )
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""An oracle for training in one process: transformers' models, torch.optim and a loop by hand.
+"""An oracle for one process: transformers, torch.optim and a manual loop.
 
-weft trains some steps of a small job; the oracle computes the same from the documents' tokens with
-another model, another loss, other masks and another optimizer, and every number is compared: data,
-loss, each gradient, the norm, the clipped update of each parameter, the learning rate, the
-evaluation.  Of weft it takes only the initial weights and, of each row, which tokens it holds.
+weft trains some steps of a small job; the oracle computes the same from the documents' tokens
+with another model, another loss, other masks and another optimizer. Every number is compared:
+data, loss, each gradient, the norm, the clipped update of each parameter, the learning rate and
+the evaluation. The oracle takes from weft only the initial weights, and the tokens of each row.
 
-What is compared begins from equal numbers each time: after a step the oracle's weights are set to
-weft's, and its optimizer is given weft's gradients.  So a difference is never the echo of an older
-one, and the first one in the order of computing tells where the fault is (`Departure.module`).
+Each comparison begins from equal numbers: after a step the oracle's weights are set to weft's,
+and its optimizer gets weft's gradients. So a difference is never the effect of an older one, and
+the first one in the order of computing locates the fault (`Departure.module`).
 
-*Limits.*  In float32 1e-5 of the largest entry.  In bfloat16 and float8 what rounding may do is
-measured: the oracle itself is run in that precision, and weft may be as far from the oracle in
-float32 as that, times `SLACK`.
+*Limits.* In float32 1e-5 of the largest entry. For bfloat16 and float8 the limit is measured: the
+oracle runs in that precision, and weft may differ from the float32 oracle as much as that, times
+`SLACK`.
 
 Shapes: B rows of a global batch, T tokens of a row.
 """
@@ -88,21 +88,21 @@ class Corpus:
     documents: list[Any]
     learned: list[Any] | None = None
 
-    def write(self, folder: Path, vocab_size: int, held_out: int) -> Store:
-        """A store of weft's, of which the last ``held_out`` documents are the validation split."""
-        cut = len(self.documents) - held_out
+    def write(self, directory: Path, vocab_size: int, validation: int) -> Store:
+        """Write a store whose last ``validation`` documents are the validation split."""
+        cut = len(self.documents) - validation
         splits = []
-        for name, some in (("train", slice(0, cut)), ("validation", slice(cut, None))):
-            documents = self.documents[some]
+        for name, subset in (("train", slice(0, cut)), ("validation", slice(cut, None))):
+            documents = self.documents[subset]
             tokens = np.concatenate(documents).astype(np.uint16)
             learned = index = None
-            shards = [_column(folder / f"{name}-00000.bin", tokens)]
+            shards = [_column(directory / f"{name}-00000.bin", tokens)]
             if self.learned is not None:
-                marks = np.concatenate(self.learned[some]).astype(np.uint8)
-                learned = _column(folder / f"{name}-00000.learned", marks)
-                ends = np.cumsum([len(each) for each in documents])
+                marks = np.concatenate(self.learned[subset]).astype(np.uint8)
+                learned = _column(directory / f"{name}-00000.learned", marks)
+                ends = np.cumsum([len(document) for document in documents])
                 rows = np.stack((ends, np.zeros_like(ends), np.arange(len(ends)) + 1), axis=1)
-                index = _column(folder / f"{name}-00000.documents", rows.astype(np.int64))
+                index = _column(directory / f"{name}-00000.documents", rows.astype(np.int64))
             splits.append(Split(len(documents), 0, len(tokens), shards, learned, index))
         manifest = Manifest(
             format=1,
@@ -119,13 +119,13 @@ class Corpus:
             validation=splits[1],
             kind=self.kind,  # type: ignore[arg-type]
         )
-        return Store(folder, manifest)
+        return Store(directory, manifest)
 
-    def part(self, held_out: int, validation: bool) -> Corpus:
+    def part(self, validation_set: int, validation: bool) -> Corpus:
         """One split."""
-        cut = len(self.documents) - held_out
-        some = slice(cut, None) if validation else slice(0, cut)
-        return Corpus(self.kind, self.documents[some], self.learned and self.learned[some])
+        cut = len(self.documents) - validation_set
+        subset = slice(cut, None) if validation else slice(0, cut)
+        return Corpus(self.kind, self.documents[subset], self.learned and self.learned[subset])
 
 
 def _column(path: Path, values: Any) -> Shard:
@@ -134,9 +134,9 @@ def _column(path: Path, values: Any) -> Shard:
 
 
 def draw_corpus(kind: str, documents: int, vocab_size: int, longest: int, seed: int) -> Corpus:
-    """Documents of noise, of very different lengths; of conversations some tokens are learned."""
+    """Draw random documents of varied lengths; conversations have a loss mask."""
     random = np.random.default_rng([seed, 17])
-    found, learned = [], []
+    result, learned = [], []
     for _ in range(documents):
         size = int(random.integers(2, longest + 1))
         tokens = random.integers(1, vocab_size, size)
@@ -144,9 +144,9 @@ def draw_corpus(kind: str, documents: int, vocab_size: int, longest: int, seed: 
             tokens[-1] = SEPARATOR
         marks = random.random(size) < random.random()
         marks[-1] = True
-        found.append(tokens)
+        result.append(tokens)
         learned.append(marks)
-    return Corpus(kind, found, None if kind == "text" else learned)
+    return Corpus(kind, result, None if kind == "text" else learned)
 
 
 class Row(NamedTuple):
@@ -169,14 +169,14 @@ class Reader:
     def __init__(self, corpus: Corpus, seq_len: int, packing: str) -> None:
         self.corpus, self.seq_len = corpus, seq_len
         self.packed = corpus.kind != "text" or packing == "best_fit"
-        self.apart = packing != "windows"
+        self.separate_documents = packing != "windows"
         self.stream = np.concatenate(corpus.documents)
         self.windows: dict[bytes, int] = {}
         self.pieces: dict[bytes, tuple[int, int]] = {}
         if not self.packed:
             for number in range((len(self.stream) - 1) // seq_len):
-                here = self.stream[number * seq_len : (number + 1) * seq_len]
-                self.windows[here.tobytes()] = number
+                local = self.stream[number * seq_len : (number + 1) * seq_len]
+                self.windows[local.tobytes()] = number
             return
         for number, document in enumerate(corpus.documents):
             for begin in range(0, len(document) - 1, seq_len):
@@ -211,14 +211,14 @@ class Reader:
         )
         documents, positions = np.zeros(size, np.int64), np.arange(size)
         targets = targets.copy()
-        if self.apart:
-            document = place = 0
+        if self.separate_documents:
+            document = position = 0
             for at in range(size):
-                documents[at], positions[at] = document, place
-                place += 1
+                documents[at], positions[at] = document, position
+                position += 1
                 if tokens[at] == SEPARATOR:
                     targets[at] = NONE
-                    document, place = document + 1, 0
+                    document, position = document + 1, 0
         return Row(tokens, targets, documents, positions, (number,))
 
     def _packed(self, tokens: Any, marked: Any, index: int) -> Row:
@@ -236,8 +236,8 @@ class Reader:
                 end = size
             else:
                 document, begin = known
-                whole = self.corpus.documents[document]
-                targets[at:end] = whole[begin + 1 : begin + 1 + end - at]
+                full = self.corpus.documents[document]
+                targets[at:end] = full[begin + 1 : begin + 1 + end - at]
                 if self.corpus.learned is not None:
                     marks = self.corpus.learned[document][begin + 1 : begin + 1 + end - at]
                     targets[at:end][~marks] = NONE
@@ -248,7 +248,7 @@ class Reader:
 
 
 class Rows(NamedTuple):
-    """Of a global batch, int64 ``[B, T]``."""
+    """The rows of a global batch, int64 ``[B, T]``."""
 
     tokens: Tensor
     targets: Tensor
@@ -265,9 +265,9 @@ def read_rows(reader: Reader, batches: Sequence[Batch]) -> tuple[Rows, list[Any]
     rows, members = [], []
     for batch in batches:
         for index in range(len(batch.tokens_BT)):
-            found = batch.targets_BT[index].numpy()
+            result = batch.targets_BT[index].numpy()
             row = reader.row(batch, index)
-            if (found == NONE).all() and (row.targets != NONE).any():
+            if (result == NONE).all() and (row.targets != NONE).any():
                 continue
             for name, theirs in (("targets", row.targets), ("documents", row.documents)):
                 column = getattr(batch, f"{name}_BT")
@@ -372,9 +372,9 @@ class _Zero(nn.Module):
 
 
 def theirs_of(model: nn.Module, name: str) -> Tensor:
-    """What of transformers' model (or PEFT's around it) is weft's parameter ``name``.
+    """Return the tensor of transformers' or PEFT's model for parameter ``name``.
 
-    A view: what is written into it is the model's.
+    It is a view: writing into it changes the model.
     """
     prefix = "base_model.model." if hasattr(model, "peft_config") else ""
     full = name if name.startswith("lm_head") else f"model.{name}"
@@ -399,41 +399,43 @@ def theirs_of(model: nn.Module, name: str) -> Tensor:
 
 def grad_of(model: nn.Module, name: str) -> Tensor:
     """The gradient of the same."""
-    found = theirs_of(model, name)
+    result = theirs_of(model, name)
     if ".experts." in name and "down_proj" not in name:
         stem = f"model.{name.removesuffix('.weight').rpartition('.')[0]}"
         both = model.get_parameter(f"{stem}.gate_up_proj").grad
         assert both is not None
         return both.chunk(2, dim=1)["up_proj" in name]
-    return torch.zeros_like(found) if found.grad is None else found.grad
+    return torch.zeros_like(result) if result.grad is None else result.grad
 
 
 def logits_of(model: nn.Module, rows: Rows) -> Tensor:
     """``[B, T, V]``: a token sees what came before it in its document."""
     size = rows.tokens.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool).tril()
-    seen = (rows.documents[:, :, None] == rows.documents[:, None, :]) & earlier
+    consumed_batches = (rows.documents[:, :, None] == rows.documents[:, None, :]) & earlier
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    mask = torch.zeros(consumed_batches.shape, dtype=dtype).masked_fill(
+        ~consumed_batches, torch.finfo(dtype).min
+    )
     out = model(
         input_ids=rows.tokens,
         attention_mask=mask[:, None],
         position_ids=rows.positions,
         use_cache=False,
     )
-    found: Tensor = out.logits
-    return found
+    result: Tensor = out.logits
+    return result
 
 
 def losses_of(model: nn.Module, rows: Rows) -> Tensor:
     """Each token's cross-entropy, float32 ``[B, T]``; 0 without a target."""
     log_p = logits_of(model, rows).float().log_softmax(-1)
-    there = rows.targets != NONE
+    mask = rows.targets != NONE
     picked = log_p.gather(2, rows.targets.clamp(min=0)[..., None])[..., 0]
-    return torch.where(there, -picked, torch.zeros(()))
+    return torch.where(mask, -picked, torch.zeros(()))
 
 
-def answers_of(losses_BT: Tensor, rows: Rows) -> Tensor:
+def log_probs_of(losses_BT: Tensor, rows: Rows) -> Tensor:
     """Log-probabilities of the chosen and the rejected answer: ``[B, 2]``."""
     first, second = ((losses_BT * (rows.documents == n)).sum(1) for n in (0, 1))
     return -torch.stack((first, second), 1)
@@ -445,7 +447,7 @@ def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -
     if job.train.objective != "dpo":
         return losses_BT.sum() / (rows.targets != NONE).sum()
     assert references is not None
-    gain = answers_of(losses_BT, rows) - references
+    gain = log_probs_of(losses_BT, rows) - references
     margin = gain[:, 0] - gain[:, 1]
     return torch.log1p(torch.exp(-job.train.dpo_beta * margin)).mean()
 
@@ -465,7 +467,7 @@ LEVELS = (
 
 
 def rounded(matrix: Tensor, kind: str) -> Tensor:
-    """A matrix as QLoRA keeps it: blocks of 64 neighbors, each with its largest magnitude."""
+    """A matrix as QLoRA stores it: blocks of 64 neighbors, each with its maximum."""
     blocks = matrix.reshape(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     if kind == "int8":
@@ -476,7 +478,7 @@ def rounded(matrix: Tensor, kind: str) -> Tensor:
 
 
 class Float8(nn.Linear):
-    """A linear layer whose factors are rounded to float8, a power of two for each whole tensor."""
+    """A linear layer with factors rounded to float8, one power of two per tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Float8.apply(x, self.weight)
@@ -504,7 +506,7 @@ class _Float8(torch.autograd.Function):
         return (low @ _cast(weight, e4m3)).to(x.dtype), into
 
 
-def in_low(model: nn.Module, compute: str, float8: str) -> nn.Module:
+def cast_to_low_precision(model: nn.Module, compute: str, float8: str) -> nn.Module:
     """The oracle's model in the precision of the job."""
     low = copy.deepcopy(model)
     if compute == "bfloat16":
@@ -519,7 +521,7 @@ def in_low(model: nn.Module, compute: str, float8: str) -> nn.Module:
 # --------------------------------------------------------------------------- the optimizer
 
 
-def decays(name: str, value: Tensor) -> bool:
+def has_weight_decay(name: str, value: Tensor) -> bool:
     """Matrices do, but for the embedding; gains do not."""
     return value.dim() > 1 and name != "embed_tokens.weight"
 
@@ -529,18 +531,18 @@ def rate(step: int, job: Job) -> float:
     optim, steps = job.optim, job.train.steps
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
-    done = (step - optim.warmup_steps) / (steps - optim.warmup_steps)
+    completed = (step - optim.warmup_steps) / (steps - optim.warmup_steps)
     share = {
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "wsd": min(1.0, (1 - done) / optim.decay_fraction) if optim.decay_fraction else 1.0,
+        "linear": 1 - completed,
+        "cosine": (1 + math.cos(math.pi * completed)) / 2,
+        "wsd": min(1.0, (1 - completed) / optim.decay_fraction) if optim.decay_fraction else 1.0,
     }[optim.schedule]
     least = optim.lr * optim.min_lr_ratio
     return least + (optim.lr - least) * share
 
 
 class Updates:
-    """The oracle's optimizer, on parameters of its own: name -> tensor."""
+    """The oracle's optimizer with separate parameters: name -> tensor."""
 
     def __init__(self, params: dict[str, Tensor], job: Job) -> None:
         self.job = job
@@ -557,7 +559,7 @@ class Updates:
                 "params": [
                     p
                     for name, p in self.params.items()
-                    if name not in self.muon and decays(name, p) is decay
+                    if name not in self.muon and has_weight_decay(name, p) is decay
                 ],
                 "weight_decay": optim.weight_decay * decay,
             }
@@ -613,7 +615,7 @@ class Case:
 
     overrides: Overrides
     corpus: Corpus
-    held_out: int  # documents
+    validation: int  # documents
     name: str = field(default="", compare=False)
 
     @property
@@ -624,7 +626,7 @@ class Case:
 
 
 def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
-    """A case of these keys, ``section__key``; 2 steps of 4 rows unless they say otherwise."""
+    """Make a case of the keys ``section__key``; by default 2 steps of 4 rows."""
     chosen: dict[str, object] = {
         "model.num_layers": 2,
         "model.dim": 24,
@@ -650,12 +652,14 @@ def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
     steps, vocab = int(str(chosen["train.steps"])), int(str(chosen["model.vocab_size"]))
     longest = {"text": 2 * seq_len, "chat": seq_len + 1, "preferences": seq_len // 2}[text]
     # Something more than an epoch's rows, so that the last step begins another one.
-    wanted = max(2, (steps * rows) - 1)
-    documents = wanted * 2 if text == "preferences" else wanted * seq_len * 2 // (longest + 2) + 2
-    held_out = 8
-    corpus = draw_corpus(text, documents // 2 * 2 + held_out, vocab, longest, seed)
+    expected = max(2, (steps * rows) - 1)
+    documents = (
+        expected * 2 if text == "preferences" else expected * seq_len * 2 // (longest + 2) + 2
+    )
+    validation = 8
+    corpus = draw_corpus(text, documents // 2 * 2 + validation, vocab, longest, seed)
     overrides = [(key, _text(value)) for key, value in chosen.items()]
-    return Case(overrides, corpus, held_out, name)
+    return Case(overrides, corpus, validation, name)
 
 
 def _text(value: object) -> str:
@@ -763,33 +767,33 @@ def draw_case(seed: int) -> Case:
 
 
 class Weft(NamedTuple):
-    """What weft made of a case, ready to train."""
+    """weft's objects for a case, ready to train."""
 
     job: Job
     plan: Plan
     built: Built
     mixtures: dict[str, Mixture]
-    held_out: Corpus
+    validation: Corpus
     corpus: Corpus
 
 
-def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
+def build_weft(case: Case, directory: Path, rank: Rank | None = None) -> Weft:
     """Build a case in this process, which has a process group of one."""
     job = case.job
     plan = resolve(job, Machine("cpu", devices=1, world_size=1))
-    store = case.corpus.write(folder, plan.model.vocab_size, case.held_out)
-    text = Dataset(folder, (Source("oracle", 1.0, store),))
+    store = case.corpus.write(directory, plan.model.vocab_size, case.validation)
+    text = Dataset(directory, (Source("oracle", 1.0, store),))
     built = build(plan, rank or Rank(0, 0, 1, torch.device("cpu")))
     mixtures = {
         split: build_mixture(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
         for split in ("train", "validation")
     }
-    parts = [case.corpus.part(case.held_out, held) for held in (False, True)]
+    parts = [case.corpus.part(case.validation, held) for held in (False, True)]
     return Weft(job, plan, built, mixtures, parts[1], parts[0])
 
 
 def oracle_of(weft: Weft) -> nn.Module:
-    """The oracle's model with weft's initial weights, with adapters where weft has some."""
+    """Return the oracle's model with weft's initial weights, adapters included."""
     job, config = weft.job, weft.plan.model
     model = build_theirs(job.model.kind, config)
     ours = {name: p for part in weft.built.model_parts for name, p in part.named_parameters()}
@@ -820,11 +824,11 @@ def oracle_of(weft: Weft) -> nn.Module:
 
 
 def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
-    """The numbers of a parameter of weft's: of one in fewer bits those that the seed gives."""
+    """Return a parameter's values; for a quantized one those that the seed gives."""
     value = param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
     if value.dtype != torch.uint8:
-        found: Tensor = value.detach().float()
-        return found
+        result: Tensor = value.detach().float()
+        return result
     from weft.parallel.initialization import init_params
 
     shape = (value.shape[0], value.shape[1] * 64)
@@ -841,15 +845,15 @@ def departures(case: Case) -> Iterator[Departure]:
 
     In a process group of one.
     """
-    with tempfile.TemporaryDirectory(prefix="weft-oracle-") as folder:
-        weft = build_weft(case, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="weft-oracle-") as directory:
+        weft = build_weft(case, Path(directory))
         yield from _Comparison(weft).run()
 
 
 def check_case(case: Case) -> None:
     """Raise AssertionError with the first departure."""
-    found = next(departures(case), None)
-    assert found is None, f"{case.name}: {found}"
+    result = next(departures(case), None)
+    assert result is None, f"{case.name}: {result}"
 
 
 class _Comparison:
@@ -862,11 +866,11 @@ class _Comparison:
         job = self.job
         low = (self.plan.compute_dtype, job.precision.float8) != ("float32", "none")
         self.low = low
-        self.updates = Updates({name: whole(p) for name, p in self.params.items()}, job)
+        self.updates = Updates({name: full_tensor(p) for name, p in self.params.items()}, job)
         packing = "documents" if job.data.keeps_documents else "windows"
         packing = job.data.packing if job.data.packing != "windows" else packing
         self.reader = Reader(weft.corpus, job.train.seq_len, packing)
-        self.held = Reader(weft.held_out, job.train.seq_len, packing)
+        self.held = Reader(weft.validation, job.train.seq_len, packing)
         self.packed_module = "data/packing.py" if self.reader.packed else "data/loader.py"
 
     def run(self) -> Iterator[Departure]:
@@ -875,9 +879,9 @@ class _Comparison:
         engine = self.built.train_step
         references: dict[bytes, Tensor] | None = None
         if self.job.train.objective == "dpo":
-            found = list(self._references(mixture))
-            yield from found[:-1]
-            mixture, references = found[-1]  # type: ignore[assignment]
+            result = list(self._references(mixture))
+            yield from result[:-1]
+            mixture, references = result[-1]  # type: ignore[assignment]
         loader = Loader(
             mixture,
             seed=self.job.train.seed,
@@ -886,7 +890,7 @@ class _Comparison:
             dp_size=1,
             microbatch_size=self.plan.microbatch_size,
         )
-        seen: list[Any] = []
+        consumed_batches: list[Any] = []
         params = list(self.params.values())
         for step in range(1, self.job.train.steps + 1):
             batches = loader.get_microbatches((step - 1) * self.job.train.global_batch_size)
@@ -895,17 +899,19 @@ class _Comparison:
             except Wrong as error:
                 yield Departure("data", f"step {step}: {error}", self.packed_module)
                 return
-            seen += members
-            yield from self._epochs(seen)
+            consumed_batches += members
+            yield from self._epochs(consumed_batches)
             for param in params:
                 param.grad = None
             loss = engine.forward_backward(batches)
-            here = {
-                name: torch.zeros_like(whole(p)) if p.grad is None else whole(p.grad).clone()
+            local = {
+                name: torch.zeros_like(full_tensor(p))
+                if p.grad is None
+                else full_tensor(p.grad).clone()
                 for name, p in self.params.items()
             }
             known = None if references is None else _known(references, rows)
-            yield from self._gradients(step, rows, known, loss.item(), here)
+            yield from self._gradients(step, rows, known, loss.item(), local)
             yield from self._metrics(step, rows, known)
             norm, _ = compute_grad_norm(params)
             clip_grads_with_norm(params, norm, self.job.optim.max_grad_norm)
@@ -920,18 +926,18 @@ class _Comparison:
             masked_step(self.built.optimizer, torch.tensor(False))
             engine.balance.reduce_loads()
             engine.balance.step(torch.tensor(False))
-            yield from self._update(step, here, norm.item())
+            yield from self._update(step, local, norm.item())
             yield from self._balance(step, rows)
         yield from self._evaluation()
 
     # ---- what each compares
 
     def _initial(self) -> Iterator[Departure]:
-        """docs/models.md: normal with 0.02, cut at three deviations, narrower into the residual."""
+        """docs/models.md: normal with 0.02, cut at three deviations, less on the residual."""
         depth = math.sqrt(2 * self.plan.model.num_layers)
         for part in self.built.model_parts:
             for name, param in part.named_parameters():
-                value = whole(param).detach()
+                value = full_tensor(param).detach()
                 if not value.is_floating_point():
                     continue
                 value = value.float()
@@ -962,20 +968,23 @@ class _Comparison:
                     yield Departure(
                         "initial", f"{name}: its mean is not 0", "parallel/initialization.py"
                     )
-        matrices = [whole(p).flatten()[:8] for p in self.params.values() if p.dim() > 1]
+        matrices = [full_tensor(p).flatten()[:8] for p in self.params.values() if p.dim() > 1]
         pairs = ((a, b) for i, a in enumerate(matrices) for b in matrices[:i])
         for a, b in pairs:
             if a.any() and len(a) == len(b) and torch.allclose(a / a[0], b / b[0]):
                 yield Departure("initial", "two matrices are alike", "parallel/initialization.py")
 
-    def _epochs(self, seen: list[Any]) -> Iterator[Departure]:
+    def _epochs(self, consumed_batches: list[Any]) -> Iterator[Departure]:
         """Every member once in each epoch, and not in the same order."""
         members = self.reader.members
-        if len(seen) < 2 or self.reader.packed:
-            if len(set(seen[: len(members)])) < len(seen[: len(members)]):
+        if len(consumed_batches) < 2 or self.reader.packed:
+            if len(set(consumed_batches[: len(members)])) < len(consumed_batches[: len(members)]):
                 yield Departure("data", "a document comes twice in an epoch", "data/order.py")
             return
-        epochs = [seen[i : i + len(members)] for i in range(0, len(seen), len(members))]
+        epochs = [
+            consumed_batches[i : i + len(members)]
+            for i in range(0, len(consumed_batches), len(members))
+        ]
         for epoch in epochs:
             if len(set(epoch)) < len(epoch):
                 yield Departure("data", "a sample comes twice in an epoch", "data/order.py")
@@ -984,18 +993,18 @@ class _Comparison:
             yield Departure("data", "the first epoch is not shuffled", "data/order.py")
 
     def _references(self, mixture: Mixture) -> Iterator[Any]:
-        """Log-probabilities under the initial model; last the mixture that has them, moved."""
+        """Yield log-probabilities under the initial model; the last is perturbed."""
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
         known = log_probs(self.built, pairs)
         batch = pairs.get_batch(np.arange(len(pairs)))
         rows, _ = read_rows(self.reader, [batch])
         with torch.no_grad():
-            expected = answers_of(losses_of(self.theirs, rows), rows)
+            expected = log_probs_of(losses_of(self.theirs, rows), rows)
         if not self.low and (known - expected).abs().max() > 1e-4:
             text = f"off by {float((known - expected).abs().max()):.2g} nats"
             yield Departure("references", text, "train/reference_logprobs.py")
-        # As if training had moved away from them.
+        # As if training had changed the weights.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
         by_tokens = {row.numpy().tobytes(): moved[i] for i, row in enumerate(rows.tokens)}
@@ -1012,7 +1021,9 @@ class _Comparison:
         value, exact = self._theirs(self.theirs, rows, references)
         low_value, low = value, exact
         if self.low:
-            model = in_low(self.theirs, self.plan.compute_dtype, self.job.precision.float8)
+            model = cast_to_low_precision(
+                self.theirs, self.plan.compute_dtype, self.job.precision.float8
+            )
             low_value, low = self._theirs(model, rows, references)
         limit = LIMIT * abs(value) + SLACK * abs(low_value - value) + self.low * 2e-3 * abs(value)
         loss_off = abs(loss - value) > limit or not math.isfinite(loss)
@@ -1035,12 +1046,12 @@ class _Comparison:
         yield Departure(what, text, module)
 
     def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
-        """Of preferences: margin, accuracy and both rewards, on the mean of the pairs."""
+        """Compute preference metrics: margin, accuracy and rewards, as means of pairs."""
         sums = self.built.train_step.metrics
         if sums is None or references is None or self.low:
             return
         with torch.no_grad():
-            answers = answers_of(losses_of(self.theirs, rows), rows)
+            answers = log_probs_of(losses_of(self.theirs, rows), rows)
         rewards = self.job.train.dpo_beta * (answers - references)
         margin = rewards[:, 0] - rewards[:, 1]
         columns = (margin, (margin > 0).float(), rewards[:, 0], rewards[:, 1])
@@ -1080,7 +1091,7 @@ class _Comparison:
         if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):
             return "train/loss.py", "gradients"
         last = max(wrong, key=list(grads).index)
-        # What comes right after a norm in the forward pass gives the norm its gradient.
+        # The layer right after a norm determines the norm's gradient.
         last = last.replace("post_attention_layernorm", "mlp")
         return _module_of(last, self.job), "gradients"
 
@@ -1092,10 +1103,10 @@ class _Comparison:
         theirs: dict[str, Tensor] = {}
         hooks = []
         prefix = "base_model.model." if hasattr(self.theirs, "peft_config") else ""
-        others = dict(self.theirs.named_modules())
+        rest = dict(self.theirs.named_modules())
         for name, module in model.named_modules():
             full = prefix + (name if name == "lm_head" else f"model.{name}")
-            if not name or full not in others or name.startswith("_"):
+            if not name or full not in rest or name.startswith("_"):
                 continue
 
             def ours_hook(m: Any, args: Any, out: Any, name: str = name) -> None:
@@ -1108,12 +1119,14 @@ class _Comparison:
                     theirs[name] = out.detach().float()
 
             hooks.append(module.register_forward_hook(ours_hook))
-            hooks.append(others[full].register_forward_hook(their_hook))
-        apart = self.job.data.keeps_documents
+            hooks.append(rest[full].register_forward_hook(their_hook))
+        difference = self.job.data.keeps_documents
         model.eval()
         was, model.fused_loss = getattr(model, "headless", False), False  # type: ignore[assignment]
         ours_logits = model(
-            rows.tokens, rows.documents if apart else None, rows.positions if apart else None
+            rows.tokens,
+            rows.documents if difference else None,
+            rows.positions if difference else None,
         )
         model.fused_loss = was  # type: ignore[assignment]
         model.train()
@@ -1137,7 +1150,7 @@ class _Comparison:
         return ""
 
     def _rope(self, rows: Rows) -> str:
-        """Whether the rotary tables are at fault, or attention."""
+        """Return the module at fault: rotary tables or attention."""
         [model] = self.built.model_parts
         cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
         inner: Any = self.theirs
@@ -1155,14 +1168,14 @@ class _Comparison:
         optim = self.job.optim
         limit = UPDATE_LIMIT if optim.state_dtype == "float32" else 0.05
         for name, param in self.params.items():
-            mine, theirs = whole(param).detach(), self.updates.params[name].detach()
-            way = float((theirs - before[name]).abs().max())
+            local, theirs = full_tensor(param).detach(), self.updates.params[name].detach()
+            distance = float((theirs - before[name]).abs().max())
             size = 1e-6 * float(theirs.abs().max())
-            off = float((mine - theirs).abs().max())
+            off = float((local - theirs).abs().max())
             if optim.state_dtype != "float32":
-                off = float((mine - theirs).norm()) / math.sqrt(mine.numel())
-            if not off <= limit * way + size:
-                text = f"step {step}: {name} is off by {off / max(way, 1e-30):.1e} of its way"
+                off = float((local - theirs).norm()) / math.sqrt(local.numel())
+            if not off <= limit * distance + size:
+                text = f"step {step}: {name} is off by {off / max(distance, 1e-30):.1e} of its way"
                 module = "optim/optimizer.py"
                 if name in self.updates.muon:
                     module = "optim/muon.py"
@@ -1171,9 +1184,9 @@ class _Comparison:
                 yield Departure("update", text, module)
         with torch.no_grad():
             for name, param in self.params.items():
-                mine = whole(param).detach()
-                self.updates.params[name].copy_(mine)
-                theirs_of(self.theirs, name).copy_(mine)
+                local = full_tensor(param).detach()
+                self.updates.params[name].copy_(local)
+                theirs_of(self.theirs, name).copy_(local)
 
     def _balance(self, step: int, rows: Rows) -> Iterator[Departure]:
         """After a step each expert's bias moves against its load over the global batch."""
@@ -1196,7 +1209,7 @@ class _Comparison:
             theirs_of(self.theirs, name).copy_(buffer)
 
     def _biases(self, rows: Rows) -> dict[str, Tensor]:
-        """What the biases have to be: loads are those of the pass before the update."""
+        """Compute the expected biases: loads are those of the pass before the update."""
         moved = {}
         for name, chosen in self.chosen.items():
             bias = theirs_of(self.theirs, name)
@@ -1208,7 +1221,7 @@ class _Comparison:
 
     @property
     def chosen(self) -> dict[str, Tensor]:
-        """What the gates of the oracle chose in its last forward pass."""
+        """Record the expert choices of the oracle's last forward pass."""
         return {
             name.removeprefix("model.").replace("mlp.gate", "mlp.router") + ".expert_bias": found
             for name, found in self._gates.items()
@@ -1245,22 +1258,22 @@ class _Comparison:
             yield Departure("evaluation", f"{loss}, not {expected.item()}", "train/step.py")
 
     def _watch_gates(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for name, module in self.theirs.named_modules():
             if name.endswith("mlp.gate"):
 
                 def note(m: Any, args: Any, out: Any, name: str = name) -> None:
                     if torch.is_grad_enabled():
-                        found[name] = out[2].detach()
+                        results[name] = out[2].detach()
 
                 module.register_forward_hook(note)
-        return found
+        return results
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """All of a tensor."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result
 
 
 def _known(references: dict[bytes, Tensor], rows: Rows) -> Tensor:

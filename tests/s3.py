@@ -72,11 +72,11 @@ def missing() -> list[str]:
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    for item in sockets:
+        item.bind(("127.0.0.1", 0))
+    ports = [socket.getsockname()[1] for socket in sockets]
+    for item in sockets:
+        item.close()
     return ports
 
 
@@ -87,11 +87,11 @@ def die_with_parent() -> None:
 @contextmanager
 def server() -> Iterator[int]:
     """The port of a running gateway with the user whose keys are above."""
-    folder = Path(tempfile.mkdtemp(prefix="weft-s3-", dir="/tmp"))  # short: sockets lie in it
+    directory = Path(tempfile.mkdtemp(prefix="weft-s3-", dir="/tmp"))  # short: sockets lie in it
     mon1, mon2, port = free_ports(3)
-    settings = folder / "ceph.conf"
+    settings = directory / "ceph.conf"
     settings.write_text(
-        SETTINGS.format(fsid=uuid.uuid4(), folder=folder, mon1=mon1, mon2=mon2, http=port)
+        SETTINGS.format(fsid=uuid.uuid4(), folder=directory, mon1=mon1, mon2=mon2, http=port)
     )
     environment = os.environ | {"CEPH_CONF": str(settings), "CEPH_ARGS": f"-c {settings}"}
     daemons: list[subprocess.Popen[bytes]] = []
@@ -99,8 +99,8 @@ def server() -> Iterator[int]:
     def run(*command: str) -> None:
         subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
 
-    def start(*command: str) -> None:
-        with (folder / f"{command[0]}.out").open("wb") as out:
+    def start_daemon(*command: str) -> None:
+        with (directory / f"{command[0]}.out").open("wb") as out:
             daemons.append(
                 subprocess.Popen(
                     [*command, "-f"],
@@ -113,8 +113,8 @@ def server() -> Iterator[int]:
 
     try:
         for name in ("mon", "mgr", "osd", "rgw"):
-            (folder / name).mkdir()
-        keyring = str(folder / "keyring")
+            (directory / name).mkdir()
+        keyring = str(directory / "keyring")
         run("ceph-authtool", "--create-keyring", keyring)
         for name, caps in MAY.items():
             pairs = [
@@ -123,15 +123,15 @@ def server() -> Iterator[int]:
             run("ceph-authtool", keyring, "--gen-key", "-n", name, *pairs)
         address = f"[v2:127.0.0.1:{mon2},v1:127.0.0.1:{mon1}]"
         fsid = settings.read_text().split("fsid = ")[1].split()[0]
-        run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, f"{folder}/map")
-        run("ceph-mon", "-i", "a", "--mkfs", "--monmap", f"{folder}/map", "--keyring", keyring)
-        start("ceph-mon", "-i", "a")
-        start("ceph-mgr", "-i", "x")
+        run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, f"{directory}/map")
+        run("ceph-mon", "-i", "a", "--mkfs", "--monmap", f"{directory}/map", "--keyring", keyring)
+        start_daemon("ceph-mon", "-i", "a")
+        start_daemon("ceph-mgr", "-i", "x")
         disk = str(uuid.uuid4())
         run("ceph", "osd", "new", disk)
         run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
-        start("ceph-osd", "-i", "0")
-        start("radosgw", "-n", "client.rgw.r")
+        start_daemon("ceph-osd", "-i", "0")
+        start_daemon("radosgw", "-n", "client.rgw.r")
         until = time.monotonic() + 90
         while not answers(port):
             assert time.monotonic() < until, "the gateway does not start"
@@ -143,7 +143,7 @@ def server() -> Iterator[int]:
         for daemon in reversed(daemons):
             daemon.kill()
             daemon.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def answers(port: int) -> bool:

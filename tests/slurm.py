@@ -65,12 +65,12 @@ def missing() -> str:
 class Slurm:
     """A cluster that runs."""
 
-    def __init__(self, folder: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
-        self.folder, self.daemons = folder, daemons
-        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+    def __init__(self, directory: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+        self.directory, self.daemons = directory, daemons
+        self.environment = {"SLURM_CONF": str(directory / "slurm.conf")}
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env=os.environ | self.environment,
             capture_output=True,
@@ -78,8 +78,8 @@ class Slurm:
             timeout=60,
             check=False,
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        return done.stdout
+        assert completed.returncode == 0, f"{command}: {completed.stderr}"
+        return completed.stdout
 
     def idle(self) -> bool:
         return self.run("sinfo", "-h", "-o", "%T").split() == ["idle"]
@@ -101,16 +101,16 @@ class Slurm:
 
     def processes(self, node: str = "") -> list[int]:
         """Of all jobs, or of those on one node."""
-        wanted = {f"SLURM_CONF={self.folder / 'slurm.conf'}"}
-        wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
-        found = []
+        expected = {f"SLURM_CONF={self.directory / 'slurm.conf'}"}
+        expected |= {f"SLURMD_NODENAME={node}"} if node else set()
+        results = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 variables = set((entry / "environ").read_text(errors="replace").split("\0"))
                 in_job = any(v.startswith("SLURMD_NODENAME=") for v in variables)
-                if in_job and wanted <= variables:
-                    found.append(int(entry.name))
-        return found
+                if in_job and expected <= variables:
+                    results.append(int(entry.name))
+        return results
 
 
 def _parent(process: int) -> int:
@@ -124,11 +124,11 @@ def _parent(process: int) -> int:
 
 @contextmanager
 def cluster() -> Iterator[Slurm]:
-    folder = Path(tempfile.mkdtemp(prefix="weft-slurm-", dir="/tmp"))  # short: sockets lie in it
-    (folder / "munge").mkdir()
-    (folder / "state").mkdir()
-    folder.chmod(0o755)
-    key = folder / "munge" / "key"
+    directory = Path(tempfile.mkdtemp(prefix="weft-slurm-", dir="/tmp"))  # short: sockets lie in it
+    (directory / "munge").mkdir()
+    (directory / "state").mkdir()
+    directory.chmod(0o755)
+    key = directory / "munge" / "key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     port, *ports = free_ports(1 + len(NODES))
@@ -138,13 +138,13 @@ def cluster() -> Iterator[Slurm]:
         for name, number in zip(NODES, ports, strict=True)
     ]
     lines += [f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP"]
-    settings = folder / "slurm.conf"
-    head = SETTINGS.format(host=host, folder=folder, port=port)
+    settings = directory / "slurm.conf"
+    head = SETTINGS.format(host=host, folder=directory, port=port)
     settings.write_text(head + "\n".join(lines) + "\n")
-    slurm = Slurm(folder, {})
+    slurm = Slurm(directory, {})
 
-    def start(name: str, *command: str) -> None:
-        with (folder / f"{name}.out").open("wb") as out:
+    def start_daemon(name: str, *command: str) -> None:
+        with (directory / f"{name}.out").open("wb") as out:
             slurm.daemons[name] = subprocess.Popen(
                 command,
                 env=os.environ | slurm.environment,
@@ -153,39 +153,39 @@ def cluster() -> Iterator[Slurm]:
                 preexec_fn=die_with_parent,
             )
 
-    munge = folder / "munge"
+    munge = directory / "munge"
     try:
-        start(
+        start_daemon(
             "munged",
             *("munged", "--foreground", "--force", f"--key-file={key}"),
             *(f"--socket={munge}/socket", f"--pid-file={munge}/pid"),
             *(f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
         )
-        until(lambda: (munge / "socket").exists(), "munged")
-        start("slurmctld", "slurmctld", "-D", "-c", "-f", str(settings))
+        wait_until(lambda: (munge / "socket").exists(), "munged")
+        start_daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(settings))
         for name in NODES:
-            (folder / f"spool-{name}").mkdir()
-            start(name, "slurmd", "-D", "-N", name, "-f", str(settings))
+            (directory / f"spool-{name}").mkdir()
+            start_daemon(name, "slurmd", "-D", "-N", name, "-f", str(settings))
 
         def up() -> bool:
             with suppress(AssertionError):
                 return slurm.idle()
             return False
 
-        until(up, "Slurm")
+        wait_until(up, "Slurm")
         yield slurm
     finally:
         for process in slurm.processes():
-            for each in {_parent(process), process} - {0}:
+            for item in {_parent(process), process} - {0}:
                 with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+                    os.kill(item, signal.SIGKILL)
         for daemon in reversed(slurm.daemons.values()):
             daemon.kill()
             daemon.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"in vain waited for: {what}"

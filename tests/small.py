@@ -77,19 +77,19 @@ def before_each_step(call: Callable[[int], None]) -> None:
     """Call a function with the number of each step of this process, before the step."""
     enter_phase = loop.enter_phase
 
-    def enter(name: str, step: int | None = None) -> None:
+    def set_phase(name: str, step: int | None = None) -> None:
         enter_phase(name, step)
         if step is not None:
             call(step)
 
-    loop.enter_phase = enter
+    loop.enter_phase = set_phase
 
 
 # Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -166,28 +166,28 @@ def values_under(record: dict[str, Any], prefix: str) -> dict[str, float]:
     return {k.removeprefix(head): v for k, v in record.items() if k.startswith(head)}
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(directory: Path) -> list[dict[str, Any]]:
     """What the run has recorded, without the line that it is just writing; a damaged one raises."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder)]
+def losses(directory: Path) -> list[float]:
+    return [record["loss"] for record in records(directory)]
 
 
-def newest_state(folder: Path) -> dict[str, torch.Tensor]:
+def newest_state(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint of a run, whole."""
-    return read_state(list_checkpoints(folder / "checkpoints")[-1])
+    return read_state(list_checkpoints(directory / "checkpoints")[-1])
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
     contents = parse_contents(read_manifest(path))
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
-    wanted = {
+    expected = {
         name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
-    read_shards(path, contents, wanted)
+    read_shards(path, contents, expected)
     return state

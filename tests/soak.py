@@ -18,14 +18,14 @@ from tests.monitor.test_chaos import CANONICAL, JOB, STEPS, check, train_until_k
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
 
-def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
+def disturb(source: random.Random, directory: Path, counts: Counter[str]) -> None:
     """Now and then spoil a file of the newest checkpoint, or of what the node keeps."""
-    found = list_checkpoints(folder / "run/checkpoints")
-    if len(found) < 2 or source.random() > 0.4:
+    result = list_checkpoints(directory / "run/checkpoints")
+    if len(result) < 2 or source.random() > 0.4:
         return
-    kept = sorted((folder / "node").glob("*/*/*"))
+    remaining = sorted((directory / "node").glob("*/*/*"))
     path = source.choice(
-        source.choice([sorted(found[-1].iterdir()), kept or [found[-1] / "manifest.json"]])
+        source.choice([sorted(result[-1].iterdir()), remaining or [result[-1] / "manifest.json"]])
     )
     content = bytearray(path.read_bytes())
     match source.choice(["flip", "cut", "zero", "delete"]):
@@ -40,13 +40,13 @@ def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
             path.unlink()
     if path.exists():
         path.write_bytes(content)
-    counts["spoiled on the node" if path in kept else "spoiled checkpoints"] += 1
+    counts["spoiled on the node" if path in remaining else "spoiled checkpoints"] += 1
 
 
-def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[str]) -> None:
+def run_once(source: random.Random, directory: Path, store: Path, counts: Counter[str]) -> None:
     """One run from start to end, under faults."""
-    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
-    done = 0
+    overrides = [*JOB, CANONICAL, ("run.dir", str(directory / "run"))]
+    completed = 0
     for start in range(1000):
         ranks, patience = source.choice([1, 2, 3]), 1.0 + 0.1 * start
         doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
@@ -55,16 +55,16 @@ def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[s
         fault = f'{{site = "{site}", kind = "error", error = "{error}", passing = 2}}'
         # One more fault each time: those before have happened.
         faults = [fault] * (start + 1)
-        more = [
+        extra = [
             ("checkpoint.async_save", source.choice(["true", "false"])),
-            ("checkpoint.local_dir", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.local_dir", source.choice(["off", str(directory / "node")])),
             ("checkpoint.local_interval", "1"),
             ("resilience.faults", f"[{', '.join(faults)}]"),
         ]
-        call = ([*overrides, *more], str(store), doomed, source.uniform(0, patience))
+        call = ([*overrides, *extra], str(store), doomed, source.uniform(0, patience))
         try:
             with redirect_stdout(io.StringIO()):  # what the ranks have printed
-                run_ranks(train_until_killed, ranks, *call, str(folder / "seen"), timeout=300)
+                run_ranks(train_until_killed, ranks, *call, str(directory / "seen"), timeout=300)
         except RankError as error_:
             if "SIGKILL" in str(error_):
                 counts["kills"] += 1
@@ -72,38 +72,38 @@ def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[s
                 counts["last saves that failed"] += 1
             else:
                 raise
-        found = list_checkpoints(folder / "run/checkpoints")
-        done = checkpoint_step(found[-1]) if found else 0
-        if done == STEPS:
+        result = list_checkpoints(directory / "run/checkpoints")
+        completed = checkpoint_step(result[-1]) if result else 0
+        if completed == STEPS:
             return
-        disturb(source, folder, counts)
+        disturb(source, directory, counts)
     raise AssertionError("a run does not come to its end")
 
 
 def main() -> None:
     hours, seed = float(sys.argv[1]), int(sys.argv[2])
-    source, began, runs = random.Random(seed), time.monotonic(), 0
+    source, start_time, runs = random.Random(seed), time.monotonic(), 0
     counts: Counter[str] = Counter()
     home = Path(tempfile.mkdtemp(prefix="weft-soak-"))
-    text, alone = home / "text", home / "alone"
+    text, single_dir = home / "text", home / "alone"
     text.mkdir()
-    alone.mkdir()
+    single_dir.mkdir()
     store = make_store(make_text(text), home / "cache")
-    call = ([*JOB, CANONICAL, ("run.dir", str(alone / "run"))], str(store), [], 0.0)
-    run_ranks(train_until_killed, 1, *call, str(alone / "seen"))
+    call = ([*JOB, CANONICAL, ("run.dir", str(single_dir / "run"))], str(store), [], 0.0)
+    run_ranks(train_until_killed, 1, *call, str(single_dir / "seen"))
     print(f"seed {seed}, in {home}", flush=True)
-    while time.monotonic() - began < hours * 3600:
-        folder = home / f"run-{runs}"
-        folder.mkdir()
+    while time.monotonic() - start_time < hours * 3600:
+        directory = home / f"run-{runs}"
+        directory.mkdir()
         try:
-            run_once(source, folder, store, counts)
-            check(folder, alone)
+            run_once(source, directory, store, counts)
+            check(directory, single_dir)
         except BaseException:
-            print(f"FAILED in {folder}, seed {seed}: {dict(counts)}", flush=True)
+            print(f"FAILED in {directory}, seed {seed}: {dict(counts)}", flush=True)
             raise
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
         runs += 1
-        minutes = (time.monotonic() - began) / 60
+        minutes = (time.monotonic() - start_time) / 60
         print(f"{minutes:6.1f} min: {runs} runs as undisturbed; {dict(counts)}", flush=True)
     shutil.rmtree(home)
 

@@ -231,8 +231,8 @@ def test_train_remedies_can_be_followed(capsys: pytest.CaptureFixture[str]) -> N
     common = ["--run.device", "cpu", "--train.global_batch_size", "8"]
     (line,) = rejected(capsys, "train", "demo", *common, "--parallel.dp_replicate", "3")
     assert line.endswith("Use 6 or 9.")
-    more = ["--parallel.dp_replicate", "2", "--run.nproc_per_node", "6"]
-    (line,) = rejected(capsys, "train", "demo", *common, *more)
+    extra = ["--parallel.dp_replicate", "2", "--run.nproc_per_node", "6"]
+    (line,) = rejected(capsys, "train", "demo", *common, *extra)
     assert line.endswith("Use 6 or 12, or run.nproc_per_node=2 or 4.")
 
 
@@ -251,12 +251,18 @@ def test_train_unwritable_folders_are_refused(
     """Root may write anywhere but below a file, or where the kernel itself says no."""
     file = tmp_path / "file"
     file.write_text("")
-    for folder in (str(file / "run"), "/proc/weft/run"):
-        (line,) = rejected(capsys, "train", "demo", "--run.dir", folder)
-        assert line.startswith(f'run.dir="{folder}" cannot be written')
-    for folder in (str(file / "cache"), "/proc/weft"):
+    for directory in (str(file / "run"), "/proc/weft/run"):
+        (line,) = rejected(capsys, "train", "demo", "--run.dir", directory)
+        assert line.startswith(f'run.dir="{directory}" cannot be written')
+    for directory in (str(file / "cache"), "/proc/weft"):
         (line,) = rejected(
-            capsys, "train", "demo", "--run.dir", str(tmp_path / "run"), "--data.cache_dir", folder
+            capsys,
+            "train",
+            "demo",
+            "--run.dir",
+            str(tmp_path / "run"),
+            "--data.cache_dir",
+            directory,
         )
         assert line.startswith("data.cache_dir")
     assert not (tmp_path / "run").exists()
@@ -268,13 +274,13 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     latin.write_bytes("ab\ncdé\n".encode("latin-1") * 999)
     short.write_text("too little\n")
     common = ["--run.dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
-    few = tmp_path / "few.txt"
-    few.write_text("a few lines\n" * 30)
+    subset = tmp_path / "few.txt"
+    subset.write_text("a few lines\n" * 30)
     for file, key, rule in (
         (empty, "data.path", "empty"),
         (latin, "data.path", "line 2"),
         (short, "data.path", "too little text"),
-        (few, "train.seq_len", "at least 257 tokens"),
+        (subset, "train.seq_len", "at least 257 tokens"),
     ):
         lines = rejected(capsys, "train", "demo", "--data.path", str(file), *common)
         assert lines[0].startswith(f"{key}=")
@@ -283,12 +289,12 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_tokenizer_that_does_not_match_the_store(
-    capsys: pytest.CaptureFixture[str], store_path: Path, text_folder: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], store_path: Path, text_dir: Path, tmp_path: Path
 ) -> None:
     from weft.data.tokenizer import train_tokenizer
 
     other = tmp_path / "tokenizer.json"
-    train_tokenizer([(text_folder / "ast.py").read_text()], 300).save(str(other))
+    train_tokenizer([(text_dir / "ast.py").read_text()], 300).save(str(other))
     arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
     (line,) = rejected(capsys, "train", "demo", *arguments, "--data.tokenizer", str(other))
     assert line.startswith(f'data.tokenizer="{other}" does not match the store')
@@ -324,14 +330,14 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_dry_run_shows_the_plan_and_makes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
+    run_dir = tmp_path / "run"
     assert (
-        main(["train", "demo", "--dry-run", "--run.dir", str(folder), "--run.nproc_per_node", "2"])
+        main(["train", "demo", "--dry-run", "--run.dir", str(run_dir), "--run.nproc_per_node", "2"])
         == 0
     )
     plan = json.loads(capsys.readouterr().out)
     assert (plan["world_size"], plan["dp_shard"], plan["local_batch_size"]) == (2, 2, 4)
-    assert not folder.exists()
+    assert not run_dir.exists()
 
 
 def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
@@ -346,8 +352,8 @@ def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     assert main([*common, "--train.global_batch_size=128"]) == 0
     assert "llama3-8b on 16 nodes of 8 H100\n" in capsys.readouterr().out
     common += ["--parallel.pp=2", "--train.global_batch_size=1024"]
-    more = ["--cluster", "128x8xH200", "--parallel.dp_replicate=2", "--json"]
-    assert main([*common, *more]) == 0
+    extra = ["--cluster", "128x8xH200", "--parallel.dp_replicate=2", "--json"]
+    assert main([*common, *extra]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert (tree["world_size"], tree["dp_replicate"], tree["pp"]) == (1024, 2, 2)
     assert main([*common, "--cluster=32x8xH200", "--parallel.dp_shard=128", "--rank-map"]) == 0
@@ -378,8 +384,8 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     assert line.startswith("--rank-map")
     (line,) = rejected(capsys, "plan", "demo", "--write", "x.toml")
     assert line.startswith("--write")
-    for shown in ("--search", "--rank-map"):
-        (line,) = rejected(capsys, "plan", "demo", shown, "--report", "x.html")
+    for option in ("--search", "--rank-map"):
+        (line,) = rejected(capsys, "plan", "demo", option, "--report", "x.html")
         assert line.startswith("--report")
     files = ["--report", "/no/such/x.html", "--write", str(tmp_path)]
     lines = rejected(capsys, "plan", "demo", "--optim.lr", "x", "--search", *files)
@@ -422,9 +428,9 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_is_complete_and_light() -> None:
     from weft.config.schema import keys
 
-    done = weft("train", "--help")
-    assert done.returncode == 0
-    assert all(key in done.stdout for key in keys())
+    completed = weft("train", "--help")
+    assert completed.returncode == 0
+    assert all(key in completed.stdout for key in keys())
     heavy = "torch", "numpy", "rich", "fsspec", "tokenizers", "yaml"
     probe = f"import sys, weft.cli.main; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
@@ -445,25 +451,25 @@ def test_the_value_of_an_option_is_no_key() -> None:
     from weft.cli.arguments import parse
 
     words = ["generate", "run", "--prompt", "--a sentence", "--parallel.tp=2", "--seed=1"]
-    found = parse(words)
-    assert (found.prompt, found.seed) == (["--a sentence"], 1)
-    assert (found.command, found.overrides) == ("generate", [("parallel.tp", "2")])
+    result = parse(words)
+    assert (result.prompt, result.seed) == (["--a sentence"], 1)
+    assert (result.command, result.overrides) == ("generate", [("parallel.tp", "2")])
 
 
 def test_command_in_a_removed_folder_is_refused(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m weft.cli schema"
+    missing = tmp_path / "gone"
+    missing.mkdir()
+    command = f"cd {missing} && rmdir {missing} && exec {sys.executable} -m weft.cli schema"
     root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", command],
         env=os.environ | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "weft: the working directory has been removed\n"
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr == "weft: the working directory has been removed\n"
 
 
 def test_generate_without_a_checkpoint_is_refused(

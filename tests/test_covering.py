@@ -15,14 +15,14 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, str], ...]]:
 
 
 def test_cover_pairs_of_free_axes_holds_every_pair_in_few_cases() -> None:
-    every = {
+    all_names = {
         ((one, x), (two, y))
         for one, two in itertools.combinations(AXES, 2)
         for x in AXES[one]
         for y in AXES[two]
     }
     cases = cover_pairs(AXES)
-    assert set().union(*map(pairs_of, cases)) == every
+    assert set().union(*map(pairs_of, cases)) == all_names
     assert all(list(case) == list(AXES) for case in cases)
     assert 12 <= len(cases) <= 14  # not the 48 of the product; 3 * 4 is the least
     assert cover_pairs(AXES) == cases
@@ -44,5 +44,5 @@ def test_covered_layouts_hold_each_pair_of_axes() -> None:
         keys = {key for key, _ in parse(layout)[1]}
         held |= set(itertools.combinations(sorted(keys), 2))
     axes = [f"parallel.{axis}" for axis in ("cp", "dp_replicate", "dp_shard", "pp", "tp")]
-    apart = {("parallel.dp_replicate", "parallel.dp_shard")}  # one axis of the array
-    assert set(itertools.combinations(axes, 2)) - held == apart
+    difference = {("parallel.dp_replicate", "parallel.dp_shard")}  # one axis of the array
+    assert set(itertools.combinations(axes, 2)) - held == difference

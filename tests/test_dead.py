@@ -29,30 +29,30 @@ CALLED_BY_OTHERS = {
 
 def defined(tree: ast.Module) -> set[str]:
     """Functions, classes, methods and constants of a file, but no fields: some are only written."""
-    found = {
+    result = {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     for node in tree.body:
         if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            result |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return {name for name in found if not name.startswith("__")}
+            result.add(node.target.id)
+    return {name for name in result if not name.startswith("__")}
 
 
 def named(tree: ast.Module) -> set[str]:
     """What a file names: reads or imports, or has in a string by itself."""
-    found = set()
+    results = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            results.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.alias):
-            found.add(node.name.rpartition(".")[2])
+            results.add(node.name.rpartition(".")[2])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(re.split("[.:]", node.value)[-1])
-    return found
+            results.add(re.split("[.:]", node.value)[-1])
+    return results
 
 
 def test_every_definition_is_used() -> None:
@@ -73,7 +73,7 @@ WORDS = {
 # Of a decision or a change that is history: what was called so then.
 HISTORY = ("docs/decisions/", "CHANGELOG.md")
 # Files of other projects.
-OTHERS = {
+OTHER_CASES = {
     "docs/task_guide.md",
     "benchmarks/llama3_h100_202412_torchtitan.md",
 }
@@ -102,13 +102,13 @@ def test_modules_that_are_named_exist() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    folders = "docs|tests|benchmarks|scripts|examples"
+    directories = "docs|tests|benchmarks|scripts|examples"
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
         for path, text in WORDS.items()
         if not str(path.relative_to(ROOT)).startswith(HISTORY)
-        for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", text)
-        if name not in OTHERS and not (ROOT / name).exists()
+        for name in re.findall(rf"(?<![\w/.-])(?:{directories})/[\w./-]*\w", text)
+        if name not in OTHER_CASES and not (ROOT / name).exists()
     }
     assert missing == set()
 

@@ -29,7 +29,7 @@ TITLE = "\x1b]0;owned\x07"
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "message"),
     [
         (TITLE, r"\x1b]0;owned\x07"),
         ("a\rb\x7f\x9b2J", r"a\rb\x7f\x9b2J"),
@@ -38,8 +38,8 @@ TITLE = "\x1b]0;owned\x07"
         ("tab\tand\nnewline, ünïcode 漢字", "tab\tand\nnewline, ünïcode 漢字"),
     ],
 )
-def test_escape_controls_shows_what_a_terminal_would_obey(text: str, shown: str) -> None:
-    assert escape_controls(text) == shown
+def test_escape_controls_shows_what_a_terminal_would_obey(text: str, message: str) -> None:
+    assert escape_controls(text) == message
 
 
 def test_is_one_line_with_controls_is_false() -> None:
@@ -100,27 +100,27 @@ def test_command_with_a_hostile_word_prints_it_escaped(
 ) -> None:
     with suppress(SystemExit):  # argparse's
         assert main(words) != 0
-    told = capsys.readouterr()
-    said = told.out + told.err
-    assert "owned" in said
-    assert "\x1b" not in said
-    assert "\x07" not in said
+    captured = capsys.readouterr()
+    output = captured.out + captured.err
+    assert "owned" in output
+    assert "\x1b" not in output
+    assert "\x07" not in output
 
 
 @pytest.mark.parametrize("name", [b"a\nb", b"a\x1bb", b"a\xffb"])
 def test_command_in_a_hostile_directory_is_refused_in_a_sentence(
     name: bytes, tmp_path: Path
 ) -> None:
-    here = os.path.join(os.fsencode(tmp_path), name)
-    os.mkdir(here)
-    done = subprocess.run(
+    directory = os.path.join(os.fsencode(tmp_path), name)
+    os.mkdir(directory)
+    completed = subprocess.run(
         [sys.executable, "-m", "weft.cli", "train", "demo", "--dry-run"],
-        cwd=here,
+        cwd=directory,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         check=False,
     )
-    assert done.returncode == 2
-    said = done.stderr.decode("ascii")
-    assert "the working directory" in said
-    assert "Traceback" not in said
+    assert completed.returncode == 2
+    output = completed.stderr.decode("ascii")
+    assert "the working directory" in output
+    assert "Traceback" not in output

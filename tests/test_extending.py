@@ -15,7 +15,7 @@ from weft.data.dataset import open_dataset
 from weft.models import resolve_model
 from weft.train.loop import train
 
-MINE = """
+LOCAL = """
 import torch
 from torch import nn
 from weft.config.schema import Section, key
@@ -67,15 +67,15 @@ class Lines:
 """
 
 
-def train_mine(recipe: str, folder: str, store: str) -> None:
-    job, _, problems = read_job(recipe, [("run.dir", folder)])
+def train_mine(recipe: str, directory: str, store: str) -> None:
+    job, _, problems = read_job(recipe, [("run.dir", directory)])
     assert problems == []
     train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     path = tmp_path / "mine.toml"

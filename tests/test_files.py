@@ -38,20 +38,22 @@ def test_write_killed_writer_leaves_whole_files(write: Writer, tmp_path: Path) -
     writer = subprocess.Popen([sys.executable, "-c", KEEPS_WRITING, str(path), write.__name__])
     try:
         until = time.monotonic() + 60
-        seen = set[bytes]()
-        while len(seen) < 2:
+        visited = set[bytes]()
+        while len(visited) < 2:
             assert time.monotonic() < until
             assert writer.poll() is None
             if path.exists():
                 content = path.read_bytes()
                 assert len(content) == 1 << 20
                 assert content == content[:1] * len(content)
-                seen.add(content[:1])
+                visited.add(content[:1])
     finally:
         writer.kill()
         writer.wait()
     assert path.read_bytes() in (b"a" * (1 << 20), b"b" * (1 << 20))
-    assert all(left.name.endswith(".tmp") for left in tmp_path.iterdir() if left != path)
+    assert all(
+        remaining.name.endswith(".tmp") for remaining in tmp_path.iterdir() if remaining != path
+    )
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -96,6 +98,6 @@ def test_read_json_invalid_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_check_url_with_credentials_is_refused(url: str, secret: bool) -> None:
-    found = check_url("data.path", url)
-    assert bool(found) == secret
-    assert "abc" not in str(found)
+    result = check_url("data.path", url)
+    assert bool(result) == secret
+    assert "abc" not in str(result)

@@ -35,23 +35,23 @@ def questions() -> list[list[dict[str, str]]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``theirs``: a tiny Llama as transformers saves it; ``chat.jsonl``: what it is to learn."""
     pytest.importorskip("peft", reason="the library of adapters is not installed")
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("tuning")
+    directory = tmp_path_factory.mktemp("tuning")
     chats = questions()
     lines = [json.dumps({"messages": chat}) for chat in chats]
-    (folder / "chat.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
+    (directory / "chat.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
 
     tokenizer = train_tokenizer((m["content"] for chat in chats for m in chat), 320)
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
     )
-    wrapped.save_pretrained(folder / "theirs")
+    wrapped.save_pretrained(directory / "theirs")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(wrapped),
@@ -67,28 +67,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(config)
     with torch.no_grad():  # it stays as it is: with short rows no answer could ever be certain
         model.lm_head.weight *= 4
-    model.save_pretrained(folder / "theirs")
-    return folder
+    model.save_pretrained(directory / "theirs")
+    return directory
 
 
-def weft(folder: Path, *arguments: str) -> str:
+def weft(work_dir: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "weft.cli", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    completed = subprocess.run(command, cwd=work_dir, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_fine_tuning_imported_model_learns_answers(folder: Path) -> None:
+def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
     """Imported, tuned by LoRA over 2 x 2 ranks, exported, and asked by transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    weft(folder, "import", "theirs", "run")
+    weft(work_dir, "import", "theirs", "run")
     # fmt: off
     weft(
-        folder, "train", "run/job.toml", "--data.format", "chat", "--data.path", "chat.jsonl",
+        work_dir, "train", "run/job.toml", "--data.format", "chat", "--data.path", "chat.jsonl",
         "--data.cache_dir", "cache", "--train.seq_len", "96", "--train.global_batch_size", "8",
         "--train.steps", "120", "--lora.rank", "16", "--lora.alpha", "32", "--optim.lr", "0.01",
         "--optim.warmup_steps", "10", "--optim.weight_decay", "0", "--run.nproc_per_node", "4",
@@ -96,33 +96,35 @@ def test_fine_tuning_imported_model_learns_answers(folder: Path) -> None:
         "--monitor.report", "false",
     )
     # fmt: on
-    found = losses(folder / "run")
-    assert found[-1] < 0.05 < 1 < found[0]
-    weft(folder, "export", "run", "adapter", "--adapter")
-    weft(folder, "export", "run", "merged")
+    result = losses(work_dir / "run")
+    assert result[-1] < 0.05 < 1 < result[0]
+    weft(work_dir, "export", "run", "adapter", "--adapter")
+    weft(work_dir, "export", "run", "merged")
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "theirs")
-    base = AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype=torch.float32)
-    tuned: Any = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(work_dir / "theirs")
+    base = AutoModelForCausalLM.from_pretrained(work_dir / "theirs", dtype=torch.float32)
+    tuned: Any = PeftModel.from_pretrained(base, str(work_dir / "adapter")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(work_dir / "merged", dtype=torch.float32).eval()
     for chat in questions():
-        asked = tokenizer.apply_chat_template(
+        prompt_ids = tokenizer.apply_chat_template(
             chat[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            out = tuned.generate(**asked, max_new_tokens=12, do_sample=False)
+            out = tuned.generate(**prompt_ids, max_new_tokens=12, do_sample=False)
             logits_TV = tuned(out).logits[0]
             assert (merged(out).logits[0] - logits_TV).abs().max() < 1e-4 * logits_TV.abs().max()
-        said = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert said == chat[1]["content"]
+        output = tokenizer.decode(
+            out[0, prompt_ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        assert output == chat[1]["content"]
     # The same by weft, from the run itself.
-    (folder / "asked.jsonl").write_text(
+    (work_dir / "asked.jsonl").write_text(
         "".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in questions())
     )
     options = ("--chat", "--temperature", "0", "--max-tokens", "12")
-    told = weft(folder, "generate", "run", "--prompts", "asked.jsonl", "--json", *options)
-    answers = [json.loads(line) for line in told.splitlines()]
+    report = weft(work_dir, "generate", "run", "--prompts", "asked.jsonl", "--json", *options)
+    answers = [json.loads(line) for line in report.splitlines()]
     assert [answer["text"] for answer in answers] == [chat[1]["content"] for chat in questions()]
     assert {answer["finish"] for answer in answers} == {"end"}
     question, answer = (message["content"] for message in questions()[0])
-    assert weft(folder, "generate", "run", "--prompt", question, *options) == f"{answer}\n"
+    assert weft(work_dir, "generate", "run", "--prompt", question, *options) == f"{answer}\n"

@@ -20,7 +20,7 @@ import pytest
 from tests.data.test_hostile import mutated
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
 from tests.small import small_job
-from tests.tools.test_hf_convert import tiny_folder
+from tests.tools.test_hf_convert import tiny_dir
 from weft.cluster.hang import parse_flight_recorder
 from weft.cluster.submit import RECORD, SubmittedJob
 from weft.config.errors import InvalidConfig, WeftError
@@ -155,7 +155,7 @@ TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
 SPOILING = (binary, nested, nested_objects, another_json, wrong_types)
 
 
-def spoil(path: Path, data: bytes, rng: random.Random) -> None:
+def corrupt(path: Path, data: bytes, rng: random.Random) -> None:
     """Write the file with bytes changed or, one time in four, as something else altogether."""
     path.write_bytes(data)
     if rng.random() < 0.25 and path.suffix in (".toml", ".json", ".jsonl"):
@@ -173,14 +173,14 @@ def is_read(read: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
-def check_reader(name: str, folder: Path, count: int, seed: object) -> None:
+def check_reader(name: str, directory: Path, count: int, seed: object) -> None:
     read, text = TEXTS[name]
-    data, path = text.encode() if isinstance(text, str) else text, folder / name
+    data, path = text.encode() if isinstance(text, str) else text, directory / name
     path.write_bytes(data)
     assert is_read(read, path), "the sound file is refused"
     rng = random.Random(f"{name} {seed}")
     for number in range(count):
-        spoil(path, data, rng)
+        corrupt(path, data, rng)
         try:
             is_read(read, path)
         except Exception as error:
@@ -207,25 +207,27 @@ EXTRA = {
 }
 
 
-def check_import(name: str, store: Path, folder: Path, count: int, seed: object) -> None:
-    source = tiny_folder(folder / "hf", store / "tokenizer.json")
+def check_import(name: str, store: Path, directory: Path, count: int, seed: object) -> None:
+    source = tiny_dir(directory / "hf", store / "tokenizer.json")
     for extra, tree in EXTRA.items():
         (source / extra).write_text(json.dumps(tree))
     path = source / name
     data, rng = path.read_bytes(), random.Random(f"{name} {seed}")
-    found = []
+    results = []
     for number in range(count):
         first = data[: IMPORTED.get(name, 4000)]
         path.write_bytes(mutated(first, rng) + data[len(first) :])
         try:
-            found.append(is_read(lambda path: import_model(path.parent, folder / "run", str), path))
+            results.append(
+                is_read(lambda path: import_model(path.parent, directory / "run", str), path)
+            )
         except Exception as error:
             error.add_note(f"file {number} of seed {seed}: {path.read_bytes()[:2000]!r}")
             raise
-        if found[-1]:
-            shutil.rmtree(folder / "run")
-        assert sorted(each.name for each in folder.iterdir()) == ["hf"]  # nothing half-made
-    assert False in found
+        if results[-1]:
+            shutil.rmtree(directory / "run")
+        assert sorted(path.name for path in directory.iterdir()) == ["hf"]  # nothing half-made
+    assert False in results
 
 
 @pytest.mark.parametrize("name", [*IMPORTED, *EXTRA])

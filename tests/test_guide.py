@@ -22,12 +22,12 @@ QUOTE = re.compile(r"^```\n\$ weft (.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 QUOTED = QUOTE.findall(GUIDE.read_text("utf-8"))
 
 
-def said_by(command: str, out: Path) -> str:
+def run_and_capture(command: str, out: Path) -> str:
     """What a command says, without progress."""
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main([*shlex.split(command), "--out", str(out)]) == 0
-    said = [line for line in stream.getvalue().splitlines(keepends=True) if line.strip()]
-    return "".join(line for line in said if not re.match(r"plan \d+ of |all runs are in ", line))
+    output = [line for line in stream.getvalue().splitlines(keepends=True) if line.strip()]
+    return "".join(line for line in output if not re.match(r"plan \d+ of |all runs are in ", line))
 
 
 def test_guide_quotes_commands() -> None:
@@ -41,16 +41,16 @@ def test_guide_quotes_commands() -> None:
 def test_command_of_the_guide_prints_what_is_quoted(
     command: str, answer: str, tmp_path: Path
 ) -> None:
-    assert said_by(command, tmp_path / "out").splitlines() == answer.splitlines()
+    assert run_and_capture(command, tmp_path / "out").splitlines() == answer.splitlines()
 
 
 def rewrite() -> None:
     text = GUIDE.read_text("utf-8")
     for command, answer in QUOTED:
-        with tempfile.TemporaryDirectory() as folder:
-            said = said_by(command, Path(folder) / "out")
-        print(f"{'same   ' if said == answer else 'changed'} {command}", flush=True)
-        text = text.replace(f"$ weft {command}\n{answer}```", f"$ weft {command}\n{said}```")
+        with tempfile.TemporaryDirectory() as directory:
+            output = run_and_capture(command, Path(directory) / "out")
+        print(f"{'same   ' if output == answer else 'changed'} {command}", flush=True)
+        text = text.replace(f"$ weft {command}\n{answer}```", f"$ weft {command}\n{output}```")
     GUIDE.write_text(text, "utf-8")
 
 

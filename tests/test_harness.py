@@ -51,12 +51,12 @@ def wait_forever_on_one() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def die_on_two(how: str) -> None:
+def die_on_two(mode: str) -> None:
     if dist.get_rank() == 2:
         print("last words")
-        if how == "exit":
+        if mode == "exit":
             os._exit(7)
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), getattr(signal, mode))
     for _ in range(1000):
         dist.all_reduce(torch.zeros(1))
 
@@ -77,11 +77,11 @@ def first_outlives_its_function() -> bool:
     return is_running(int(pid))
 
 
-def leave_processes_behind(folder: str) -> None:
+def leave_processes_behind(directory: str) -> None:
     # One in the rank's session and one that left it.
     for new_session in (False, True):
         child = subprocess.Popen(["sleep", "600"], start_new_session=new_session)
-        Path(folder, f"{os.getpid()}-{new_session}").write_text(str(child.pid))
+        Path(directory, f"{os.getpid()}-{new_session}").write_text(str(child.pid))
     if dist.get_rank() == 0:
         raise RuntimeError("and then this")
     time.sleep(600)
@@ -169,19 +169,19 @@ def test_timeout_shows_every_ranks_stack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "shown"),
+    ("mode", "message"),
     [
         ("exit", "exited with 7"),
         ("SIGKILL", "was killed by SIGKILL"),
         ("SIGSEGV", "was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_dies_is_named(how: str, shown: str) -> None:
-    with pytest.raises(RankError, match=f"rank 2 of 4 {shown}") as caught:
-        run_ranks(die_on_two, 4, how)
+def test_a_rank_that_dies_is_named(mode: str, message: str) -> None:
+    with pytest.raises(RankError, match=f"rank 2 of 4 {message}") as caught:
+        run_ranks(die_on_two, 4, mode)
     assert caught.value.rank == 2
     assert "last words" in str(caught.value)
-    if how == "SIGSEGV":
+    if mode == "SIGSEGV":
         assert "in die_on_two" in str(caught.value)  # the stack that faulthandler printed
 
 
@@ -195,11 +195,11 @@ def test_no_rank_leaves_before_all_have_finished() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "shown"),
+    ("function", "message"),
     [(return_unpicklable, "pickle"), (leave_with_sys_exit, "SystemExit: enough")],
 )
-def test_run_ranks_unpicklable_result_or_exit_is_an_error(function: object, shown: str) -> None:
-    with pytest.raises(RankError, match=shown):
+def test_run_ranks_unpicklable_result_or_exit_is_an_error(function: object, message: str) -> None:
+    with pytest.raises(RankError, match=message):
         run_ranks(function, 2)  # type: ignore[arg-type]
 
 
@@ -219,7 +219,7 @@ def test_the_server_serves_on_after_failures() -> None:
 # --------------------------------------------------------------------------- left behind
 
 
-def gone(pids: list[int], seconds: float = 5.0) -> bool:
+def wait_until_gone(pids: list[int], seconds: float = 5.0) -> bool:
     end = time.monotonic() + seconds
     while any(is_running(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
@@ -250,7 +250,7 @@ def test_a_failed_world_leaves_no_process(tmp_path: Path) -> None:
         run_ranks(leave_processes_behind, 1, str(tmp_path))
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     assert len(pids) == 2
-    assert gone(pids, seconds=0)
+    assert wait_until_gone(pids, seconds=0)
     assert harness._current is not None
     assert children(harness._current.process.pid) == []
 
@@ -274,6 +274,6 @@ def test_ranks_die_with_those_above_them(tmp_path: Path) -> None:
     above[0].kill()
     os.kill(servers[1], signal.SIGKILL)
     stderr = [process.communicate(timeout=30)[1] for process in above]
-    assert gone([*servers, *ranks[0], *ranks[1]])
+    assert wait_until_gone([*servers, *ranks[0], *ranks[1]])
     assert list(tmp_path.glob("weft-ranks-*")) == []  # nor does a file of theirs stay
     assert b"the rank server died (exit status -9)" in stderr[1]

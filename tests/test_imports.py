@@ -29,7 +29,7 @@ LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 def imported(path: Path) -> set[str]:
     """The parts of weft that a file imports."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
@@ -38,8 +38,8 @@ def imported(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("weft.")}
-    return found
+        results |= {name.split(".")[1] for name in names if name.startswith("weft.")}
+    return results
 
 
 def wrong_imports() -> list[str]:
@@ -61,14 +61,14 @@ def test_imports_point_one_way() -> None:
 
 def modules_of_weft(path: Path, known: set[str]) -> set[str]:
     """The modules of weft that a file imports, inside of functions and for types, too."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & known or {node.module or ""} & known
+            results |= inner & known or {node.module or ""} & known
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & known
-    return found
+            results |= {alias.name for alias in node.names} & known
+    return results
 
 
 def test_no_modules_import_each_other() -> None:
@@ -79,10 +79,10 @@ def test_no_modules_import_each_other() -> None:
         ): path
         for path in ROOT.rglob("*.py")
     }
-    left = {name: modules_of_weft(path, set(names)) - {name} for name, path in names.items()}
-    while free := {name for name, needs in left.items() if not needs & set(left)}:
-        left = {name: needs for name, needs in left.items() if name not in free}
-    assert left == {}
+    remaining = {name: modules_of_weft(path, set(names)) - {name} for name, path in names.items()}
+    while free := {name for name, needs in remaining.items() if not needs & set(remaining)}:
+        remaining = {name: needs for name, needs in remaining.items() if name not in free}
+    assert remaining == {}
 
 
 def test_a_launcher_does_not_import_torchs_compiler() -> None:

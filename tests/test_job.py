@@ -53,9 +53,9 @@ def test_extends_chains_and_overrides_win(tmp_path: Path) -> None:
     ],
 )
 def test_text_is_read_by_the_type_of_its_key(key: str, text: str, value: object) -> None:
-    found = flatten(read("demo", (key, text)))[key]
-    assert found == value
-    assert type(found) is type(value)
+    result = flatten(read("demo", (key, text)))[key]
+    assert result == value
+    assert type(result) is type(value)
 
 
 def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:

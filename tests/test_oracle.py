@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.oracle import check_case, draw_case, make_case
 
 OFTEN = range(20)
-MORE = range(20, 140)
+EXTRA = range(20, 140)
 LOW = [
     {"precision__compute_dtype": "bfloat16"},
     {"precision__float8": "tensorwise", "precision__float8_small": True},
@@ -24,33 +24,33 @@ LOW = [
 
 def wrong_cases(seeds: Sequence[int]) -> list[str]:
     """What departs in the random jobs of these seeds; in a rank."""
-    found = []
+    results = []
     for seed in seeds:
         try:
             check_case(draw_case(seed))
         except Exception as error:
             text = f"{error}" if isinstance(error, AssertionError) else traceback.format_exc()
-            found.append(f"seed {seed}: {text}")
-    return found
+            results.append(f"seed {seed}: {text}")
+    return results
 
 
 @pytest.mark.timeout(300)
 def test_random_jobs_in_one_process_equal_transformers() -> None:
-    [found] = run_ranks(wrong_cases, 1, OFTEN, timeout=280)
-    assert not found, "\n".join(found)
+    [result] = run_ranks(wrong_cases, 1, OFTEN, timeout=280)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(MORE.start, MORE.stop, 30))
+@pytest.mark.parametrize("first", range(EXTRA.start, EXTRA.stop, 30))
 def test_more_random_jobs_in_one_process_equal_transformers(first: int) -> None:
-    [found] = run_ranks(wrong_cases, 1, range(first, first + 30), timeout=800)
-    assert not found, "\n".join(found)
+    [result] = run_ranks(wrong_cases, 1, range(first, first + 30), timeout=800)
+    assert not result, "\n".join(result)
 
 
 def wrong_in_low_precision() -> list[str]:
     """What departs in bfloat16 and in float8; in a rank."""
-    found = []
+    results = []
     for keys in LOW:
         case = make_case(
             str(keys),
@@ -65,11 +65,11 @@ def wrong_in_low_precision() -> list[str]:
         try:
             check_case(case)
         except AssertionError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.timeout(200)
 def test_low_precision_is_as_near_as_transformers_in_it() -> None:
-    [found] = run_ranks(wrong_in_low_precision, 1, timeout=180)
-    assert not found, "\n".join(found)
+    [result] = run_ranks(wrong_in_low_precision, 1, timeout=180)
+    assert not result, "\n".join(result)

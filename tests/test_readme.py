@@ -31,12 +31,12 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 def commands(page: str) -> list[list[str]]:
     """Every ``weft`` command of a page, without what follows a '#'."""
     text = re.sub(r"\\\n *", "", (ROOT / page).read_text("utf-8"))
-    found = []
+    results = []
     for kind, block in BLOCK.findall(text):
         for line in () if kind else block.splitlines():
             if re.match(r"(\$ )?weft [a-z]", line):
-                found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
-    return found
+                results.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
+    return results
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -54,8 +54,8 @@ def test_commands_of_pages_parse(
         with contextlib.redirect_stdout(io.StringIO()):
             try:
                 known.parse_args(rest)
-            except SystemExit as asked:  # for help
-                status = asked.code
+            except SystemExit as exit_:  # for help
+                status = exit_.code
         assert status == 0, words
         recipe = next((word for word in rest[1:] if word in (*recipe_names(), "mine.toml")), "demo")
         _, _, problems = read_job(recipe, overrides)
@@ -92,28 +92,28 @@ def core() -> set[Path]:
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "weft").rglob("*.py")
     }
-    found: set[str] = set()
-    left = ["weft.train.loop"]
-    while left:
-        name = left.pop()
-        if name in found or name not in known:
+    results: set[str] = set()
+    remaining = ["weft.train.loop"]
+    while remaining:
+        name = remaining.pop()
+        if name in results or name not in known:
             continue
-        found.add(name)
+        results.add(name)
         for node in ast.walk(ast.parse(known[name].read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
-                left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return {known[name] for name in found} - {ROOT / "weft" / "__init__.py"}
+                remaining += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return {known[name] for name in results} - {ROOT / "weft" / "__init__.py"}
 
 
 def test_readme_line_counts_are_true() -> None:
-    told = re.search(
+    match = re.search(
         r"weft is ([\d,]+) lines of Python, ([\d,]+) without docstrings\. "
         r"([\d,]+) and ([\d,]+) of them",
         README,
     )
-    assert told is not None
-    whole, code, of_core, core_code = (int(number.replace(",", "")) for number in told.groups())
-    assert lines_of_packages(docstrings=True).total() == pytest.approx(whole, rel=0.02)
+    assert match is not None
+    full, code, of_core, core_code = (int(number.replace(",", "")) for number in match.groups())
+    assert lines_of_packages(docstrings=True).total() == pytest.approx(full, rel=0.02)
     assert lines_of_packages().total() == pytest.approx(code, rel=0.02)
     files = list(core())
     documented = sum(lines_of_code(path, docstrings=True) for path in files)
@@ -123,10 +123,10 @@ def test_readme_line_counts_are_true() -> None:
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*build, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert "The loop" in (tmp_path / "index.html").read_text("utf-8")
 
 
@@ -134,21 +134,21 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 def test_readme_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (quoted,) = (text for _, text in BLOCKS if text.startswith("$ weft plan llama3-405b"))
     assert main(["plan", "llama3-405b"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in quoted.splitlines()[1:] if line != "..." and line not in said] == []
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in quoted.splitlines()[1:] if line != "..." and line not in output] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_readme_user_family_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
-    (mine,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
-    (tmp_path / "mine.py").write_text(mine)
+    (source,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
+    (tmp_path / "mine.py").write_text(source)
     (words,) = (words for words in commands("README.md") if "mine:FAMILY" in words)
-    for more in ([], ["--run.nproc_per_node", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
-        done = subprocess.run(
-            [*WEFT, *words, *more], cwd=tmp_path, capture_output=True, text=True, check=False
+    for extra in ([], ["--run.nproc_per_node", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
+        completed = subprocess.run(
+            [*WEFT, *words, *extra], cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
     one, two = ((tmp_path / "runs" / name / "loud.txt").read_text() for name in ("own", "two"))
     assert len(one.splitlines()) == 20
     assert one == two

@@ -325,17 +325,17 @@ def definitions(path: Path) -> Iterator[Definition]:
 def retired_words(passage: Passage) -> list[str]:
     """``file:line: 'word' (use ...): text`` for each retired word of a passage."""
     lines = passage.text.splitlines()
-    found = []
+    results = []
     for match in RETIRED.finditer(passage.text):
         index = passage.text.count("\n", 0, match.start())
         use = USES[(match.lastindex or 1) - 1]
-        where = f"{passage.file}:{passage.line + index}"
-        found.append(f"{where}: {match[0]!r} (use {use}): {lines[index].strip()[:120]}")
-    return found
+        location = f"{passage.file}:{passage.line + index}"
+        results.append(f"{location}: {match[0]!r} (use {use}): {lines[index].strip()[:120]}")
+    return results
 
 
-def report(found: list[str]) -> str:
-    return "\n" + "\n".join(found)
+def report(result: list[str]) -> str:
+    return "\n" + "\n".join(result)
 
 
 @pytest.mark.parametrize("group", PROSE)
@@ -349,54 +349,54 @@ def test_prose_has_no_retired_word(group: str) -> None:
         if not is_scanned(path.relative_to(ROOT).as_posix())
         for line in path.read_text("utf-8").splitlines()
     }
-    found = []
+    results = []
     for path in paths:
         lines = path.read_text("utf-8").splitlines()
         text = "\n".join("" if line.strip() in quotable else line for line in lines)
-        found += retired_words(Passage(path.relative_to(ROOT).as_posix(), 1, text))
-    assert not found, report(found)
+        results += retired_words(Passage(path.relative_to(ROOT).as_posix(), 1, text))
+    assert not results, report(results)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_source_has_no_retired_word(package: str) -> None:
-    found = [
+    result = [
         text
         for path in python_files(package)
         for passage in strings_and_comments(path)
         for text in retired_words(passage)
     ]
-    assert not found, report(found)
+    assert not result, report(result)
 
 
 def test_help_of_keys_has_no_retired_word() -> None:
-    found = []
+    results = []
     for name, section in SECTIONS.items():
         for key, field in section.model_fields.items():
             assert field.description, f"{name}.{key} has no help"
-            found += retired_words(Passage(f"help of {name}.{key}", 1, field.description))
-    assert not found, report(found)
+            results += retired_words(Passage(f"help of {name}.{key}", 1, field.description))
+    assert not results, report(results)
 
 
 def test_help_of_commands_has_no_retired_word() -> None:
-    found, left = [], [parser()]
-    while left:
-        command = left.pop()
-        found += retired_words(Passage(f"{command.prog} --help", 1, command.format_help()))
+    result, remaining = [], [parser()]
+    while remaining:
+        command = remaining.pop()
+        result += retired_words(Passage(f"{command.prog} --help", 1, command.format_help()))
         for action in command._actions:
             if isinstance(action.choices, dict):
-                left += action.choices.values()
-    assert not found, report(found)
+                remaining += action.choices.values()
+    assert not result, report(result)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_definition_has_no_retired_name(package: str) -> None:
-    found = [
+    result = [
         f"{file}:{line}: {name!r} (use {use})"
         for path in python_files(package)
         for file, line, name, _, use in definitions(path)
         if use and (file, name) not in EXCEPTIONS
     ]
-    assert not found, report(found)
+    assert not result, report(result)
 
 
 def test_exceptions_are_still_used() -> None:
@@ -412,10 +412,10 @@ def test_exceptions_are_still_used() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstring_opens_with_a_short_sentence(package: str) -> None:
     """At most 80 characters, and no clause such as "What ..." in place of a verb or noun."""
-    found = []
+    results = []
     for path in python_files(package):
         for file, line, _, doc, _ in definitions(path):
             first = doc.partition("\n")[0]
             if len(first) > 80 or first.split(" ")[0] in OPENINGS:
-                found.append(f"{file}:{line}: {len(first)} characters: {first}")
-    assert not found, report(found)
+                results.append(f"{file}:{line}: {len(first)} characters: {first}")
+    assert not results, report(results)

@@ -69,19 +69,19 @@ def test_a_unit_test_cannot_start_a_process(name: str) -> None:
 
 def test_costs_of_tests_are_written_by_tier(tmp_path: Path) -> None:
     """In one process, and collected from those of xdist."""
-    here = Path(__file__).parent
+    directory = Path(__file__).parent
     file = tmp_path / "costs.json"
     subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
             *("--numprocesses", "1", "--record-durations", str(file)),
-            str(here / "test_covering.py"),
+            str(directory / "test_covering.py"),
         ],
-        cwd=here.parent,
+        cwd=directory.parent,
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    found = json.loads(file.read_text())
-    assert found["tiers"]["unit"] == found["seconds"]
-    assert {cost["tier"] for cost in found["tests"].values()} == {"unit"}
-    assert len(found["tests"]) == 3
+    text = json.loads(file.read_text())
+    assert text["tiers"]["unit"] == text["seconds"]
+    assert {cost["tier"] for cost in text["tests"].values()} == {"unit"}
+    assert len(text["tests"]) == 3

@@ -26,39 +26,43 @@ def test_wheel_installed_elsewhere_trains_the_demo(tmp_path: Path) -> None:
     assert wheel.name == f"weft-{weft.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "weft").rglob("*.*") if path.is_file()}
-    assert {name for name in there if "__pycache__" not in name} <= names
+    remote = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "weft").rglob("*.*") if path.is_file()
+    }
+    assert {name for name in remote if "__pycache__" not in name} <= names
     assert "weft/py.typed" in names
     assert not any(name.startswith("tests") for name in names)
 
-    place, folder = tmp_path / "site", tmp_path / "elsewhere"
-    folder.mkdir()
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(place), str(wheel)], check=True)
+    location, directory = tmp_path / "site", tmp_path / "elsewhere"
+    directory.mkdir()
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(location), str(wheel)], check=True
+    )
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [str(place / "bin" / "weft"), *words],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(place)},
+        completed = subprocess.run(
+            [str(location / "bin" / "weft"), *words],
+            cwd=directory,
+            env=os.environ | {"PYTHONPATH": str(location)},
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return completed.stdout
 
     assert run("--version") == f"weft {weft.__version__}\n"
-    where = subprocess.run(
+    site = subprocess.run(
         [sys.executable, "-c", "import weft; print(weft.__file__)"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(place)},
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(location)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert Path(where.stdout.strip()).is_relative_to(place)
+    assert Path(site.stdout.strip()).is_relative_to(location)
     assert "trained 3 steps" in run(
         "train", "demo", "--train.steps", "3", "--run.nproc_per_node", "2"
     )
-    assert (folder / "runs").is_dir()
-    assert len(run("generate", *map(str, (folder / "runs").iterdir()), "--max-tokens", "5")) > 1
+    assert (directory / "runs").is_dir()
+    assert len(run("generate", *map(str, (directory / "runs").iterdir()), "--max-tokens", "5")) > 1

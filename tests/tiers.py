@@ -63,15 +63,15 @@ DERIVED = pytest.StashKey[bool]()
 
 def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
     """Return the tier of what functions of tests reach."""
-    seen: set[object] = set()
-    found = "unit"
+    visited: set[object] = set()
+    result = "unit"
     stack: list[Any] = list(functions)
     while stack:
         function = stack.pop()
         function = getattr(function, "__wrapped__", function)
-        if not isinstance(function, types.FunctionType) or function in seen:
+        if not isinstance(function, types.FunctionType) or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         for name, value in _reached(function):
             if name in STARTERS or (
                 isinstance(value, types.ModuleType) and (value.__name__ in STARTERS)
@@ -79,13 +79,13 @@ def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
                 return "system"
             module = str(getattr(value, "__module__", ""))
             if value is harness.run_ranks:
-                found = "ranks"
+                result = "ranks"
             elif (module, name) in WEFT_STARTERS:
-                found = max(found, WEFT_STARTERS[module, name], key=TIERS.index)
+                result = max(result, WEFT_STARTERS[module, name], key=TIERS.index)
             elif module.startswith("tests."):
                 members = vars(value).values() if isinstance(value, type) else [value]
-                stack += (getattr(each, "__func__", each) for each in members)
-    return found
+                stack += (getattr(member, "__func__", member) for member in members)
+    return result
 
 
 def _reached(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
@@ -95,12 +95,12 @@ def _reached(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     while codes:
         code = codes.pop()
         names |= set(code.co_names)
-        codes += (each for each in code.co_consts if isinstance(each, types.CodeType))
+        codes += (const for const in code.co_consts if isinstance(const, types.CodeType))
     for name in names:
         value = function.__globals__.get(name)
         yield name, value
         if isinstance(value, types.ModuleType) and value.__name__.startswith("tests."):
-            yield from ((each, vars(value).get(each)) for each in names)
+            yield from ((name, vars(value).get(name)) for name in names)
 
 
 def _fixtures(item: pytest.Function) -> list[Callable[..., Any]]:
@@ -235,9 +235,9 @@ class _Record:
         self.costs: dict[str, Cost] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = dict(report.user_properties)
-        if report.when == "teardown" and "seconds" in found:
-            self.costs[report.nodeid] = Cost(str(found["tier"]), float(str(found["seconds"])))
+        result = dict(report.user_properties)
+        if report.when == "teardown" and "seconds" in result:
+            self.costs[report.nodeid] = Cost(str(result["tier"]), float(str(result["seconds"])))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         path = self.config.getoption("record_durations")
@@ -272,7 +272,9 @@ class _Record:
         content = {
             "seconds": round(total, 1),
             "tiers": {tier: round(sum(seconds), 1) for tier, seconds in tiers.items()},
-            "directories": {name: round(each, 1) for name, each in sorted(directories.items())},
+            "directories": {
+                name: round(directory, 1) for name, directory in sorted(directories.items())
+            },
             "tests": {name: cost._asdict() for name, cost in slowest},
         }
         file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

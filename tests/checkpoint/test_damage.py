@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's files: it is noticed, and the one before is taken, exactly."""
+"""Any damage to a checkpoint is detected, and the previous one is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.test_manager import everything, save, stepped
+from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import RankError, run_ranks
 from weft.checkpoint import manifest
 from weft.checkpoint import shard_files as shards
@@ -40,13 +40,13 @@ SHAPE = (5, 6, 7)
 def test_fingerprint_of_shards_sums_to_the_whole(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (1000 * torch.randn(SHAPE, dtype=torch.float64)).to(dtype)
-    alone = int(fingerprint(x, (0, 0, 0), SHAPE))
+    single = int(fingerprint(x, (0, 0, 0), SHAPE))
     for dim, size in enumerate(SHAPE):
         for at in range(size + 1):
             parts = [x.narrow(dim, 0, at), x.narrow(dim, at, size - at)]
             begins = [[0, 0, 0], [at if d == dim else 0 for d in range(3)]]
             sums = [int(fingerprint(p, b, SHAPE)) for p, b in zip(parts, begins, strict=True)]
-            assert wrap_int64(sum(sums)) == alone
+            assert wrap_int64(sum(sums)) == single
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (5, 6), (4, 5, 3)])
@@ -57,7 +57,7 @@ def test_fingerprint_of_chunks_is_the_weighted_sum(
     monkeypatch.setattr("weft.checkpoint.fingerprint.CHUNK", {"cpu": 7})
     x = torch.randn(shape)
     words = x.view(torch.int32).flatten().tolist()
-    expected = wrap_int64(sum(word * (2 * place + 1) for place, word in enumerate(words)))
+    expected = wrap_int64(sum(word * (2 * position + 1) for position, word in enumerate(words)))
     assert int(fingerprint(x, [0] * x.dim(), shape)) == expected
 
 
@@ -65,13 +65,13 @@ def test_fingerprint_one_bit_or_an_exchange_changes_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(64)
     before = int(fingerprint(x, (0,), (64,)))
-    seen = {before}
+    visited = {before}
     for i in range(64):
         for bit in range(32):
             y = x.clone()
             y.view(torch.int32)[i] ^= -(1 << 31) if bit == 31 else 1 << bit
-            seen.add(int(fingerprint(y, (0,), (64,))))
-    assert len(seen) == 1 + 64 * 32
+            visited.add(int(fingerprint(y, (0,), (64,))))
+    assert len(visited) == 1 + 64 * 32
     for i in range(63):
         y = x.clone()
         y[[i, i + 1]] = x[[i + 1, i]]
@@ -83,23 +83,23 @@ def test_fingerprint_one_bit_or_an_exchange_changes_it() -> None:
 # --------------------------------------------------------------------------- corruption
 
 
-def save_two(folder: str) -> dict[str, torch.Tensor]:
+def save_two(directory: str) -> dict[str, torch.Tensor]:
     """Steps 1 and 2; the state of step 1."""
     parts, optimizer = stepped(1e-3)
-    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
-    first = everything(parts, optimizer)
+    save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
+    first = full_state(parts, optimizer)
     for _, param in trainable_parameters(parts):
         param.grad = torch.randn_like(param.data)
     optimizer.step()
-    save(Path(folder), parts, optimizer, {"step": 2, "samples": 16}, keep=9)
+    save(Path(directory), parts, optimizer, {"step": 2, "samples": 16}, keep=9)
     return first
 
 
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(save_two, 2, str(folder))
-    return folder
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(save_two, 2, str(directory))
+    return directory
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def blank(path: Path, source: random.Random) -> None:
         end = min(at + 4096, len(content))
         if any(content[at:end]):
             content[at:end] = bytes(end - at)
-            return void(path.write_bytes(content))
+            return change_nothing(path.write_bytes(content))
 
 
 def cut(path: Path, source: random.Random) -> None:
@@ -140,7 +140,7 @@ def lengthen(path: Path, source: random.Random) -> None:
     path.write_bytes(content[:at] + source.randbytes(8) + content[at:])
 
 
-def stale(path: Path, source: random.Random) -> None:
+def restore_old_version(path: Path, source: random.Random) -> None:
     shutil.copy(path.parent.parent / "step-00000001" / path.name, path)
 
 
@@ -155,7 +155,7 @@ def remove(path: Path, source: random.Random) -> None:
     path.unlink()
 
 
-def void(unused: object) -> None:
+def change_nothing(unused: object) -> None:
     pass
 
 
@@ -165,22 +165,29 @@ OF_SHARDS = [
     (cut, 60),
     (lengthen, 40),
     (append, 2),
-    (stale, 4),
+    (restore_old_version, 4),
     (swap, 2),
     (remove, 4),
 ]
-OF_MANIFEST = [(flip, 200), (blank, 10), (cut, 40), (lengthen, 20), (stale, 1), (remove, 1)]
+OF_MANIFEST = [
+    (flip, 200),
+    (blank, 10),
+    (cut, 40),
+    (lengthen, 20),
+    (restore_old_version, 1),
+    (remove, 1),
+]
 
 
-def corrupt(folder: str, times: float) -> tuple[int, list[str]]:
-    """Every corruption of step 2, each followed by a resume: (how many, what went unnoticed)."""
-    home = Path(folder)
+def corrupt(directory: str, times: float) -> tuple[int, list[str]]:
+    """Corrupt step 2 in every way and resume; return (count, undetected corruptions)."""
+    home = Path(directory)
     parts, optimizer = stepped(1.0)
     source = random.Random(0)
     spare = home.parent / "spare"
     shutil.copytree(home / "step-00000002", spare)
     expected = torch.load(home.parent / "first.pt")
-    done, unnoticed = 0, []
+    completed, unnoticed = 0, []
     files = [f"shard-0000{rank}.bin" for rank in range(2)]
     kinds: list[tuple[Callable[..., None], int, list[str]]] = [
         *((kind, count, files) for kind, count in OF_SHARDS),
@@ -190,28 +197,28 @@ def corrupt(folder: str, times: float) -> tuple[int, list[str]]:
         for _ in range(max(1, int(count * times))):
             name = source.choice(names)
             kind(home / "step-00000002" / name, source)
-            said: list[str] = []
-            at = resume(home, "off", parts, optimizer, said.append)
-            state = everything(parts, optimizer)
+            messages: list[str] = []
+            at = resume(home, "off", parts, optimizer, messages.append)
+            state = full_state(parts, optimizer)
             exact = all(state[key].equal(value) for key, value in expected.items())
-            if at.step != 1 or not exact or "step-00000002" not in "".join(said):
-                unnoticed.append(f"{kind.__name__} of {name}: step {at.step}, {said}")
-            done += 1
+            if at.step != 1 or not exact or "step-00000002" not in "".join(messages):
+                unnoticed.append(f"{kind.__name__} of {name}: step {at.step}, {messages}")
+            completed += 1
             for aside in home.glob("damaged-*"):
                 shutil.rmtree(aside)
             shutil.rmtree(home / "step-00000002", ignore_errors=True)
             shutil.copytree(spare, home / "step-00000002")
     # And undamaged it is taken.
     assert resume(home, "off", parts, optimizer, unnoticed.append).step == 2
-    return done, unnoticed
+    return completed, unnoticed
 
 
 def corruptions(tmp_path: Path, times: float) -> int:
     home = tmp_path / "checkpoints"
     torch.save(run_ranks(save_two, 2, str(home))[0], tmp_path / "first.pt")
-    ((done, unnoticed),) = run_ranks(corrupt, 1, str(home), times, timeout=280)
+    ((completed, unnoticed),) = run_ranks(corrupt, 1, str(home), times, timeout=280)
     assert unnoticed == []
-    return done
+    return completed
 
 
 def test_resume_corrupted_checkpoint_falls_back_exactly(tmp_path: Path) -> None:
@@ -223,11 +230,11 @@ def test_resume_corrupted_checkpoint_falls_back_seven_hundred_times(tmp_path: Pa
     assert corruptions(tmp_path, 1.0) >= 700
 
 
-def resume_all(folder: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
+def resume_all(directory: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
     parts, optimizer = stepped(1.0)
-    said: list[str] = []
-    at = resume(Path(folder), "off", parts, optimizer, said.append)
-    return at.step, said, everything(parts, optimizer)
+    messages: list[str] = []
+    at = resume(Path(directory), "off", parts, optimizer, messages.append)
+    return at.step, messages, full_state(parts, optimizer)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -235,10 +242,10 @@ def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) ->
     """Also those whose own part is sound."""
     first = run_ranks(save_two, 2, str(tmp_path))[0]
     flip(tmp_path / "step-00000002/shard-00001.bin", random.Random(1))
-    for step, said, state in run_ranks(resume_all, ranks, str(tmp_path)):
+    for step, messages, state in run_ranks(resume_all, ranks, str(tmp_path)):
         assert step == 1
         assert all(state[name].equal(tensor) for name, tensor in first.items())
-        assert "shard-00001.bin differs from what was written" in said[0]
+        assert "shard-00001.bin differs from what was written" in messages[0]
     names = sorted(os.listdir(tmp_path))
     assert names[0].startswith("damaged-step-00000002")
     assert names[1:] == ["step-00000001"]
@@ -259,7 +266,7 @@ def test_load_tensor_changed_before_writing_is_refused(tmp_path: Path) -> None:
         run_ranks(load_newest, 1, str(tmp_path))
 
 
-def save_otherwise(folder: str) -> None:
+def save_otherwise(directory: str) -> None:
     raw = shards.tensor_bytes
 
     def changed(tensor: torch.Tensor) -> memoryview:
@@ -267,12 +274,12 @@ def save_otherwise(folder: str) -> None:
 
     shards.tensor_bytes = changed
     parts, optimizer = stepped(1e-3)
-    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
+    save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
 
 
-def load_newest(folder: str) -> None:
+def load_newest(directory: str) -> None:
     parts, optimizer = stepped(1.0)
-    load_checkpoint(list_checkpoints(Path(folder))[-1], parts, optimizer)
+    load_checkpoint(list_checkpoints(Path(directory))[-1], parts, optimizer)
 
 
 # --------------------------------------------------------------------------- malice
@@ -346,18 +353,18 @@ def test_resume_disk_error_is_not_taken_for_damage(saved: Path) -> None:
     assert sorted(os.listdir(saved)) == ["step-00000001", "step-00000002"]
 
 
-def refuse_a_manifest(folder: str) -> None:
+def refuse_a_manifest(directory: str) -> None:
     def refused(path: Path, most: int) -> bytes:
         raise OSError(5, "Input/output error", str(path))
 
     manifest.read_regular_file = refused  # type: ignore[attr-defined]
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"manifest.json cannot be read.*error") as caught:
-        resume(Path(folder), "off", parts, optimizer, print)
+        resume(Path(directory), "off", parts, optimizer, print)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
-def refuse_reading(folder: str) -> None:
+def refuse_reading(directory: str) -> None:
     def refused(*args: Any) -> torch.Tensor:
         raise OSError(5, "Input/output error")
 
@@ -365,5 +372,5 @@ def refuse_reading(folder: str) -> None:
         shards.read_chunks = refused
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
-        resume(Path(folder), "off", parts, optimizer, print)
+        resume(Path(directory), "off", parts, optimizer, print)
     assert not isinstance(caught.value, DamagedCheckpoint)

@@ -1,7 +1,7 @@
-"""Random damage to every file of a checkpoint: the load is exact, or falls back, or is refused.
+"""Random damage to a checkpoint: the load is exact, falls back or is refused.
 
-Mutations of a manifest come with a hash that is right: anybody can compute it.  What such a
-manifest says of the position cannot be proved wrong; that it is a position can.
+Mutated manifests get a valid hash, which anybody can compute. A wrong position in such a
+manifest cannot be detected, but an invalid one can.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_manager import everything, stepped
+from tests.checkpoint.test_manager import full_state, stepped
 from tests.harness import run_ranks
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import CheckpointError, manifest_text
@@ -33,7 +33,7 @@ MEMORY_BYTES = 2 << 30  # that one load may take more than the process has
 SECONDS = 5.0  # of the processor, for one load
 
 
-def deep(levels: int) -> Any:
+def nest(levels: int) -> Any:
     tree: Any = []
     for _ in range(levels):
         tree = [tree]
@@ -43,33 +43,33 @@ def deep(levels: int) -> Any:
 VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 3, 2**31, 2**53, 2**63 - 1, 2**63, 2**70, -(2**63), 10**400),
     *(0.5, 1e308, -0.0, "", "x", "2", "../../etc/passwd", "/dev/zero", "A" * 10_000, "\ud800"),
-    *([], {}, [[]], {"a": 1}, [0] * 1000, deep(50), deep(900), "int32", "float64", "bfloat16"),
+    *([], {}, [[]], {"a": 1}, [0] * 1000, nest(50), nest(900), "int32", "float64", "bfloat16"),
 ]
 
 
 def mutate_tree(tree: Any, source: random.Random) -> Any:
-    """A JSON tree with one value changed, removed, repeated or exchanged, at any depth."""
+    """Change, remove, repeat or exchange one value of a JSON tree, at any depth."""
     tree = json.loads(json.dumps(tree))
-    place = tree
+    node = tree
     while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         key = source.choice(keys)
-        inner = place[key]
+        inner = node[key]
         if not (isinstance(inner, dict | list) and inner and source.random() < 0.8):
             break
-        place = inner
+        node = inner
     match source.randrange(6):
         case 0:
-            del place[key]
-        case 1 if isinstance(place, list):
-            place.append(inner)
+            del node[key]
+        case 1 if isinstance(node, list):
+            node.append(inner)
         case 2:
             other = source.choice(keys)
-            place[key], place[other] = place[other], place[key]
+            node[key], node[other] = node[other], node[key]
         case 3 if isinstance(inner, int | float):
-            place[key] = inner + source.choice((-1, 1, 0.5, -inner * 2 - 1, 10**6))
+            node[key] = inner + source.choice((-1, 1, 0.5, -inner * 2 - 1, 10**6))
         case _:
-            place[key] = source.choice(VALUES)
+            node[key] = source.choice(VALUES)
     return tree
 
 
@@ -95,7 +95,7 @@ def flip(path: Path, source: random.Random) -> None:
     path.write_bytes(content)
 
 
-def noise(path: Path, source: random.Random) -> None:
+def overwrite_randomly(path: Path, source: random.Random) -> None:
     path.write_bytes(source.randbytes(source.randrange(3000)))
 
 
@@ -103,7 +103,7 @@ def cut(path: Path, source: random.Random) -> None:
     os.truncate(path, source.randrange(path.stat().st_size))
 
 
-def grow(path: Path, source: random.Random) -> None:
+def append_bytes(path: Path, source: random.Random) -> None:
     os.truncate(path, path.stat().st_size + source.choice((1, 4096, 1 << 40)))
 
 
@@ -130,7 +130,7 @@ def relink(path: Path, source: random.Random) -> None:
             path.mkdir()
 
 
-ANY_FILE = [flip, cut, grow, insert, noise, relink]
+ANY_FILE = [flip, cut, append_bytes, insert, overwrite_randomly, relink]
 OF_JSON = [rehashed] * 12 + [nested]
 
 
@@ -138,17 +138,17 @@ def next_step(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     for _, param in trainable_parameters(parts):
         param.grad = torch.randn_like(param.data)
     optimizer.step()
-    return everything(parts, optimizer)
+    return full_state(parts, optimizer)
 
 
 def is_sound(at: TrainState, step: int) -> bool:
     AnomalyDetector(ResilienceSection(on_anomaly="skip"), at.anomaly_state)
-    whole = type(at.step) is type(at.samples) is int
-    return whole and at.step == step and step <= at.samples < 2**53
+    is_integer = type(at.step) is type(at.samples) is int
+    return is_integer and at.step == step and step <= at.samples < 2**53
 
 
 def is_elsewhere(newest: Path) -> bool:
-    """Return True if a node has no manifest any more, or one says that its branch was abandoned."""
+    """Return True if a node lost its manifest, or its branch was abandoned."""
     try:
         (manifest,) = [json.loads(path.read_text()) for path in newest.glob("*.json")]
     except (OSError, ValueError):
@@ -156,13 +156,13 @@ def is_elsewhere(newest: Path) -> bool:
     return manifest.get("epoch", 0) != 1
 
 
-def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], dict[str, int]]:
+def fuzz(directory: str, seed: int, count: int, local: bool) -> tuple[list[str], dict[str, int]]:
     """Damage the newest state, at home or on the nodes, and resume, many times.
 
     Returns:
         What went wrong, and how often each thing came of it.
     """
-    home, nodes = Path(folder) / "checkpoints", Path(folder) / "nodes"
+    home, nodes = Path(directory) / "checkpoints", Path(directory) / "nodes"
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9, local_dir=str(nodes) if local else "off")
     saver.acquire_lease(0)
@@ -175,7 +175,7 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
     newest = home / "step-00000002"
     if local:
         (newest,) = nodes.glob("*/*-00000002")
-    spare = Path(folder) / "spare"
+    spare = Path(directory) / "spare"
     shutil.copytree(newest, spare)
     at = resume(home, str(nodes) if local else "off", parts, optimizer, print)
     assert is_sound(at, 2)
@@ -183,7 +183,7 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
-    source, wrong, came = random.Random(seed), [], {"exact": 0, "before": 0, "refused": 0}
+    source, wrong, outcomes = random.Random(seed), [], {"exact": 0, "before": 0, "refused": 0}
     files = sorted(path.name for path in newest.iterdir())
     for number in range(count):
         name = source.choice(files)
@@ -191,24 +191,24 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
         kinds += OF_JSON if name.endswith(".json") else []
         kind = source.choice(kinds)
         kind(newest / name, source)
-        said: list[str] = []
-        began, problem = time.process_time(), ""
+        messages: list[str] = []
+        start_time, problem = time.process_time(), ""
         try:
-            at = resume(home, str(nodes) if local else "off", parts, optimizer, said.append)
+            at = resume(home, str(nodes) if local else "off", parts, optimizer, messages.append)
         except CheckpointError as error:
-            came["refused"] += 1
+            outcomes["refused"] += 1
             problem = "" if len(str(error)) < 5000 else "a message without end"
         except BaseException:
             problem = traceback.format_exc()
         else:
-            state = everything(parts, optimizer)
+            state = full_state(parts, optimizer)
             expected = states.get(at.step, {})
             exact = bool(expected) and all(state[k].equal(v) for k, v in expected.items())
-            quiet = at.step == 2 or bool(said) or is_elsewhere(newest)
-            if not (exact and is_sound(at, at.step) and quiet):
-                problem = f"resumed at step {at.step}, exact: {exact}, said: {said}"
-            came["exact" if at.step == 2 else "before"] += 1
-        if time.process_time() - began > SECONDS:
+            silent = at.step == 2 or bool(messages) or is_elsewhere(newest)
+            if not (exact and is_sound(at, at.step) and silent):
+                problem = f"resumed at step {at.step}, exact: {exact}, said: {messages}"
+            outcomes["exact" if at.step == 2 else "before"] += 1
+        if time.process_time() - start_time > SECONDS:
             problem += " it took too long"
         if problem:
             wrong.append(f"mutation {number}, {kind.__name__} of {name}: {problem}")
@@ -216,22 +216,22 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         shutil.rmtree(newest, ignore_errors=True)
         shutil.copytree(spare, newest)
-    return wrong, came
+    return wrong, outcomes
 
 
-def run_fuzz(folder: Path, seed: int, count: int, local: bool) -> dict[str, int]:
-    ((wrong, came),) = run_ranks(fuzz, 1, str(folder), seed, count, local, timeout=280)
+def run_fuzz(directory: Path, seed: int, count: int, local: bool) -> dict[str, int]:
+    ((wrong, outcomes),) = run_ranks(fuzz, 1, str(directory), seed, count, local, timeout=280)
     assert wrong == []
-    assert sum(came.values()) == count
-    return came
+    assert sum(outcomes.values()) == count
+    return outcomes
 
 
 @pytest.mark.parametrize(("local", "count"), [(False, 50), (True, 40)])
 def test_resume_fuzzed_checkpoint_is_exact_or_falls_back(
     local: bool, count: int, tmp_path: Path
 ) -> None:
-    came = run_fuzz(tmp_path, 0, count, local)
-    assert came["before"] > count / 2, came
+    outcomes = run_fuzz(tmp_path, 0, count, local)
+    assert outcomes["before"] > count / 2, outcomes
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""A training state goes from any layout into any other, to the bit, and training goes on there.
+"""A training state loads bit-exactly from any layout into any other.
 
-Each layout makes a real step, saves, and notes what it then has in memory: every tensor of model
-and optimizer, whole, and loss and gradients of the step that comes next.  Whoever loads that must
-have the same bits, and find the same loss and gradients to rounding.
+Each layout makes a real step, saves, and records its state in memory: every full tensor of
+model and optimizer, and loss and gradients of the next step. A layout that loads it must
+have the same bits, and the same loss and gradients up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from tests.checkpoint.test_manager import save
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.parallel.test_layouts import TOLERANCE
-from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
+from tests.small import (
+    Overrides,
+    full_tensor,
+    loader_of,
+    plan_here,
+    read_state,
+    small_job,
+    this_rank,
+)
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.schema import Job
@@ -41,29 +49,29 @@ JOB: Overrides = [
 Tensors = dict[str, torch.Tensor]
 
 
-def hand_on(
+def save_and_resume(
     overrides: Overrides, store: str, sources: list[str], target: str, first: int = 0
 ) -> list[set[str]]:
-    """Load what others have saved, each into a new model, and check it; make a step, and save.
+    """Load each source into a new model and check it; make a step, and save.
 
     Args:
-        sources: folders of others; the step begins with the last one's, or the initial weights.
-        target: this layout's folder; empty: no step is made.
-        first: sample that a step from the initial weights begins with.
+        sources: directories of others; the step begins with the last, or initial weights.
+        target: directory of this layout; if empty, no step is made.
+        first: first sample of a step from the initial weights.
 
     Returns:
         The tensors of each source that this rank had.
     """
     job = small_job(*overrides)
-    found, at = [], TrainState(0, first)
+    result, at = [], TrainState(0, first)
     built = build(plan_here(job), this_rank())
     for number, source in enumerate(sources):
         if number:
             built = build(plan_here(job), this_rank())
         at = resume(Path(source) / "checkpoints", "off", built.model_parts, built.optimizer, never)
-        found.append(check(job, built, at, store, Path(source)))
+        result.append(check(job, built, at, store, Path(source)))
     if not target:
-        return found
+        return result
     if not sources:
         backward(job, built, at, store)
     set_learning_rate(built.optimizer, job.optim.lr)
@@ -73,24 +81,24 @@ def hand_on(
     manifest = at.manifest(plan_here(job), open_dataset(Path(store)))
     save(Path(target) / "checkpoints", built.model_parts, built.optimizer, manifest, keep=1)
     state = in_memory(built)
-    said = {"at": at, "state": state, "loss": backward(job, built, at, store)}
-    torch.save(said | {"grads": gradients(built)}, f"{target}/rank-{dist.get_rank()}.pt")
-    return found
+    record = {"at": at, "state": state, "loss": backward(job, built, at, store)}
+    torch.save(record | {"grads": gradients(built)}, f"{target}/rank-{dist.get_rank()}.pt")
+    return result
 
 
 def check(job: Job, built: Built, at: TrainState, store: str, source: Path) -> set[str]:
-    """What has just been loaded against what its saver had."""
-    said = noted(source)
-    assert at == said["at"]
+    """Compare the loaded state with the record of the saving layout."""
+    record = merge_records(source)
+    assert at == record["at"]
     state = in_memory(built)
     for name, tensor in state.items():
-        theirs = said["state"][name]
+        theirs = record["state"][name]
         assert (tensor.shape, tensor.dtype) == (theirs.shape, theirs.dtype), name
         assert tensor.numpy().tobytes() == theirs.numpy().tobytes(), f"{name} of {source.name}"
     loss = backward(job, built, at, store)
-    assert loss == pytest.approx(said["loss"], rel=TOLERANCE)
+    assert loss == pytest.approx(record["loss"], rel=TOLERANCE)
     for name, grad in gradients(built).items():
-        theirs = said["grads"][name]
+        theirs = record["grads"][name]
         scale = theirs.abs().max()
         torch.testing.assert_close(
             grad / scale, theirs / scale, rtol=0, atol=TOLERANCE, msg=f"{name} of {source.name}"
@@ -98,18 +106,18 @@ def check(job: Job, built: Built, at: TrainState, store: str, source: Path) -> s
     return set(state)
 
 
-def noted(source: Path) -> dict[str, Any]:
-    """What the ranks of a saver had, together."""
+def merge_records(source: Path) -> dict[str, Any]:
+    """Merge the records of all ranks that saved."""
     merged: dict[str, Any] = {"state": {}, "grads": {}}
     for path in source.glob("rank-*.pt"):
-        said = torch.load(path, weights_only=False)
-        merged = said | {kind: merged[kind] | said[kind] for kind in ("state", "grads")}
+        record = torch.load(path, weights_only=False)
+        merged = record | {kind: merged[kind] | record[kind] for kind in ("state", "grads")}
     return merged
 
 
 def in_memory(built: Built) -> Tensors:
     state = model_state(built.model_parts) | optimizer_state(built.model_parts, built.optimizer)
-    return {name: whole(tensor).clone() for name, tensor in state.items()}
+    return {name: full_tensor(tensor).clone() for name, tensor in state.items()}
 
 
 def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
@@ -122,7 +130,9 @@ def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
 
 
 def gradients(built: Built) -> Tensors:
-    return {name: whole(p.grad).clone() for name, p in trainable_parameters(built.model_parts)}
+    return {
+        name: full_tensor(p.grad).clone() for name, p in trainable_parameters(built.model_parts)
+    }
 
 
 def never(text: str) -> None:
@@ -143,22 +153,24 @@ def start(
         target.mkdir()
     names = [str(source) for source in sources]
     call = (job + overrides, str(store), names, str(target or ""), first)
-    found = run_ranks(hand_on, ranks, *call, timeout=300)
-    for source, parts in zip(sources, zip(*found, strict=True), strict=True):
-        assert set().union(*parts) == set(noted(source)["state"])  # nobody left a tensor out
+    results = run_ranks(save_and_resume, ranks, *call, timeout=300)
+    for source, parts in zip(sources, zip(*results, strict=True), strict=True):
+        assert set().union(*parts) == set(
+            merge_records(source)["state"]
+        )  # nobody left a tensor out
     if target is not None:
         check_saved(target)
 
 
 def check_saved(target: Path) -> None:
-    """What is on the disk is what was in memory, and worth being compared."""
-    state = noted(target)["state"]
+    """Check that the files contain the state in memory, and that it is not trivial."""
+    state = merge_records(target)["state"]
     (path,) = list_checkpoints(target / "checkpoints")
     on_disk = read_state(path)
     assert on_disk.keys() == state.keys()
     assert all(on_disk[name].equal(tensor) for name, tensor in state.items())
     assert all(state[name].any() for name in state if name.endswith((".exp_avg", ".exp_avg_sq")))
-    assert sum(name.endswith(".exp_avg") for name in state) == len(noted(target)["grads"])
+    assert sum(name.endswith(".exp_avg") for name in state) == len(merge_records(target)["grads"])
 
 
 # --------------------------------------------------------------------------- from one to the next
@@ -192,13 +204,13 @@ def test_resume_in_one_layout_after_another_is_exact(
         target = tmp_path / f"{turn} {layout}"
         start(layout, JOB, store_path, before, target)
         before = [target]
-    at = noted(before[0])["at"]
+    at = merge_records(before[0])["at"]
     assert (at.step, at.samples) == (len(ring), BATCH * len(ring))
 
 
 # --------------------------------------------------------------------------- from each to every
 
-EVERY = [
+ALL = [
     *RING[:-1],
     "dp_shard2",
     "dp_shard4",
@@ -215,15 +227,15 @@ SOME = ["", "dp_shard3", "tp2", "dp_replicate2 dp_shard2", "cp2", "dp_shard2 tp2
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("job", "layouts"),
-    [(JOB, EVERY), ([*JOB, ("model.tied_embeddings", "true")], SOME)],
+    [(JOB, ALL), ([*JOB, ("model.tied_embeddings", "true")], SOME)],
     ids=["untied", "tied"],
 )
 def test_resume_from_each_layout_in_every_other_is_exact(
     job: Overrides, layouts: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / f"{number} {layout}" for number, layout in enumerate(layouts)]
+    directories = [tmp_path / f"{number} {layout}" for number, layout in enumerate(layouts)]
     for number, layout in enumerate(layouts):
         # Each begins elsewhere in the text: no two of them save the same.
-        start(layout, job, store_path, [], folders[number], first=BATCH * number)
+        start(layout, job, store_path, [], directories[number], first=BATCH * number)
     for layout in layouts:
-        start(layout, job, store_path, folders, None)
+        start(layout, job, store_path, directories, None)

@@ -1,5 +1,7 @@
-"""What nodes keep of a run: found again after a crash, sent to a node that has lost it, and never
-taken for what it is not."""
+"""Local checkpoints of nodes: found after a crash, sent to nodes that lost theirs.
+
+A local checkpoint is never mistaken for another run's.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ TWO: Overrides = [("parallel.dp_replicate", "2")]
 
 
 def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: int) -> None:
-    """Train with a folder of one's own for each node."""
+    """Train with a separate directory for each node."""
     own = Path(nodes) / f"node{dist.get_rank() // ranks_per_node}"
     own.mkdir(parents=True, exist_ok=True)
     train_rank([*overrides, ("checkpoint.local_dir", str(own))], store)
@@ -45,8 +47,8 @@ class Cluster:
 
     crashed: ClassVar[dict[str, Path]] = {}  # copies of what crashes have left
 
-    def __init__(self, folder: Path, store: Path, ranks_per_node: int = 1) -> None:
-        self.run, self.nodes = folder / "run", folder / "nodes"
+    def __init__(self, directory: Path, store: Path, ranks_per_node: int = 1) -> None:
+        self.run, self.nodes = directory / "run", directory / "nodes"
         self._store, self._ranks_per_node = store, ranks_per_node
 
     def train(self, ranks: int, *overrides: tuple[str, str]) -> None:
@@ -68,12 +70,12 @@ class Cluster:
             shutil.copytree(self.run.with_name(name), copy / name)
         self.crashed[key] = copy
 
-    def went_on_from(self) -> int:
+    def resumed_step(self) -> int:
         """The step of the last start."""
         lease = max((self.run / "checkpoints").glob("lease-*.json"))
         return int(json.loads(lease.read_text())["step"])
 
-    def kept(self) -> list[Path]:
+    def local_checkpoints(self) -> list[Path]:
         return sorted(path for path in self.nodes.rglob("*") if path.is_file())
 
 
@@ -83,24 +85,24 @@ def cluster(tmp_path: Path, store_path: Path) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def reference_run(
     store_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     """The end of the run on two replicas."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = [("run.dir", str(folder)), *STEPS, *TWO]
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = [("run.dir", str(directory)), *STEPS, *TWO]
     run_ranks(train_rank, 2, job, str(store_path), timeout=120)
-    return newest_state(folder)
+    return newest_state(directory)
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(result[name], tensor), name
 
 
 def test_resume_lost_node_takes_the_copy_of_its_replica(
-    cluster: Cluster, undisturbed: dict[str, torch.Tensor]
+    cluster: Cluster, reference_run: dict[str, torch.Tensor]
 ) -> None:
     cluster.crash(2, *TWO)
     assert [checkpoint_step(p) for p in list_checkpoints(cluster.run / "checkpoints")] == [4]
@@ -108,23 +110,23 @@ def test_resume_lost_node_takes_the_copy_of_its_replica(
     for path in (cluster.run / "checkpoints" / "step-00000004").glob("shard-*"):
         path.unlink()  # the store is not needed
     cluster.train(2, *TWO)
-    assert cluster.went_on_from() == 6
-    assert_same(newest_state(cluster.run), undisturbed)
-    assert cluster.kept() == []  # all of it is at home
+    assert cluster.resumed_step() == 6
+    assert_same(newest_state(cluster.run), reference_run)
+    assert cluster.local_checkpoints() == []  # all of it is at home
 
 
 def test_resume_lost_part_without_replica_falls_back_to_the_store(cluster: Cluster) -> None:
     cluster.crash(2)
     shutil.rmtree(cluster.nodes / "node1")
     cluster.train(2)
-    assert cluster.went_on_from() == 4
+    assert cluster.resumed_step() == 4
 
 
 def test_resume_local_copy_in_another_layout_is_used(tmp_path: Path, store_path: Path) -> None:
     one_node = Cluster(tmp_path, store_path, ranks_per_node=2)
     one_node.crash(2)
     one_node.train(1)
-    assert one_node.went_on_from() == 6
+    assert one_node.resumed_step() == 6
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_resume_lost_nodes_of_four_use_what_is_left(
     for node in lost:
         shutil.rmtree(cluster.nodes / f"node{node}")
     cluster.train(4, *layout)
-    assert cluster.went_on_from() == step
+    assert cluster.resumed_step() == step
 
 
 def damage(path: Path) -> None:
@@ -168,16 +170,16 @@ def damage(path: Path) -> None:
 )
 def test_resume_damaged_local_copy_falls_back_to_the_store(cluster: Cluster, pattern: str) -> None:
     cluster.crash(2)
-    damage(next(path for path in cluster.kept() if path.match(pattern)))
+    damage(next(path for path in cluster.local_checkpoints() if path.match(pattern)))
     cluster.train(2)
-    assert cluster.went_on_from() == 4
+    assert cluster.resumed_step() == 4
 
 
 def test_resume_abandoned_local_copy_is_not_used(cluster: Cluster) -> None:
     cluster.crash(2, *TWO)
     acquire_lease(cluster.run / "checkpoints", 4)  # as after `weft rollback`
     cluster.train(2, *TWO)
-    assert cluster.went_on_from() == 4
+    assert cluster.resumed_step() == 4
 
 
 @pytest.mark.slow
@@ -188,20 +190,20 @@ def test_resume_local_copy_of_an_earlier_run_is_not_used(cluster: Cluster) -> No
     with pytest.raises(RankError, match="SIGKILL"):
         cluster.train(2, *TWO, ("train.seed", "7"), *sooner)
     cluster.train(2, *TWO, ("train.seed", "7"))
-    assert cluster.went_on_from() == 5
+    assert cluster.resumed_step() == 5
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_save_local_copy_killed_midway_resumes_bit_for_bit(
-    cluster: Cluster, rank: int, undisturbed: dict[str, torch.Tensor]
+    cluster: Cluster, rank: int, reference_run: dict[str, torch.Tensor]
 ) -> None:
     killed = faults({"site": "local", "passing": 6, "kind": "kill", "rank": rank})
     with pytest.raises(RankError, match="SIGKILL"):
         cluster.train(2, *TWO, *killed)
     cluster.train(2, *TWO)
     # The other one may or may not have come further: step 6 counts if every rank had its bytes.
-    assert cluster.went_on_from() in (5, 6)
-    assert_same(newest_state(cluster.run), undisturbed)
+    assert cluster.resumed_step() in (5, 6)
+    assert_same(newest_state(cluster.run), reference_run)
 
 
 def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) -> None:
@@ -209,16 +211,18 @@ def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) ->
     both = [(full[0][0], f"{full[0][1][:-1]}, {KILLED[0][1][1:]}")]
     with pytest.raises(RankError, match="SIGKILL"):
         cluster.train(2, *TWO, *both)
-    assert {path.parent.name for path in cluster.kept()} == {"000001-00000005"}  # on both
+    assert {path.parent.name for path in cluster.local_checkpoints()} == {
+        "000001-00000005"
+    }  # on both
     cluster.train(2, *TWO)
-    assert cluster.went_on_from() == 5
+    assert cluster.resumed_step() == 5
 
 
-def bytes_read(folder: str) -> tuple[int, int]:
+def bytes_read(directory: str) -> tuple[int, int]:
     """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
     built = build(plan_here(job), this_rank())
-    saver = CheckpointManager(Path(folder), keep_latest=1)
+    saver = CheckpointManager(Path(directory), keep_latest=1)
     for param in (p for part in built.model_parts for p in part.parameters()):
         param.grad = torch.ones_like(param)
     built.optimizer.step()
@@ -230,9 +234,9 @@ def bytes_read(folder: str) -> tuple[int, int]:
         return int(dict(line.split(": ") for line in lines)["rchar"])
 
     before = counted()
-    load_checkpoint(list_checkpoints(Path(folder))[0], built.model_parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(directory))[0], built.model_parts, built.optimizer)
     read = counted() - before
-    size = sum(path.stat().st_size for path in Path(folder).rglob("shard-*"))
+    size = sum(path.stat().st_size for path in Path(directory).rglob("shard-*"))
     return read, size
 
 

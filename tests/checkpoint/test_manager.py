@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, into any layout, and errors that name their cause."""
+"""Checkpoints: atomic, loadable into any layout, with errors naming the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import RankError, run_ranks
-from tests.small import plan_here, read_state, small_job, this_rank, whole
+from tests.small import full_tensor, plan_here, read_state, small_job, this_rank
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import (
@@ -32,7 +32,7 @@ JOB = [("run.dir", "/nonexistent")]
 
 
 def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
-    """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
+    """Return model parts and optimizer after a step with gradients ``value``."""
     job = small_job(*JOB, *overrides)
     _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     for _, param in trainable_parameters(parts):
@@ -42,29 +42,29 @@ def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
     return parts, optimizer
 
 
-def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def full_state(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     state = model_state(parts) | optimizer_state(parts, optimizer)
-    return {name: whole(tensor).clone() for name, tensor in state.items()}
+    return {name: full_tensor(tensor).clone() for name, tensor in state.items()}
 
 
-def save(folder: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], keep: int) -> None:
+def save(directory: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], keep: int) -> None:
     """Save one checkpoint and wait for it."""
-    saver = CheckpointManager(folder, keep)
+    saver = CheckpointManager(directory, keep)
     saver.save(parts, optimizer, manifest)
     saver.wait()
 
 
-def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
+def save_once(directory: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(value)
-    save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
-    return everything(parts, optimizer)
+    save(Path(directory), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
+    return full_state(parts, optimizer)
 
 
-def load_newest(folder: str) -> dict[str, torch.Tensor]:
+def load_newest(directory: str) -> dict[str, torch.Tensor]:
     job = small_job(*JOB)
     _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
-    load_checkpoint(list_checkpoints(Path(folder))[-1], parts, optimizer)
-    return everything(parts, optimizer)
+    load_checkpoint(list_checkpoints(Path(directory))[-1], parts, optimizer)
+    return full_state(parts, optimizer)
 
 
 def with_buffers(value: float) -> nn.Module:
@@ -83,10 +83,10 @@ def test_save_buffers_of_any_module_round_trip(tmp_path: Path) -> None:
         assert loaded.state_dict()[name].equal(tensor), name
 
 
-def save_many(folder: str) -> None:
+def save_many(directory: str) -> None:
     parts, optimizer = stepped(1e-3)
     for step in (5, 10, 15, 100_000_000):
-        save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=2)
+        save(Path(directory), parts, optimizer, {"step": step, "samples": 8 * step}, keep=2)
 
 
 def test_save_keeps_the_newest(tmp_path: Path) -> None:
@@ -108,19 +108,19 @@ def test_save_step_without_a_manifest_is_written_again(tmp_path: Path) -> None:
     (tmp_path / "step-00000005/manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match="No such file"):
         read_manifest(tmp_path / "step-00000005")
-    again = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
+    second_run = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
     on_disk = read_state(list_checkpoints(tmp_path)[-1])
-    assert all(on_disk[name].equal(again[name]) for name in again)
+    assert all(on_disk[name].equal(second_run[name]) for name in second_run)
 
 
-def save_with_little_room(folder: str, limit: int) -> str:
+def save_with_little_room(directory: str, limit: int) -> str:
     parts, optimizer = stepped(1e-3)
-    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=2)
+    save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, keep=2)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        save(Path(folder), parts, optimizer, {"step": 2, "samples": 16}, keep=2)
+        save(Path(directory), parts, optimizer, {"step": 2, "samples": 16}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 
@@ -135,7 +135,7 @@ def test_save_failed_write_is_reported_and_cleaned_up(ranks: int, tmp_path: Path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk to fill")
 def test_save_on_a_full_disk_is_reported(tmp_path: Path) -> None:
-    """The folder holds one checkpoint and not two."""
+    """The directory holds one checkpoint and not two."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this container may not mount")
@@ -159,10 +159,10 @@ def test_save_clears_files_of_a_killed_writer(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def save_several(folder: str) -> None:
+def save_several(directory: str) -> None:
     parts, optimizer = stepped(1e-3)
     for step in range(2, 9):
-        save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=20)
+        save(Path(directory), parts, optimizer, {"step": step, "samples": 8 * step}, keep=20)
 
 
 def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
         read_manifest(tmp_path / "step-00000005")
 
 
-def load_damaged(folder: str) -> str:
-    (path,) = list_checkpoints(Path(folder))
+def load_damaged(directory: str) -> str:
+    (path,) = list_checkpoints(Path(directory))
     job = small_job(*JOB, ("model.dim", "64"))
     _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
     with pytest.raises(CheckpointError) as caught:
@@ -197,28 +197,28 @@ def test_load_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "size mismatch" in message.lower() or "shape" in message.lower()
 
 
-def save_and_note(folder: str) -> list[str]:
-    """What a save forces to the disk and renames, in order."""
-    noted: list[str] = []
+def save_and_note(directory: str) -> list[str]:
+    """Record the fsync and rename calls of a save, in order."""
+    recorded: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
     def note_fsync(handle: int) -> None:
-        noted.append(f"fsync {os.readlink(f'/proc/self/fd/{handle}')}")
+        recorded.append(f"fsync {os.readlink(f'/proc/self/fd/{handle}')}")
         fsync(handle)
 
     def note_rename(self: Path, target: Path) -> Path:
-        noted.append(f"rename {self}")
+        recorded.append(f"rename {self}")
         return rename(self, target)
 
     os.fsync, Path.rename = note_fsync, note_rename
-    save_once(folder, 1, 1e-3)
-    return noted
+    save_once(directory, 1, 1e-3)
+    return recorded
 
 
 def test_save_syncs_everything_before_it_is_visible(tmp_path: Path) -> None:
-    """Files, then their folder, then the rename, then the folder above: else a power cut undoes it.
+    """Sync files, then their directory, then rename, then sync the parent directory.
 
-    A rename can reach the disk before what is renamed.
+    A rename can reach the disk before the renamed data.
     """
     zero, one = run_ranks(save_and_note, 2, str(tmp_path))
     temporary = zero[-2].removeprefix("rename ")

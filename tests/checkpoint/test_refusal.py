@@ -1,4 +1,4 @@
-"""A run whose checkpoints are all damaged is refused every time, and nothing of it is touched."""
+"""A run whose checkpoints are all damaged is refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ STEPS: Overrides = [
 ]
 
 
-def resume_times(folder: str, times: int) -> list[tuple[int, str]]:
+def resume_times(directory: str, times: int) -> list[tuple[int, str]]:
     """Resume several times: each time the step, or -1, and what was said."""
-    found = []
+    results = []
     for _ in range(times):
         parts, optimizer = stepped(1.0)
-        said: list[str] = []
+        messages: list[str] = []
         try:
-            step = resume(open_directory(folder), "off", parts, optimizer, said.append).step
+            step = resume(open_directory(directory), "off", parts, optimizer, messages.append).step
         except CheckpointError as error:
-            step, said = -1, [*said, str(error)]
-        found.append((step, "\n".join(said)))
-    return found
+            step, messages = -1, [*messages, str(error)]
+        results.append((step, "\n".join(messages)))
+    return results
 
 
-def everything_in(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def everything_in(directory: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
 
 
 def damage(path: Path) -> None:
@@ -60,9 +62,9 @@ def damage(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(save_two, 1, str(folder))
-    return folder
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(save_two, 1, str(directory))
+    return directory
 
 
 @pytest.fixture
@@ -76,10 +78,10 @@ def test_resume_all_damaged_refuses_until_rolled_back(file: str, saved: Path) ->
     for path in saved.glob("step-*"):
         damage(path / file)
     before = everything_in(saved)
-    for step, said in run_ranks(resume_times, 1, str(saved), 3)[0]:
+    for step, messages in run_ranks(resume_times, 1, str(saved), 3)[0]:
         assert step == -1
         for name in ("step-00000001", "step-00000002", file, "`weft rollback RUN_DIR 0`"):
-            assert name in said
+            assert name in messages
     assert everything_in(saved) == before
     abandon_damaged(saved, 0)  # as weft rollback does
     acquire_lease(saved, 0)
@@ -93,9 +95,9 @@ def test_resume_quarantined_by_an_earlier_start_refuses(saved: Path) -> None:
     for path in saved.glob("step-*"):
         path.rename(path.with_name(f"damaged-{path.name}-17"))
     before = everything_in(saved)
-    for step, said in run_ranks(resume_times, 1, str(saved), 2)[0]:
+    for step, messages in run_ranks(resume_times, 1, str(saved), 2)[0]:
         assert step == -1
-        assert "damaged-step-00000002-17: renamed by an earlier start" in said
+        assert "damaged-step-00000002-17: renamed by an earlier start" in messages
     assert everything_in(saved) == before
     abandon_damaged(saved, 0)
     assert list_quarantined(saved) == []
@@ -105,13 +107,13 @@ def test_resume_quarantined_by_an_earlier_start_refuses(saved: Path) -> None:
 def test_resume_base_of_the_newest_lease_gone_refuses(saved: Path) -> None:
     acquire_lease(saved, 2)
     shutil.rmtree(saved / "step-00000002")
-    ((step, said),) = run_ranks(resume_times, 1, str(saved), 1)[0]
+    ((step, messages),) = run_ranks(resume_times, 1, str(saved), 1)[0]
     assert step == 1
-    assert "warning: the run was resumed at step 2 before" in said
+    assert "warning: the run was resumed at step 2 before" in messages
     shutil.rmtree(saved / "step-00000001")
-    for step, said in run_ranks(resume_times, 1, str(saved), 2)[0]:
+    for step, messages in run_ranks(resume_times, 1, str(saved), 2)[0]:
         assert step == -1
-        assert "resumed at step 2, and no checkpoint of it is left" in said
+        assert "resumed at step 2, and no checkpoint of it is left" in messages
     acquire_lease(saved, 0)
     assert run_ranks(resume_times, 1, str(saved), 1)[0] == [(0, "")]
 
@@ -141,24 +143,24 @@ def test_resume_in_memory_store_all_damaged_refuses() -> None:
 
 
 def refuse_in_store() -> None:
-    folder = open_directory("memory://run/checkpoints")
+    directory = open_directory("memory://run/checkpoints")
     parts, optimizer = stepped(1e-3)
     for step in (1, 2):
-        save(folder, parts, optimizer, {"step": step, "samples": 8 * step}, keep=9)
-    assert [step for step, _ in resume_times(str(folder), 1)] == [2]
-    for path in folder.glob("step-*/*/shard-*.bin"):
+        save(directory, parts, optimizer, {"step": step, "samples": 8 * step}, keep=9)
+    assert [step for step, _ in resume_times(str(directory), 1)] == [2]
+    for path in directory.glob("step-*/*/shard-*.bin"):
         damage(path)
-    for step, said in resume_times(str(folder), 2):
-        assert step == -1, said
-        assert "step-00000001" in said
-    for path in folder.glob("step-*/manifest.json"):  # as earlier versions did
+    for step, output in resume_times(str(directory), 2):
+        assert step == -1, output
+        assert "step-00000001" in output
+    for path in directory.glob("step-*/manifest.json"):  # as earlier versions did
         (path.parent / "manifest.damaged-17.json").write_bytes(path.read_bytes())
         path.unlink()
-    for step, said in resume_times(str(folder), 2):
-        assert step == -1, said
-        assert "manifest.damaged-17.json: renamed by an earlier start" in said
-    abandon_damaged(folder, 0)
-    assert resume_times(str(folder), 1) == [(0, "")]
+    for step, output in resume_times(str(directory), 2):
+        assert step == -1, output
+        assert "manifest.damaged-17.json: renamed by an earlier start" in output
+    abandon_damaged(directory, 0)
+    assert resume_times(str(directory), 1) == [(0, "")]
 
 
 # --------------------------------------------------------------------------- schema
@@ -200,10 +202,10 @@ def test_manifest_wrong_field_is_named(field: str, value: Any, rule: str, saved:
     (path / "manifest.json").write_text(manifest_text(manifest | {field: value}))
     with pytest.raises(DamagedCheckpoint) as caught:
         read_manifest(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path}: manifest.json is damaged: ")
-    assert rule in said
-    assert field in said
+    message = str(caught.value)
+    assert message.startswith(f"{path}: manifest.json is damaged: ")
+    assert rule in message
+    assert field in message
 
 
 def test_manifest_exchanged_directory_names_are_damage(saved: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a real S3 server, and what goes wrong on the way to it."""
+"""Checkpoints in an object store: a real S3 server, and its failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import s3
-from tests.checkpoint.test_manager import everything, save, stepped
+from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, small_job, train_rank
 from weft.checkpoint.load import load_checkpoint
@@ -74,29 +74,29 @@ def make_bucket(bucket: str) -> None:
 def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(value)
     save(open_directory(home), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
-    return everything(parts, optimizer)
+    return full_state(parts, optimizer)
 
 
 def load_newest(home: str, client: str = "") -> tuple[dict[str, torch.Tensor], int]:
-    """The state, and the bytes of it that this rank needed, without what all have (step counts).
+    """Return the state, and the number of its bytes that only this rank needed.
 
     Args:
-        client: a library that may read; others are taken to be not installed.
+        client: a library that may read; others are treated as not installed.
     """
     if client == "s3fs":
         sys.modules["s3torchconnector"] = None  # type: ignore[assignment]
     parts, optimizer = stepped(1.0)
     load_checkpoint(list_checkpoints(open_directory(home))[-1], parts, optimizer)
     assert ("s3torchconnector._s3client" in sys.modules) == (client == "s3torchconnector")
-    state = everything(parts, optimizer)
+    state = full_state(parts, optimizer)
     local = [p.data for part in parts for p in part.parameters()]
     needed = sum(3 * getattr(t, "to_local", lambda t=t: t)().nbytes for t in local)
     return state, needed
 
 
-def listed(home: str) -> list[str]:
-    folder = open_directory(home)
-    return sorted(path.rpartition(folder.path)[2] for path in folder.fs.find(folder.path))  # type: ignore[attr-defined]
+def list_objects(home: str) -> list[str]:
+    directory = open_directory(home)
+    return sorted(path.rpartition(directory.path)[2] for path in directory.fs.find(directory.path))  # type: ignore[attr-defined]
 
 
 CLIENTS = [
@@ -125,8 +125,10 @@ def test_remote_checkpoint_of_any_layout_loads_in_another(
     assert needed <= proxy.fetched_bytes <= 1.1 * needed
 
 
-def look(home: str) -> tuple[list[int], list[str]]:
-    return [checkpoint_step(path) for path in list_checkpoints(open_directory(home))], listed(home)
+def inspect_checkpoints(home: str) -> tuple[list[int], list[str]]:
+    return [checkpoint_step(path) for path in list_checkpoints(open_directory(home))], list_objects(
+        home
+    )
 
 
 def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
@@ -143,60 +145,60 @@ def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
         run_ranks(save_once, 2, home, step, 1e-3 * step)
     assert [name for name in order if name.startswith("manifest")] == ["manifest.json"] * 3
     assert order[2] == order[5] == order[8] == "manifest.json"
-    ((steps, names),) = run_ranks(look, 1, home)
+    ((steps, names),) = run_ranks(inspect_checkpoints, 1, home)
     assert steps == [2, 3]
     assert len(names) == 6
 
 
-def spoiled(home: str, parts: Any, optimizer: Any) -> list[str]:
+def corrupt_newest(home: str, parts: Any, optimizer: Any) -> list[str]:
     """Change what is stored in many ways; those that are not noticed."""
-    folder, unnoticed = open_directory(home), []
-    (path,) = list_checkpoints(folder)
+    directory, unnoticed = open_directory(home), []
+    (path,) = list_checkpoints(directory)
     inside = path / read_manifest(path)["inside"]
     for file in [*inside.iterdir(), path / "manifest.json"]:
-        sound = file.read_bytes()
-        for at in (0, len(sound) // 2, len(sound) - 1):
-            bad = bytearray(sound)
+        valid = file.read_bytes()
+        for at in (0, len(valid) // 2, len(valid) - 1):
+            bad = bytearray(valid)
             bad[at] ^= 4
-            for content in (bytes(bad), sound[:at]):
+            for content in (bytes(bad), valid[:at]):
                 file.write_bytes(content)
                 try:
                     load_checkpoint(path, parts, optimizer)
                     unnoticed.append(f"{file} {at}")
                 except DamagedCheckpoint:
                     pass
-        file.write_bytes(sound)
+        file.write_bytes(valid)
     load_checkpoint(path, parts, optimizer)
     return unnoticed
 
 
-def spoil_all(home: str) -> list[str]:
-    return spoiled(home, *stepped(1e-3))
+def corrupt_all(home: str) -> list[str]:
+    return corrupt_newest(home, *stepped(1e-3))
 
 
 def test_remote_damage_is_noticed(home: str) -> None:
     run_ranks(save_once, 2, home, 1, 1e-3)
-    assert run_ranks(spoil_all, 1, home) == [[]]
+    assert run_ranks(corrupt_all, 1, home) == [[]]
 
 
 def fall_back(home: str) -> tuple[int, list[str], list[str]]:
-    folder, said = open_directory(home), list[str]()
+    directory, messages = open_directory(home), list[str]()
     parts, optimizer = stepped(1.0)
-    newest = list_checkpoints(folder)[-1]
+    newest = list_checkpoints(directory)[-1]
     file = next(iter((newest / read_manifest(newest)["inside"]).iterdir()))
     file.write_bytes(file.read_bytes()[::-1])
-    at = resume(folder, "off", parts, optimizer, said.append)
+    at = resume(directory, "off", parts, optimizer, messages.append)
     # It is out of the way, not lost, and the step can be saved again.
-    save(folder, parts, optimizer, {"step": 2, "samples": 16}, 2)
-    return at.step, said, listed(home)
+    save(directory, parts, optimizer, {"step": 2, "samples": 16}, 2)
+    return at.step, messages, list_objects(home)
 
 
 def test_remote_damage_falls_back_to_the_one_before(home: str) -> None:
     for step in (1, 2):
         run_ranks(save_with_samples, 2, home, step)
-    ((step, said, names),) = run_ranks(fall_back, 1, home)
+    ((step, messages, names),) = run_ranks(fall_back, 1, home)
     assert step == 1
-    assert "step-00000002" in said[0]
+    assert "step-00000002" in messages[0]
     assert any("/manifest.damaged-" in name for name in names)
     assert "/step-00000002/manifest.json" in names
 
@@ -206,7 +208,7 @@ def save_with_samples(home: str, step: int) -> None:
     save(open_directory(home), parts, optimizer, {"step": step, "samples": 8 * step}, 2)
 
 
-# --------------------------------------------------------------------------- what goes wrong
+# --------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -230,19 +232,19 @@ def test_remote_permanent_error_is_reported_and_cleaned_up(home: str, proxy: s3.
         run_ranks(save_once, 2, home, 2, 2e-3, timeout=120)
     assert s3.SECRET not in str(caught.value)
     proxy.spoil = lambda method, path, number: None
-    ((steps, names),) = run_ranks(look, 1, home)
+    ((steps, names),) = run_ranks(inspect_checkpoints, 1, home)
     assert steps == [1]
     assert all("step-00000001" in name for name in names)
 
 
 def race(home: str) -> tuple[list[int], str]:
-    folder = open_directory(home)
-    epochs = [acquire_lease(folder, 0), acquire_lease(folder, 0)]
-    put_if_absent(folder / "x", b"one")
-    put_if_absent(folder / "x", b"one")  # its own put, tried again
+    directory = open_directory(home)
+    epochs = [acquire_lease(directory, 0), acquire_lease(directory, 0)]
+    put_if_absent(directory / "x", b"one")
+    put_if_absent(directory / "x", b"one")  # its own put, tried again
     with pytest.raises(FileExistsError):
-        put_if_absent(folder / "x", b"two")
-    return epochs, (folder / "x").read_text()
+        put_if_absent(directory / "x", b"two")
+    return epochs, (directory / "x").read_text()
 
 
 def test_remote_put_new_succeeds_for_one_writer(home: str) -> None:
@@ -257,11 +259,11 @@ def newest_of(home: str) -> dict[str, torch.Tensor]:
     manifest = read_manifest(path)
     contents = parse_contents(manifest)
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
-    wanted = {
+    expected = {
         name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
-    read_shards(path / manifest["inside"], contents, wanted)
+    read_shards(path / manifest["inside"], contents, expected)
     return state
 
 
@@ -273,36 +275,36 @@ def test_remote_killed_run_resumes(home: str, store_path: Path, tmp_path: Path) 
     overrides += [("resilience.faults", change)]
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(train_rank, 2, overrides, str(store_path))
-    ((steps_left, _),) = run_ranks(look, 1, home)
+    ((steps_left, _),) = run_ranks(inspect_checkpoints, 1, home)
     assert steps_left == [2, 4]
     run_ranks(train_rank, 2, overrides, str(store_path), timeout=120)
     (state,) = run_ranks(newest_of, 1, home)
-    undisturbed = newest_state(tmp_path / "a")
-    assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
-    ((steps_left, names),) = run_ranks(look, 1, home)
+    reference_run = newest_state(tmp_path / "a")
+    assert all(state[name].equal(tensor) for name, tensor in reference_run.items())
+    ((steps_left, names),) = run_ranks(inspect_checkpoints, 1, home)
     assert steps_left == [6, 8]
     assert {name.split("/")[1][:5] for name in names} == {"lease", "step-"}
 
 
-def model_there_and_back(run: str, home: str, again: str) -> list[str]:
+def export_and_import(run: str, home: str, second_run: str) -> list[str]:
     out = f"{home}/exported"
     assert main(["export", run, out, "--max-shard", "100KB"]) == 0
     assert main(["export", run, out]) == 2  # it exists
-    assert main(["import", out, again]) == 0
-    return listed(out)
+    assert main(["import", out, second_run]) == 0
+    return list_objects(out)
 
 
 def test_remote_exported_model_round_trip_is_exact(
     home: str, store_path: Path, tmp_path: Path
 ) -> None:
-    run, again = tmp_path / "run", tmp_path / "again"
+    run, second_run = tmp_path / "run", tmp_path / "again"
     job = small_job(("run.dir", str(run)), ("train.steps", "2"))
     run_ranks(train_rank, 2, [("run.dir", str(run)), ("train.steps", "2")], str(store_path))
     (run / "job.toml").write_text(to_toml(job, "small", job))
     shutil.copy(store_path / "tokenizer.json", run)
-    (names,) = run_ranks(model_there_and_back, 1, str(run), home, str(again), timeout=120)
+    (names,) = run_ranks(export_and_import, 1, str(run), home, str(second_run), timeout=120)
     assert "/config.json" in names
     assert "/model.safetensors.index.json" in names
-    ours, theirs = newest_state(run), newest_state(again)
+    ours, theirs = newest_state(run), newest_state(second_run)
     weights = [name for name in ours if name.startswith("model.")]
     assert all(ours[name].equal(theirs[name]) for name in weights)

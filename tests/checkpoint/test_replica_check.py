@@ -1,4 +1,4 @@
-"""A rank whose copy is another is told of, by name, before anything of it is saved."""
+"""A rank whose replica differs is reported by name before anything is saved."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "6"), ("checkpoin
 TWO: Overrides = [("parallel.dp_replicate", "2")]
 
 
-def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
-    job = [("run.dir", str(folder)), *STEPS, *overrides]
+def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
+    job = [("run.dir", str(directory)), *STEPS, *overrides]
     run_ranks(train_rank, ranks, job, str(store), timeout=120)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "said"),
+    ("ranks", "layout", "message"),
     [
         pytest.param(
             2,
@@ -43,7 +43,7 @@ def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> N
             "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight",
             marks=pytest.mark.slow,
         ),
-        # Of tensor parallel only the gains are on every rank.
+        # With tensor parallelism only the norm weights are replicated on every rank.
         (2, [("parallel.tp", "2")], r"one of ranks 0, 1 differs .*\.input_layernorm\.weight"),
         pytest.param(
             4,
@@ -54,9 +54,9 @@ def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> N
     ],
 )
 def test_replica_check_differing_copy_is_named(
-    ranks: int, layout: Overrides, said: str, store_path: Path, tmp_path: Path
+    ranks: int, layout: Overrides, message: str, store_path: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankError, match=said) as caught:
+    with pytest.raises(RankError, match=message) as caught:
         run(tmp_path, store_path, ranks, *layout, *WRONG)
     assert "in step 4" in str(caught.value)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
@@ -64,8 +64,8 @@ def test_replica_check_differing_copy_is_named(
 
 def test_replica_check_interval_is_kept(store_path: Path, tmp_path: Path) -> None:
     often = [("checkpoint.interval", "6"), ("resilience.replica_check", "3")]
-    said = "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight"
-    with pytest.raises(RankError, match=rf"(?s){said}.*in step 3"):
+    message = "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight"
+    with pytest.raises(RankError, match=rf"(?s){message}.*in step 3"):
         run(tmp_path, store_path, 2, *TWO, *WRONG, *often)
 
 

@@ -1,4 +1,4 @@
-"""Saving beside training: the moment is saved, failures are told, and one process has the run."""
+"""Asynchronous saves: consistent state, reported failures, and one writer per run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.checkpoint.test_manager import everything, save, stepped
+from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import ROOT, RankError, run_ranks
 from tests.small import (
     Overrides,
@@ -50,16 +50,16 @@ from weft.monitor.faults import install_faults
 from weft.train.loop import train
 
 
-def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
+def write_late(directory: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
     """The state at the save, which training changes before anything of it is written."""
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(Path(folder), 9, async_save=background)
-    before = everything(parts, optimizer)
+    saver = CheckpointManager(Path(directory), 9, async_save=background)
+    before = full_state(parts, optimizer)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 1.0, "rank": this_rank().rank}
     install_faults(
         small_job(("resilience.faults", toml(slow))).resilience.faults,
         this_rank().rank,
-        Path(folder),
+        Path(directory),
     )
     saver.save(parts, optimizer, {"step": 1, "samples": 8})
     for _, param in trainable_parameters(parts):
@@ -82,22 +82,22 @@ def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_pat
         assert write > 1.0 > stall
 
 
-def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
+def save_several(directory: str) -> list[dict[str, torch.Tensor]]:
     """Without waiting in between, so that each must wait for the one before."""
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(Path(folder), 9, async_save=True)
+    saver = CheckpointManager(Path(directory), 9, async_save=True)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 0.5, "passing": 2}
     install_faults(
         small_job(("resilience.faults", toml(slow))).resilience.faults,
         this_rank().rank,
-        Path(folder),
+        Path(directory),
     )
     states = []
     for step in range(1, 6):
         for _, param in trainable_parameters(parts):
             param.grad = torch.full_like(param.data, 1e-3 * step)
         optimizer.step()
-        states.append(everything(parts, optimizer))
+        states.append(full_state(parts, optimizer))
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
     saver.close()
     return states
@@ -121,9 +121,9 @@ def test_saver_replicas_share_the_writing(tmp_path: Path) -> None:
     assert max(sizes) < 3 * min(sizes), sizes
 
 
-def save_replicas(folder: str) -> None:
+def save_replicas(directory: str) -> None:
     parts, optimizer = stepped(1e-3, ("parallel.dp_replicate", "2"))
-    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, 1)
+    save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, 1)
 
 
 # --------------------------------------------------------------------------- failures
@@ -137,9 +137,9 @@ STEPS: Overrides = [
 ]
 
 
-def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
+def train_and_record_output(overrides: Overrides, store: str, output_path: str) -> None:
     job = small_job(*overrides)
-    with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
+    with open(f"{output_path}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
         train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
@@ -160,12 +160,12 @@ def test_train_failed_save_is_tried_again_at_once(
         ("checkpoint.async_save", background),
         ("resilience.faults", toml(change)[:-1] + ", " + toml(slow)[1:]),
     ]
-    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    run_ranks(train_and_record_output, 2, overrides, str(store_path), str(tmp_path / "said"))
     saved = steps_saved(tmp_path / "run")
     assert saved in ([4, 6, 8], [5, 6, 8])
-    said = (tmp_path / "said-0").read_text()
-    assert "step-00000003: could not be written: rank 1: " in said
-    assert "No space left on device" in said
+    text = (tmp_path / "said-0").read_text()
+    assert "step-00000003: could not be written: rank 1: " in text
+    assert "No space left on device" in text
 
 
 def test_train_failed_save_is_tried_again_only_once(store_path: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_train_failed_save_is_tried_again_only_once(store_path: Path, tmp_path: 
     run = tmp_path / "run"
     overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
     overrides += [("resilience.faults", f"[{faults}]")]
-    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    run_ranks(train_and_record_output, 2, overrides, str(store_path), str(tmp_path / "said"))
     assert steps_saved(run) == [6, 8]
     assert (tmp_path / "said-0").read_text().count("warning: ") == 2
 
@@ -199,16 +199,18 @@ def test_train_failure_waits_for_the_save_under_way(store_path: Path, tmp_path: 
 def test_young_interval_loses_least() -> None:
     """The formula against the expected loss itself, over a range of intervals."""
 
-    def lost(between: float, cost: float, mtbf: float) -> float:
+    def lost_time(between: float, cost: float, mtbf: float) -> float:
         return cost / between + between / (2 * mtbf)
 
     for cost, mtbf in ((0.5, 3600.0), (30.0, 4 * 3600.0), (2.0, 86400.0)):
         best = young_interval(cost, mtbf)
-        assert all(lost(best, cost, mtbf) < lost(best * f, cost, mtbf) for f in (0.8, 0.95, 1.05))
+        assert all(
+            lost_time(best, cost, mtbf) < lost_time(best * f, cost, mtbf) for f in (0.8, 0.95, 1.05)
+        )
     assert young_interval(30, 4 * 3600) == pytest.approx(929.5, abs=0.1)
 
 
-def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
+def measure_intervals(mtbf_hours: float, stalls: list[float]) -> list[int]:
     section = CheckpointSection(interval="auto", mtbf_hours=mtbf_hours)
     saves, steps = CheckpointSchedule(section, 100, lambda text: None), []
     for step in range(101, 500):
@@ -220,8 +222,10 @@ def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
 
 
 def test_auto_interval_follows_the_slowest_rank() -> None:
-    alone, together = (run_ranks(ask_when, 2, 1.0, stalls) for stalls in ([2.0, 2.0], [0.1, 2.0]))
-    assert alone[0] == alone[1] == together[0] == together[1]
+    single, together = (
+        run_ranks(measure_intervals, 2, 1.0, stalls) for stalls in ([2.0, 2.0], [0.1, 2.0])
+    )
+    assert single[0] == single[1] == together[0] == together[1]
     # sqrt(2 * 2 s * 3600 s) = 120 s of steps of 2 s.
     assert together[0] == list(range(110, 500, 60))
 
@@ -234,7 +238,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
         ("checkpoint.mtbf_hours", "1e-9"),
         ("checkpoint.keep_latest", "99"),
     ]
-    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    run_ranks(train_and_record_output, 2, overrides, str(store_path), str(tmp_path / "said"))
     saved = steps_saved(tmp_path / "run")
     assert saved[0] == 10
     assert saved[-1] == 24
@@ -245,9 +249,9 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
 # --------------------------------------------------------------------------- whose the run is
 
 
-def take_and_save(folder: str, step: int, first: int, last: int) -> int:
-    """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
-    home = Path(folder)
+def acquire_and_save(directory: str, step: int, first: int, last: int) -> int:
+    """Run one incarnation: load ``step`` and save steps ``first`` to ``last``."""
+    home = Path(directory)
     saver = CheckpointManager(home, 9)
     saver.acquire_lease(step)
     parts, optimizer = stepped(1e-3 * saver.epoch)
@@ -257,28 +261,29 @@ def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     return saver.epoch
 
 
-def saves_of(folder: Path) -> list[tuple[int, int]]:
+def list_saves(directory: Path) -> list[tuple[int, int]]:
     return [
-        (checkpoint_step(path), read_manifest(path)["epoch"]) for path in list_checkpoints(folder)
+        (checkpoint_step(path), read_manifest(path)["epoch"])
+        for path in list_checkpoints(directory)
     ]
 
 
 def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
-    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 4)
-    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 4)
+    assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1)]
     # Back to step 2: 3 and 4 do not count from that moment on, before anything is saved.
-    run_ranks(take_and_save, 2, str(tmp_path), 2, 3, 2)
-    assert saves_of(tmp_path) == [(1, 1), (2, 1)]
-    run_ranks(take_and_save, 2, str(tmp_path), 2, 3, 3)
-    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3)]
+    run_ranks(acquire_and_save, 2, str(tmp_path), 2, 3, 2)
+    assert list_saves(tmp_path) == [(1, 1), (2, 1)]
+    run_ranks(acquire_and_save, 2, str(tmp_path), 2, 3, 3)
+    assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 3)]
     assert list_leases(tmp_path) == [(1, 0), (2, 2), (3, 2)]
     # The new branch has come past what was abandoned, which may go.
-    run_ranks(take_and_save, 1, str(tmp_path), 3, 4, 5)
-    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3), (4, 4), (5, 4)]
+    run_ranks(acquire_and_save, 1, str(tmp_path), 3, 4, 5)
+    assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 3), (4, 4), (5, 4)]
 
 
-def be_superseded(folder: str) -> str:
-    home = Path(folder)
+def save_as_superseded(directory: str) -> str:
+    home = Path(directory)
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9, async_save=True)
     saver.acquire_lease(0)
@@ -295,7 +300,7 @@ def be_superseded(folder: str) -> str:
 
 
 def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
-    for message in run_ranks(be_superseded, 2, str(tmp_path)):
+    for message in run_ranks(save_as_superseded, 2, str(tmp_path)):
         assert "another process has acquired the run's lease" in message
         assert '"process": ' in message
     assert sorted(os.listdir(tmp_path)) == [
@@ -308,14 +313,14 @@ def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
 
 def test_checkpoints_committed_after_a_takeover_do_not_count(tmp_path: Path) -> None:
     """It had looked for its lease just before another one took the run."""
-    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
+    run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 2)
-    assert saves_of(tmp_path) == [(1, 1), (2, 1)]
+    assert list_saves(tmp_path) == [(1, 1), (2, 1)]
 
 
 def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path) -> None:
-    """After the last look at the leases, and before older checkpoints go."""
-    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
+    """Take over after the last lease check, before old checkpoints are removed."""
+    run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 0)
     _delete_old(tmp_path, 2)
     assert [checkpoint_step(path) for path in list_committed(tmp_path)] == [1, 2, 3]
@@ -330,12 +335,12 @@ def test_checkpoints_damaged_lease_raises(tmp_path: Path) -> None:
             list_checkpoints(tmp_path)
 
 
-def take_many(folder: str) -> list[int]:
-    return [manifest._acquire_lease(Path(folder), 0) for _ in range(20)]
+def acquire_many(directory: str) -> list[int]:
+    return [manifest._acquire_lease(Path(directory), 0) for _ in range(20)]
 
 
 def test_take_by_several_at_once_gives_distinct_epochs(tmp_path: Path) -> None:
-    taken = run_ranks(take_many, 3, str(tmp_path))
+    taken = run_ranks(acquire_many, 3, str(tmp_path))
     assert sorted(epoch for rank in taken for epoch in rank) == list(range(1, 61))
     assert not list(tmp_path.glob(".tmp*"))
 
@@ -346,12 +351,12 @@ def test_put_new_of_two_writers_one_succeeds(
     """Also if they have the same process id, as in two containers."""
     path, link = tmp_path / "lease", os.link
 
-    def meanwhile(source: Path, target: Path) -> None:
+    def acquire_during_move(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "link", link)
         put_if_absent(path, b"theirs")
         link(source, target)
 
-    monkeypatch.setattr(os, "link", meanwhile)
+    monkeypatch.setattr(os, "link", acquire_during_move)
     with pytest.raises(FileExistsError):
         put_if_absent(path, b"ours")
     assert path.read_bytes() == b"theirs"
@@ -361,25 +366,25 @@ def test_put_new_of_two_writers_one_succeeds(
 def test_put_new_temporary_file_deleted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who saves takes what begins with ``.tmp-lease`` for left behind."""
+    """A process that saves removes files that begin with ``.tmp-lease`` as leftovers."""
     path, link = tmp_path / "lease", os.link
 
-    def meanwhile(source: Path, target: Path) -> None:
+    def acquire_during_move(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "link", link)
         os.unlink(source)
         link(source, target)
 
-    monkeypatch.setattr(os, "link", meanwhile)
+    monkeypatch.setattr(os, "link", acquire_during_move)
     put_if_absent(path, b"ours")
     assert path.read_bytes() == b"ours"
     assert os.listdir(tmp_path) == ["lease"]
 
 
-def lose_the_folder(folder: str) -> tuple[list[str], int]:
-    """Save, lose the folder, save twice: what was said. Then somebody else takes the run."""
-    home, said = Path(folder) / "checkpoints", []
+def save_after_directory_removed(directory: str) -> tuple[list[str], int]:
+    """Save, remove the directory, save twice; return messages. Another takes the run."""
+    home, messages = Path(directory) / "checkpoints", []
     parts, optimizer = stepped(1e-3)
-    saver = CheckpointManager(home, 9, log=said.append)
+    saver = CheckpointManager(home, 9, log=messages.append)
     for step in (0, 0):  # of the second epoch
         saver.acquire_lease(step)
     for step in (1, 2, 3):
@@ -392,21 +397,21 @@ def lose_the_folder(folder: str) -> tuple[list[str], int]:
     epoch = acquire_lease(home, 3)
     with pytest.raises(LeaseLost):
         saver.save(parts, optimizer, {"step": 4, "samples": 32})
-    return said, epoch
+    return messages, epoch
 
 
 def test_saver_folder_deleted_restores_lease_and_fencing(tmp_path: Path) -> None:
-    ((said, epoch),) = run_ranks(lose_the_folder, 1, str(tmp_path))
+    ((messages, epoch),) = run_ranks(save_after_directory_removed, 1, str(tmp_path))
     assert epoch == 3
-    (warning,) = said
+    (warning,) = messages
     assert (
         f"{tmp_path}/checkpoints: the directory was deleted while the run was training" in warning
     )
-    assert saves_of(tmp_path / "checkpoints") == [(2, 2), (3, 2)]
+    assert list_saves(tmp_path / "checkpoints") == [(2, 2), (3, 2)]
 
 
-def lose_the_folder_to_another(folder: str) -> str:
-    home = Path(folder) / "checkpoints"
+def save_after_directory_replaced(directory: str) -> str:
+    home = Path(directory) / "checkpoints"
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9)
     for step in (0, 0):
@@ -419,8 +424,8 @@ def lose_the_folder_to_another(folder: str) -> str:
 
 
 def test_saver_folder_deleted_and_taken_by_another_is_superseded(tmp_path: Path) -> None:
-    (said,) = run_ranks(lose_the_folder_to_another, 1, str(tmp_path))
-    assert "another process has acquired the run's lease: lease-000001.json" in said
+    (messages,) = run_ranks(save_after_directory_replaced, 1, str(tmp_path))
+    assert "another process has acquired the run's lease: lease-000001.json" in messages
     assert os.listdir(tmp_path / "checkpoints") == ["lease-000001.json"]
 
 
@@ -436,8 +441,8 @@ def test_train_folder_deleted_notes_it_once(store_path: Path, tmp_path: Path) ->
     assert [path.name for path in (run / "checkpoints").glob("lease-*")] == ["lease-000001.json"]
 
 
-def train_and_delete(overrides: Overrides, store: str, said: str) -> None:
-    """Train; the checkpoints' folder is deleted in step 5."""
+def train_and_delete(overrides: Overrides, store: str, output_path: str) -> None:
+    """Train; the checkpoint directory is removed in step 5."""
     home = Path(dict(overrides)["run.dir"]) / "checkpoints"
 
     def delete(step: int) -> None:
@@ -445,7 +450,7 @@ def train_and_delete(overrides: Overrides, store: str, said: str) -> None:
             shutil.rmtree(home)
 
     before_each_step(delete)
-    train_and_listen(overrides, store, said)
+    train_and_record_output(overrides, store, output_path)
 
 
 # --------------------------------------------------------------------------- the last save
@@ -457,9 +462,9 @@ def last_save_fails(times: int) -> tuple[str, str]:
     return "resilience.faults", toml(fault | {"times": times, "error": "ENOSPC"})
 
 
-def train_impatiently(overrides: Overrides, store: str, said: str) -> None:
+def train_impatiently(overrides: Overrides, store: str, output_path: str) -> None:
     store_module.RETRY_DELAYS = (0, 0, 0)
-    train_and_listen(overrides, store, said)
+    train_and_record_output(overrides, store, output_path)
 
 
 def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Path) -> None:
@@ -467,9 +472,9 @@ def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Pa
     overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(3)]
     run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
     assert steps_saved(run) == [3, 6, 8]
-    said = (tmp_path / "said-0").read_text()
-    assert said.count("retrying the final save of the run") == 3
-    assert "No space left on device" in said
+    text = (tmp_path / "said-0").read_text()
+    assert text.count("retrying the final save of the run") == 3
+    assert "No space left on device" in text
 
 
 def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path) -> None:
@@ -477,10 +482,10 @@ def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path
     overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(99)]
     with pytest.raises(RankError) as caught:
         run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
-    said = str(caught.value)
-    assert "the final save at step 8 failed in 4 attempts" in said
-    assert "No space left on device" in said
-    assert f"steps 7 to 8 are lost; the last checkpoint is {run}/checkpoints/step-0" in said
+    message = str(caught.value)
+    assert "the final save at step 8 failed in 4 attempts" in message
+    assert "No space left on device" in message
+    assert f"steps 7 to 8 are lost; the last checkpoint is {run}/checkpoints/step-0" in message
     assert steps_saved(run) == [3, 6]
     assert not list((run / "checkpoints").glob(".tmp-*"))
 
@@ -492,13 +497,13 @@ def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path
 def test_train_data_unreadable_on_one_rank_saves_then_fails(
     rank: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """The step of the rank that has no data is not applied anywhere: what is saved is exact."""
+    """A rank without data stops the step on all ranks: the saved state is exact."""
     run = tmp_path / "run"
     bad = {"site": "step", "rank": rank, "kind": "error", "passing": 6, "error": "EIO"}
     overrides = [*STEPS, ("run.dir", str(run))]
     faulty = [*overrides, ("resilience.faults", toml(bad))]
     with pytest.raises(RankError, match=f"rank {rank} of 2 failed") as caught:
-        run_ranks(train_and_listen, 2, faulty, str(store_path), str(tmp_path / "said"))
+        run_ranks(train_and_record_output, 2, faulty, str(store_path), str(tmp_path / "said"))
     assert "OSError: [Errno 5]" in str(caught.value)
     assert "step 5 is saved" in str(caught.value)
     assert steps_saved(run) == [3, 5]
@@ -521,7 +526,7 @@ def test_train_error_in_backward_saves_nothing(store_path: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -> None:
-    """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
+    """Suspend a run in step 5 while another process finishes it, and wake it up."""
     run = tmp_path / "run"
     stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 25.0}
     overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
@@ -541,7 +546,7 @@ def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -
             sleeping.kill()
     assert "another process has acquired the run's lease" in errors
     assert not list((run / "checkpoints").glob("abandoned-*"))
-    again = newest_state(run)
-    assert all(again[name].equal(tensor) for name, tensor in finished.items())
+    second_run = newest_state(run)
+    assert all(second_run[name].equal(tensor) for name, tensor in finished.items())
     assert [record["step"] for record in records(run)] == list(range(1, 9))
     assert json.loads((run / "checkpoints/lease-000002.json").read_text())["step"] == 3

@@ -1,8 +1,8 @@
-"""A small `weft train` command, started in two ways, and a look at what it leaves behind.
+"""Start a small `weft train` command in two ways, and check that nothing remains.
 
-A process imports torch for some seconds.  So weft's command runs in a process that a test starts
-only where its own start or death is tested; otherwise in one that the harness forks (`Started`,
-`run_weft`, `run_joined`), which has imported it already.  The ranks that it starts are the same.
+Importing torch takes seconds. So weft's command runs in a new process only where a test
+checks its start or death; otherwise the harness forks it (`Started`, `run_weft`,
+`run_joined`) with torch imported. The ranks that it starts are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _worlds: list[threading.Thread] = []  # of `Started`, in which a command may sti
 
 @pytest.fixture
 def arguments(store_path: Path, tmp_path: Path) -> list[str]:
-    """`weft train` on the small model in two ranks, in the run folder `run`."""
+    """The arguments of `weft train` for the small model on two ranks, in `run`."""
     return small_command(store_path)
 
 
@@ -70,108 +70,115 @@ def build(groups, optim):
 class Finished(NamedTuple):
     """A run of two ranks, of which tests make copies."""
 
-    folder: Path  # where the command ran
+    directory: Path  # where the command ran
     command: list[str]
     done: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="session")
-def finished(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """`weft train` on ``text.py``, as a user starts it."""
-    folder = tmp_path_factory.mktemp("finished")
-    shutil.copy(text_folder / "ast.py", folder / "text.py")
+    directory = tmp_path_factory.mktemp("finished")
+    shutil.copy(text_dir / "ast.py", directory / "text.py")
     words = ["--data.path", "text.py", "--data.cache_dir", "cache"]
     words += ["--checkpoint.interval", "5", "--checkpoint.keep_latest", "9"]
-    command = [*small_command(folder), *words]
-    done = subprocess.run(
-        command, cwd=folder, timeout=200, capture_output=True, text=True, check=False
+    command = [*small_command(directory), *words]
+    completed = subprocess.run(
+        command, cwd=directory, timeout=200, capture_output=True, text=True, check=False
     )
-    assert not processes_in(folder)
-    return Finished(folder, command, done)
+    assert not processes_in(directory)
+    return Finished(directory, command, completed)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+def no_processes_left(tmp_path: Path) -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10
-    while left := processes_in(tmp_path):
+    while remaining := processes_in(tmp_path):
         if time.monotonic() > deadline:
-            for process in left:  # of a test that failed half-way, too
+            for process in remaining:  # of a test that failed half-way, too
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             for world in _worlds:
                 world.join(30)
-            pytest.fail(f"left behind: {left}")
+            pytest.fail(f"left behind: {remaining}")
         time.sleep(0.1)
 
 
-def processes_in(folder: Path) -> dict[int, str]:
-    """Ids and command lines of the processes whose working directory is ``folder``."""
-    found = {}
+def processes_in(directory: Path) -> dict[int, str]:
+    """Return ids and command lines of processes that run in ``directory``."""
+    results = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if (entry / "cwd").resolve() == folder:
+                if (entry / "cwd").resolve() == directory:
                     line = (entry / "cmdline").read_text().replace("\0", " ")
-                    found[int(entry.name)] = line
+                    results[int(entry.name)] = line
             except OSError:
                 continue  # it has ended meanwhile, or is another user's
-    return {process: line for process, line in found.items() if line}
+    return {process: line for process, line in results.items() if line}
 
 
 # --------------------------------------------------------------------------- in forked processes
 
 
 class Started:
-    """weft's command in a process that the harness has forked, as if by `subprocess.Popen`.
+    """weft's command in a process forked by the harness, like `subprocess.Popen`.
 
-    What it prints is in files beside ``folder``, where it runs.
+    Its output is in files beside ``directory``, where it runs.
 
     Args:
-        cores: how many it and its ranks may use; 0: all.
-        reader: of its standard output; without it the pipe is closed after some bytes.
+        cores: number of cores for it and its ranks; 0: all.
+        reader: read its standard output; if False the pipe is closed after some bytes.
 
     Attributes:
-        pid: of the command; it leads a session.
+        pid: process id of the command, which leads a session.
     """
 
     def __init__(
         self,
         command: list[str],
-        folder: Path,
+        directory: Path,
         cores: int = 0,
         reader: bool = True,
         **environment: str,
     ) -> None:
         assert command[: len(WEFT)] == WEFT
-        self.said = folder.with_name(f"{folder.name}.said")
-        self.said.mkdir(exist_ok=True)
-        for file in self.said.iterdir():
+        self.output_dir = directory.with_name(f"{directory.name}.said")
+        self.output_dir.mkdir(exist_ok=True)
+        for file in self.output_dir.iterdir():
             file.unlink()
         self._statuses: list[int] = []
         self._error: BaseException | None = None
-        call = (command[len(WEFT) :], str(folder), str(self.said), environment, cores, reader)
+        call = (
+            command[len(WEFT) :],
+            str(directory),
+            str(self.output_dir),
+            environment,
+            cores,
+            reader,
+        )
         self._world = threading.Thread(target=self._run, args=call, daemon=True)
         self._world.start()
         _worlds.append(self._world)
-        while not (self.said / "pid").exists():
+        while not (self.output_dir / "pid").exists():
             assert self._world.is_alive(), self._error
             time.sleep(0.01)
-        self.pid = int((self.said / "pid").read_text())
+        self.pid = int((self.output_dir / "pid").read_text())
 
     def _run(self, *call: object) -> None:
         try:
-            self._statuses = run_ranks(be_weft, 1, *call, timeout=200)
+            self._statuses = run_ranks(run_weft_in_child, 1, *call, timeout=200)
         except BaseException as error:
             self._error = error
 
     @property
     def stdout(self) -> str:
-        return (self.said / "1").read_text() if (self.said / "1").exists() else ""
+        return (self.output_dir / "1").read_text() if (self.output_dir / "1").exists() else ""
 
     @property
     def stderr(self) -> str:
-        return (self.said / "2").read_text()
+        return (self.output_dir / "2").read_text()
 
     def poll(self) -> int | None:
         return None if self._world.is_alive() else self.wait(0)
@@ -190,64 +197,69 @@ class Started:
 
 def run_weft(
     command: list[str],
-    folder: Path,
+    directory: Path,
     timeout: float = 200,
     cores: int = 0,
     reader: bool = True,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run weft's command in a process that the harness forks, until it ends."""
-    done = Started(command, folder, cores, reader, **environment)
-    status = done.wait(timeout)
-    return subprocess.CompletedProcess(command, status, done.stdout, done.stderr)
+    completed = Started(command, directory, cores, reader, **environment)
+    status = completed.wait(timeout)
+    return subprocess.CompletedProcess(command, status, completed.stdout, completed.stderr)
 
 
-def be_weft(
-    words: list[str], folder: str, said: str, environment: dict[str, str], cores: int, reader: bool
+def run_weft_in_child(
+    words: list[str],
+    directory: str,
+    output_path: str,
+    environment: dict[str, str],
+    cores: int,
+    reader: bool,
 ) -> int:
     """Be weft's command, in a rank; return its status once no process of it is left."""
     dist.destroy_process_group()
-    os.chdir(folder)
+    os.chdir(directory)
     if cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-    others = processes_in(Path.cwd()).keys() | {os.getpid()}
-    out = Path(said, "1")
+    known_pids = processes_in(Path.cwd()).keys() | {os.getpid()}
+    out = Path(output_path, "1")
     if not reader:
-        out = Path(said, "pipe")
+        out = Path(output_path, "pipe")
         os.mkfifo(out)
-        threading.Thread(target=read_and_leave, args=(out,), daemon=True).start()
-    status = _call_main(words, out, Path(said, "2"), environment, Path(said, "pid"))
+        threading.Thread(target=read_one_line, args=(out,), daemon=True).start()
+    status = _call_main(words, out, Path(output_path, "2"), environment, Path(output_path, "pid"))
     deadline = time.monotonic() + 10
-    while left := processes_in(Path.cwd()).keys() - others:
-        assert time.monotonic() < deadline, f"left behind: {left}"
+    while remaining := processes_in(Path.cwd()).keys() - known_pids:
+        assert time.monotonic() < deadline, f"left behind: {remaining}"
         time.sleep(0.05)
     return status
 
 
-def read_and_leave(pipe: Path) -> None:
+def read_one_line(pipe: Path) -> None:
     """Be ``head -1``."""
     with pipe.open("rb") as end:
         end.readline()
 
 
 def run_joined(
-    command: list[str], folder: Path, ranks: int, **environment: str
+    command: list[str], directory: Path, ranks: int, **environment: str
 ) -> tuple[list[int], str]:
-    """Run weft's command in ranks that another launcher has started, by torchrun's variables.
+    """Run weft's command in ranks with the environment variables of torchrun.
 
     Returns:
-        Their statuses, and what they printed.
+        Their exit statuses, and their output.
     """
-    said = folder.with_name(f"{folder.name}.said")
-    said.mkdir(exist_ok=True)
+    output = directory.with_name(f"{directory.name}.said")
+    output.mkdir(exist_ok=True)
     port = free_port()
-    call = (command[len(WEFT) :], str(folder), str(said), environment, port)
-    statuses = run_ranks(be_joined, ranks, *call, timeout=120)
-    return statuses, "".join((said / f"{rank}").read_text() for rank in range(ranks))
+    call = (command[len(WEFT) :], str(directory), str(output), environment, port)
+    statuses = run_ranks(run_joined_in_child, ranks, *call, timeout=120)
+    return statuses, "".join((output / f"{rank}").read_text() for rank in range(ranks))
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that no outgoing connection is given meanwhile."""
+    """Return a free port that no outgoing connection uses in the meantime."""
     choose = random.SystemRandom()
     while True:
         port = choose.randrange(20_000, 30_000)  # below Linux's range for outgoing connections
@@ -255,17 +267,17 @@ def free_port() -> int:
             return port
 
 
-def be_joined(
-    words: list[str], folder: str, said: str, environment: dict[str, str], port: int
+def run_joined_in_child(
+    words: list[str], directory: str, output_path: str, environment: dict[str, str], port: int
 ) -> int:
-    """Be weft's command as a rank: in another process, which the command ends by itself."""
+    """Run weft's command as a rank in another process, which the command ends."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    os.chdir(folder)
+    os.chdir(directory)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     environment |= {key: str(value) for key, value in variables.items()}
-    file = Path(said, f"{rank}")
+    file = Path(output_path, f"{rank}")
     process = os.fork()
     if process == 0:
         _call_main(words, file, file, environment | {"MASTER_ADDR": "127.0.0.1"}, None)

@@ -1,4 +1,4 @@
-"""What clusters are asked for in tests, and tools of theirs that only note how they are called."""
+"""Requests to clusters for tests, and fake tools that record their calls."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ def request(
     devices: int = 0,
 ) -> JobRequest:
     """A request by the words that somebody would have typed."""
-    given = list(overrides)
+    all_overrides = list(overrides)
     if options:
-        given.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
-    job, _, problems = read_job(recipe, given)
+        all_overrides.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
+    job, _, problems = read_job(recipe, all_overrides)
     assert not problems
-    folder = Path("/fsx/small-run")
-    asked = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
-    words = node_command(recipe, given, folder, asked, "auto")
-    return JobRequest("small-run", words, job, nodes, devices, folder)
+    directory = Path("/fsx/small-run")
+    requested = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
+    words = node_command(recipe, all_overrides, directory, requested, "auto")
+    return JobRequest("small-run", words, job, nodes, devices, directory)
 
 
-def said(problems: list[ConfigError]) -> str:
+def format_problems(problems: list[ConfigError]) -> str:
     return "\n".join(str(problem) for problem in problems)
 
 
-def own_recipe(folder: Path) -> str:
-    """A recipe of the user's, which extends another one and is of no use elsewhere as it is."""
-    path = folder / "mine.toml"
+def own_recipe(directory: Path) -> str:
+    """Write a user's recipe that extends another one, and cannot be copied alone."""
+    path = directory / "mine.toml"
     path.write_text(
         'extends = "demo"\n[train]\nsteps = 7\n[run]\ndir = "here"\n[launch]\nimage = "i"\n'
     )
     return str(path)
 
 
-def fake_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> Path:
-    """Put a script into $PATH that notes its arguments, a line a call, and runs ``body``."""
-    calls = folder / "calls"
-    (folder / "bin").mkdir(exist_ok=True)
-    script = folder / "bin" / name
+def fake_tool(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> Path:
+    """Put a script into $PATH that records its arguments and runs ``body``."""
+    calls = directory / "calls"
+    (directory / "bin").mkdir(exist_ok=True)
+    script = directory / "bin" / name
     script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{body}\n')
     script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{directory}/bin:/usr/bin:/bin")
     return calls

@@ -1,4 +1,4 @@
-"""`weft doctor` and the check before a run, on this machine, on several nodes, and on sick ones."""
+"""`weft doctor` and the preflight check: one machine, several and unhealthy nodes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ pytestmark = pytest.mark.timeout(300, method="signal")
 FAILS_ONCE = '[{kind = "kill", rank = 1, passing = 5}]'
 
 
-def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+def run(arguments: list[str], directory: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         arguments,
-        cwd=folder,
+        cwd=directory,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -59,7 +59,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """What is started meanwhile may use one core: on a CPU one process is measured."""
+    """Use one core for child processes: on a CPU one process is measured."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
     yield
@@ -95,47 +95,49 @@ def test_doctor_json_has_findings_and_facts(
     monkeypatch.setenv("SECRET_KEY", "x")
     assert main(["doctor", "--json", "--checkpoint.local_dir", "local"]) == 1
     out = capsys.readouterr().out
-    shown = json.loads(out)
-    assert shown["bad"] == 1
-    (bad,) = (one for one in shown["findings"] if one["severity"] == "bad")
+    report = json.loads(out)
+    assert report["bad"] == 1
+    (bad,) = (finding for finding in report["findings"] if finding["severity"] == "bad")
     assert (bad["check"], "nowhere" in bad["observation"], bad["remedy"] != "") == (
         "variables",
         True,
         True,
     )
-    assert [one["key"] for one in shown["facts"]["directories"]] == [
+    assert [directory["key"] for directory in report["facts"]["directories"]] == [
         "run.dir",
         "checkpoint.local_dir",
     ]
     assert "SECRET_KEY" not in out
-    found = shown["facts"]["measured"]  # by one process
-    assert (found["error"], found["busbw"], found["same"]) == ("", 0.0, [True])
-    assert found["right"] is True
-    assert found["flops"][0] > 1e8
-    assert 0 < found["cpu_share"][0] <= 1
+    result = report["facts"]["measured"]  # by one process
+    assert (result["error"], result["busbw"], result["same"]) == ("", 0.0, [True])
+    assert result["right"] is True
+    assert result["flops"][0] > 1e8
+    assert 0 < result["cpu_share"][0] <= 1
 
 
 def test_doctor_several_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == USAGE_ERROR
-    said = capsys.readouterr().err
-    assert "2 problems" in said
-    assert "'run.nodes'" in said
+    output = capsys.readouterr().err
+    assert "2 problems" in output
+    assert "'run.nodes'" in output
     assert main(["doctor", "--nodes", "many"]) == USAGE_ERROR
     assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> None:
-    meeting = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
-    both = [finish(node) for node in [run([*WEFT, "doctor", *meeting], tmp_path) for _ in range(2)]]
+    rendezvous = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
+    both = [
+        finish(node) for node in [run([*WEFT, "doctor", *rendezvous], tmp_path) for _ in range(2)]
+    ]
     for status, out, err in both:
         assert status == 0, out + err
-        told = json.loads(out)
-        assert len(told["facts"]["joined_nodes"]) == 2
-        (nodes,) = (one for one in told["findings"] if one["check"] == "nodes")
-        apart = re.search(r"differ by ([\d.]+) ms", nodes["observation"])
-        assert apart
-        assert float(apart[1]) < 500
+        report = json.loads(out)
+        assert len(report["facts"]["joined_nodes"]) == 2
+        (nodes,) = (finding for finding in report["findings"] if finding["check"] == "nodes")
+        match = re.search(r"differ by ([\d.]+) ms", nodes["observation"])
+        assert match
+        assert float(match[1]) < 500
 
 
 # --------------------------------------------------------------------------- measuring
@@ -143,47 +145,47 @@ def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> Non
 
 @pytest.mark.system
 def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure_devices("cuda", 1, 1, False, 60)  # there is none here
-    assert found.device == "cuda"
-    assert found.error.startswith("process 0: ")
-    began = time.monotonic()
+    result = measure_devices("cuda", 1, 1, False, 60)  # there is none here
+    assert result.device == "cuda"
+    assert result.error.startswith("process 0: ")
+    start_time = time.monotonic()
     assert measure_devices("cpu", 2, 1, False, 0.05).error == "no result within 0 s: process 0, 1"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start_time < 20
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
 def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
-    """Real competitors, on the one core that all are bound to; and it sees the fastest call."""
+    """Real competitors share one core, and the fastest call is found."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    took = []
+    competitors = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    durations = []
 
     def spin() -> None:
-        began, until = time.perf_counter(), time.thread_time() + 0.01
+        start_time, until = time.perf_counter(), time.thread_time() + 0.01
         while time.thread_time() < until:
             pass
-        took.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - start_time)
 
     try:
         seconds, share = time_cpu_burst(spin, 1, 0.5)
     finally:
-        for one in others:
-            one.kill()
-            one.wait()
+        for other in competitors:
+            other.kill()
+            other.wait()
         os.sched_setaffinity(0, usual)
     assert share < 0.5
-    assert seconds == pytest.approx(min(took[2:]), rel=0.1)
+    assert seconds == pytest.approx(min(durations[2:]), rel=0.1)
 
 
 # --------------------------------------------------------------------------- storage
 
 
 def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) -> None:
-    found = probe_directory("run.dir", tmp_path / "a" / "b", 1 << 20)
-    assert (found.error, found.locks, found.links) == ("", True, True)
-    assert found.write > 0
-    assert found.read > 0
+    result = probe_directory("run.dir", tmp_path / "a" / "b", 1 << 20)
+    assert (result.error, result.locks, result.links) == ("", True, True)
+    assert result.write > 0
+    assert result.read > 0
     assert list(tmp_path.iterdir()) == []
     assert "cannot be written" in probe_directory("run.dir", Path("/proc/nothing"), 1 << 20).error
     assert (
@@ -192,14 +194,14 @@ def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) 
 
 
 def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that grants every lock, or has none."""
+    """The file system grants every lock, or has none."""
     file = tmp_path / "file"
     file.touch()
     assert supports_locks(file)
-    monkeypatch.setattr("fcntl.flock", lambda file, how: None)
+    monkeypatch.setattr("fcntl.flock", lambda file, mode: None)
     assert not supports_locks(file)
 
-    def refuse(file: Any, how: int) -> None:
+    def refuse(file: Any, mode: int) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
@@ -207,12 +209,12 @@ def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_folders_of_a_job_are_only_the_named_ones() -> None:
-    given = [
+    inputs = [
         ("run.dir", "/x"),
         ("checkpoint.dir", "s3://b/p"),
         ("checkpoint.local_dir", "/dev/shm/y"),
     ]
-    job, _, _ = read_job("demo", given)
+    job, _, _ = read_job("demo", inputs)
     assert job_directories(job) == [
         ("run.dir", Path("/x")),
         ("checkpoint.local_dir", Path("/dev/shm/y")),
@@ -227,16 +229,16 @@ def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
 
 @pytest.mark.system
 def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which accepts whoever comes, and says nothing that a launcher would."""
-    with socket.create_server(("127.0.0.1", 0)) as there:
+    """Accept every connection and send nothing that a launcher would send."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    there.accept()[0].close()
+                    server.accept()[0].close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        endpoint = f"127.0.0.1:{there.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         assert probe_endpoint(endpoint) == "answers"
         monkeypatch.setattr("weft.cluster.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
         job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
@@ -245,7 +247,7 @@ def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.Monke
             "no weft launcher answers there",
             (),
         )
-        there.shutdown(socket.SHUT_RDWR)
+        server.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        # In a process of its own: the client starts threads, after which no test may fork.
+        # In a separate process: the client starts threads, after which no test may fork.
         script = (
             "import sys; from weft.checkpoint.storage import open_directory\n"
             "from weft.cluster.probes import probe_store\n"
@@ -287,8 +289,8 @@ def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
             "found = probe_store('checkpoint.dir', 's3://nowhere/run', 8 << 20)\n"
             "assert 'NoSuchBucket' in found.error, found\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert completed.returncode == 0, completed.stderr
 
 
 # --------------------------------------------------------------------------- before a run
@@ -317,12 +319,12 @@ def test_preflight_sick_node_starts_no_ranks(
     if launcher == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*torchrun, "--nproc-per-node", "2", "-m", *arguments[2:], *command[-2:]]
-    sick = {"NCCL_SOCKET_IFNAME": "nowhere", "SLURMD_NODENAME": "n7"}
+    unhealthy = {"NCCL_SOCKET_IFNAME": "nowhere", "SLURMD_NODENAME": "n7"}
     if launcher == "weft":
-        done = run_weft(command, tmp_path, cores=1, **sick)
-        status, out, err = done.returncode, done.stdout, done.stderr
+        completed = run_weft(command, tmp_path, cores=1, **unhealthy)
+        status, out, err = completed.returncode, completed.stdout, completed.stderr
     else:
-        status, out, err = finish(run(command, tmp_path, **sick))
+        status, out, err = finish(run(command, tmp_path, **unhealthy))
     assert status == (UNHEALTHY if launcher == "weft" else 1), out + err
     assert f"is unhealthy and does not train (exit status {UNHEALTHY})" in out
     assert "NCCL_SOCKET_IFNAME=nowhere" in out
@@ -335,12 +337,12 @@ def test_preflight_sick_node_starts_no_ranks(
 def test_preflight_other_nodes_train_without_a_sick_one(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    meeting = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
-    command = [*arguments, "--train.steps", "4", "--run.nproc_per_node", "1", *meeting]
+    rendezvous = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
+    command = [*arguments, "--train.steps", "4", "--run.nproc_per_node", "1", *rendezvous]
     command += ["--resilience.preflight", "true"]
-    sick = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
+    unhealthy = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
     fit = run(command, tmp_path, SLURMD_NODENAME="n0")
-    status, out, err = finish(sick)
+    status, out, err = finish(unhealthy)
     assert status == UNHEALTHY, out + err
     status, out, err = finish(fit)
     assert status == 0, out + err
@@ -362,15 +364,15 @@ esac
 def test_preflight_node_that_became_sick_does_not_restart(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """Its GPU, which a tool shows but no rank uses, has a memory error from the second look on."""
+    """The GPU, which no rank uses, reports a memory error from the second query on."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     gpu = GPU.format(n=0).strip()
     tool.write_text(NVIDIA_SMI.format(folder=tool.parent, gpu=gpu))
     tool.chmod(0o755)
-    more = ["--run.device", "cpu", "--resilience.preflight", "true"]
+    extra = ["--run.device", "cpu", "--resilience.preflight", "true"]
     path = f"{tool.parent}:{os.environ['PATH']}"
-    command = [*arguments, *more, "--resilience.faults", FAILS_ONCE]
+    command = [*arguments, *extra, "--resilience.faults", FAILS_ONCE]
     status, out, err = finish(run(command, tmp_path, PATH=path))
     assert status == UNHEALTHY, out + err
     assert "checked node" in out

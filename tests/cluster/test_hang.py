@@ -1,4 +1,4 @@
-"""A planted hang is named by `weft debug hang`: afterwards, alive, and over hosts."""
+"""`weft hang` names a planted hang: afterwards, in a live run, and across hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.cluster.test_launcher import run, start_and_wait
 from tests.cluster.test_signals import workers
-from tests.cluster.test_watchdog import faults, seen
+from tests.cluster.test_watchdog import faults, rank_state
 from tests.harness import run_ranks
 from weft.cli.main import main
 from weft.cluster import HUNG
@@ -64,10 +64,10 @@ OPTIONS = [
 ]
 
 
-def ask(folder: Path, *options: str) -> str:
-    with redirect_stdout(io.StringIO()) as said:
-        assert main(["hang", str(folder / "run"), *options]) == 0
-    return said.getvalue()
+def explain_hang(directory: Path, *options: str) -> str:
+    with redirect_stdout(io.StringIO()) as output:
+        assert main(["hang", str(directory / "run"), *options]) == 0
+    return output.getvalue()
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -81,9 +81,9 @@ def kill(process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def check_calls(found: dict[str, Any], number: int) -> None:
-    """Of two ranks the first waits in broadcast ``number``, and the second is past it."""
-    zero, one = found["ranks"]
+def check_calls(result: dict[str, Any], number: int) -> None:
+    """Check two ranks: the first waits in broadcast ``number``, the second is past it."""
+    zero, one = result["ranks"]
     group = "dp_shard (ranks 0, 1)"
     assert zero["calls"] == [
         {"group": group, "number": number, "name": "broadcast", "sizes": [[3]], "ranks": [0, 1]}
@@ -97,26 +97,28 @@ def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
     arguments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(SKIP)
-    done = run([*arguments, *OPTIONS, "--resilience.step_timeout", "3"], tmp_path)
-    assert done.returncode == HUNG, done.stderr
-    said = ask(tmp_path)
-    assert re.match(SKIPPED, said), said
+    completed = run([*arguments, *OPTIONS, "--resilience.step_timeout", "3"], tmp_path)
+    assert completed.returncode == HUNG, completed.stderr
+    output = explain_hang(tmp_path)
+    assert re.match(SKIPPED, output), output
     assert (
         f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the watchdog ended the run"
-        in said
+        in output
     )
-    (mine,) = re.findall(
-        r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
+    (own_rank,) = re.findall(
+        r"^    (.*mine\.py:\d+ in exchange)$", output, re.MULTILINE
     )  # rank 0's alone
-    assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
-    assert "run/logs/rank-1.log" in said
-    assert "run the same command to resume from" in said
+    assert (
+        output.index("rank 0, step 12") < output.index(own_rank) < output.index("rank 1, step 12")
+    )
+    assert "run/logs/rank-1.log" in output
+    assert "run the same command to resume from" in output
 
     (evidence,) = (tmp_path / "run/logs").glob("hang-*.json")
     explained = json.loads(evidence.read_text())
     assert explained["missing"] == [1]
-    check_calls(explained, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
-    assert json.loads(ask(tmp_path, "--json"))["missing"] == [1]
+    check_calls(explained, int(re.findall(r"broadcast no\. (\d+)", output)[0]))
+    assert json.loads(explain_hang(tmp_path, "--json"))["missing"] == [1]
 
 
 def test_debug_hang_live_run_names_a_skipped_collective(
@@ -126,45 +128,47 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     (tmp_path / "mine.py").write_text(SKIP)
     process = start_and_wait([*arguments, *OPTIONS, "--resilience.step_timeout", "0"], tmp_path, 11)
     deadline = time.monotonic() + 120
-    while not re.match(SKIPPED, said := ask(tmp_path)):  # it comes to its twelfth step
-        assert time.monotonic() < deadline, said
-    assert "observed now, in 2 of 2 ranks; none has made progress for" in said
-    assert re.match(SKIPPED, ask(tmp_path)), "the second time"
-    (mine,) = re.findall(
-        r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
+    while not re.match(SKIPPED, output := explain_hang(tmp_path)):  # it comes to its twelfth step
+        assert time.monotonic() < deadline, output
+    assert "observed now, in 2 of 2 ranks; none has made progress for" in output
+    assert re.match(SKIPPED, explain_hang(tmp_path)), "the second time"
+    (own_rank,) = re.findall(
+        r"^    (.*mine\.py:\d+ in exchange)$", output, re.MULTILINE
     )  # rank 0's alone
-    assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
-    answer = json.loads(ask(tmp_path, "--json"))
+    assert (
+        output.index("rank 0, step 12") < output.index(own_rank) < output.index("rank 1, step 12")
+    )
+    answer = json.loads(explain_hang(tmp_path, "--json"))
     assert answer["missing"] == [1]
-    check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
+    check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", output)[0]))
 
-    # As if rank 1 were another host's, where the command has been called, too.
+    # As if rank 1 were on another host, where the command was run as well.
     logs = tmp_path / "run/logs"
     (file,) = logs.glob("ranks-*.json")
-    whole = json.loads(file.read_text())
+    full = json.loads(file.read_text())
     other = {"time": time.time(), "host": "b", "world_size": 2, "ended": False}
-    theirs = json.loads(ask(tmp_path, "--json"))["ranks"][1]
+    theirs = json.loads(explain_hang(tmp_path, "--json"))["ranks"][1]
     other["ranks"] = [{name: theirs[name] for name in RankState._fields}]
-    file.write_text(json.dumps(whole | {"ranks": whole["ranks"][:1]}))
-    said = ask(tmp_path)
-    assert "observed now, in 1 of 2 ranks" in said
-    assert "the missing rank is on another host" in said
-    assert "run this command on the other hosts, too" in said
-    for age, found in ((0, True), (3600, False)):  # an hour ago it was another hang
+    file.write_text(json.dumps(full | {"ranks": full["ranks"][:1]}))
+    output = explain_hang(tmp_path)
+    assert "observed now, in 1 of 2 ranks" in output
+    assert "the missing rank is on another host" in output
+    assert "run this command on the other hosts, too" in output
+    for age, result in ((0, True), (3600, False)):  # an hour ago it was another hang
         (logs / "hang-b.json").write_text(json.dumps(other | {"time": time.time() - age}))
-        said = ask(tmp_path)
-        assert bool(re.match(SKIPPED, said)) == found, said
-        assert ("by this command, on other hosts, in 2 of 2 ranks" in said) == found
-    for left in logs.glob("hang-*.json"):
-        left.unlink()
-    file.write_text(json.dumps(whole))
-    assert "in exchange" in said
-    assert "step_timeout is 0: the run hangs until you end it" in said
+        output = explain_hang(tmp_path)
+        assert bool(re.match(SKIPPED, output)) == result, output
+        assert ("by this command, on other hosts, in 2 of 2 ranks" in output) == result
+    for remaining in logs.glob("hang-*.json"):
+        remaining.unlink()
+    file.write_text(json.dumps(full))
+    assert "in exchange" in output
+    assert "step_timeout is 0: the run hangs until you end it" in output
     assert process.poll() is None
     kill(process)
-    said = ask(tmp_path)
-    assert said.startswith("no hang: the run was stopped or killed at step 11 of 100000\n")
-    assert "resume from" in said
+    output = explain_hang(tmp_path)
+    assert output.startswith("no hang: the run was stopped or killed at step 11 of 100000\n")
+    assert "resume from" in output
 
 
 @pytest.mark.slow
@@ -173,10 +177,10 @@ def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Pat
     process = start_and_wait([*arguments, "--train.steps", "100000", *fault], tmp_path, 15)
     try:
         deadline = time.monotonic() + 60
-        while "rank 1 is a straggler: " not in (said := ask(tmp_path)):
-            assert time.monotonic() < deadline, said  # on a busy machine others are slow, too
+        while "rank 1 is a straggler: " not in (output := explain_hang(tmp_path)):
+            assert time.monotonic() < deadline, output  # on a busy machine others are slow, too
             time.sleep(1)
-        assert re.match(r"no hang: the run makes progress, in steps? \d+", said)
+        assert re.match(r"no hang: the run makes progress, in steps? \d+", output)
     finally:
         kill(process)
 
@@ -191,68 +195,68 @@ def test_debug_hang_folder_without_a_run_is_refused(
 # --------------------------------------------------------------------------- the pieces
 
 
-def made(folder: Path) -> Path:
-    """A run's folder without anything."""
-    (folder / "logs").mkdir()
-    (folder / "job.toml").write_text("")
-    return folder
+def hung_run(directory: Path) -> Path:
+    """Create a run directory without any evidence."""
+    (directory / "logs").mkdir()
+    (directory / "job.toml").write_text("")
+    return directory
 
 
 def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
-    """What there is, is told."""
-    run_ = made(tmp_path)
+    """All available evidence is reported."""
+    run_ = hung_run(tmp_path)
     assert "no rank of this run has reached its first step" in str(inspect_run(run_))
     (run_ / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     assert "the run was stopped or killed at step 7 of 1000" in str(inspect_run(run_))
     error = {"rank": 1, "time": 5.0, "kind": "OSError", "message": "no disk (in step 8)"}
     error |= {"is_expected": False, "transient": True, "traceback": "t", "where": "in step 8"}
     (run_ / "logs" / "rank-1.error.json").write_text(json.dumps(error))
-    said = str(inspect_run(run_))
-    assert "no hang: rank 1 failed: OSError: no disk (in step 8)" in said
-    assert "logs/rank-1.log" in said
+    output = str(inspect_run(run_))
+    assert "no hang: rank 1 failed: OSError: no disk (in step 8)" in output
+    assert "logs/rank-1.log" in output
     (run_ / "metrics.jsonl").write_text('{"step": 1000, "loss": 1.0}\n')
     assert "the run is complete, at step 1000" in str(inspect_run(run_))
 
 
 def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> None:
-    run_ = made(tmp_path)
+    run_ = hung_run(tmp_path)
     contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this one began later than that
     host = {"time": 1.0, "host": socket.gethostname(), "world_size": 1, "ranks": [contact]}
     (run_ / "logs" / f"ranks-{socket.gethostname()}.json").write_text(json.dumps(host))
     assert str(inspect_run(run_)).startswith("no hang: the run was stopped")
 
 
-def at(
+def rank_dump(
     rank: int, group: str, number: int, name: str, ranks: list[int], **changes: object
 ) -> RankState:
     """A rank that waits in a collective, having done the one before."""
-    done = {group: number - 1} | {key: int(str(value)) for key, value in changes.items()}
+    completed = {group: number - 1} | {key: int(str(value)) for key, value in changes.items()}
     call = OpenCollective(group, number, name, [[8]], ranks)
-    return seen(rank, calls=[call], done=done)
+    return rank_state(rank, calls=[call], done=completed)
 
 
 def test_explain_evidence_of_several_hosts_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each host sees only that all of its ranks wait; together they know for whom."""
-    run_ = made(tmp_path)
-    everyone, far = [0, 1, 2, 3], "pp (ranks 2, 3)"
-    here = [at(rank, "all ranks", 42, "all_reduce", everyone) for rank in (0, 1)]
-    there = [
-        at(2, "all ranks", 42, "all_reduce", everyone),
-        seen(
+    run_ = hung_run(tmp_path)
+    all_ranks, distant = [0, 1, 2, 3], "pp (ranks 2, 3)"
+    local = [rank_dump(rank, "all ranks", 42, "all_reduce", all_ranks) for rank in (0, 1)]
+    remote = [
+        rank_dump(2, "all ranks", 42, "all_reduce", all_ranks),
+        rank_state(
             3,
-            calls=[OpenCollective(far, 9, "broadcast", [[8]], [2, 3])],
-            done={"all ranks": 41, far: 8},
+            calls=[OpenCollective(distant, 9, "broadcast", [[8]], [2, 3])],
+            done={"all ranks": 41, distant: 8},
         ),
     ]
-    there[1] = there[1]._replace(step=8)
-    for host, ranks in (("a", here), ("b", there)):
+    remote[1] = remote[1]._replace(step=8)
+    for host, ranks in (("a", local), ("b", remote)):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         write_evidence(run_, ranks, 4, ended=True)
     assert {path.name for path in (run_ / "logs").iterdir()} == {"hang-a.json", "hang-b-2.json"}
-    alone = json.loads((run_ / "logs" / "hang-a.json").read_text())
-    assert "the missing rank is on another host" in alone["verdict"]
+    single = json.loads((run_ / "logs" / "hang-a.json").read_text())
+    assert "the missing rank is on another host" in single["verdict"]
     explained = inspect_run(run_)
     assert explained.missing == [3]
     assert (
@@ -266,8 +270,8 @@ def test_explain_evidence_of_several_hosts_is_merged(
 
 def test_verdict_rank_behind_has_not_skipped_a_collective() -> None:
     """A rank that is further and calls another collective has skipped one."""
-    zero = at(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
-    one = at(1, "all ranks", 42, "broadcast", [0, 1])
+    zero = rank_dump(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
+    one = rank_dump(1, "all ranks", 42, "broadcast", [0, 1])
     missing, sentence = diagnose_hang([zero, one], 2)
     assert missing == [0]
     assert "; rank 0 skipped broadcast no. 42 of all ranks" in sentence
@@ -298,9 +302,9 @@ def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
     one = parse_flight_recorder(5, data)
     assert one.calls is not None
     assert [(call.group, call.number, call.name) for call in one.calls] == [
-        ("group 1", 1, "all_reduce")  # gloo does not tell it the ranks
+        ("group 1", 1, "all_reduce")  # gloo does not report the ranks
     ]
-    run_ = made(tmp_path)
+    run_ = hung_run(tmp_path)
     (run_ / "logs" / "flight-rank-0").write_bytes(data)
     explained = inspect_run(run_)
     assert "all_reduce no. 1 of group 1" in explained.verdict

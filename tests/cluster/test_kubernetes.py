@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.requests import fake_tool, own_recipe, request, said
+from tests.cluster.requests import fake_tool, format_problems, own_recipe, request
 from weft.cluster import kubernetes, submit
 from weft.cluster.submit import is_active
 from weft.config.errors import WeftError
@@ -25,19 +25,19 @@ def documents(text: str) -> dict[str, Any]:
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
-def job_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Of either kind, the spec of the Indexed Job."""
-    if "JobSet" in found:
-        spec = found["JobSet"]["spec"]
+def job_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of the Indexed Job of either kind."""
+    if "JobSet" in result:
+        spec = result["JobSet"]["spec"]
     else:
-        spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+        spec = result["TrainingRuntime"]["spec"]["template"]["spec"]
     [job] = spec["replicatedJobs"]
     assert job["name"] == "node"
     return dict(job["template"]["spec"])
 
 
-def pod_of(found: dict[str, Any]) -> dict[str, Any]:
-    return dict(job_of(found)["template"]["spec"])
+def pod_of(result: dict[str, Any]) -> dict[str, Any]:
+    return dict(job_of(result)["template"]["spec"])
 
 
 REQUESTS = {
@@ -61,15 +61,15 @@ KINDS = {
 @pytest.mark.parametrize("name", [*REQUESTS, *KINDS])
 def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
-    asked = (REQUESTS | KINDS)[name]
-    assert kubernetes.find_problems(asked) == []
-    assert kubernetes.check(kubernetes.render(asked)) == []
+    launch_request = (REQUESTS | KINDS)[name]
+    assert kubernetes.find_problems(launch_request) == []
+    assert kubernetes.check(kubernetes.render(launch_request)) == []
 
 
 def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
-    asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path), nodes=(2, 2))
-    text = kubernetes.render(asked)
+    launch_request = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path), nodes=(2, 2))
+    text = kubernetes.render(launch_request)
     assert kubernetes.check(text) == []
     [wrong] = kubernetes.check(text.replace("restartPolicy:", "restartPolice:"))
     assert "no field" in wrong
@@ -80,8 +80,8 @@ def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None
 
 
 def test_trainjob_manifest_has_what_was_asked_for() -> None:
-    found = documents(kubernetes.render(REQUESTS["gpu"]))
-    assert found["TrainJob"]["spec"] == {
+    result = documents(kubernetes.render(REQUESTS["gpu"]))
+    assert result["TrainJob"]["spec"] == {
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
             "kind": "TrainingRuntime",
@@ -89,8 +89,8 @@ def test_trainjob_manifest_has_what_was_asked_for() -> None:
         },
         "trainer": {"numNodes": 4},
     }
-    assert found["TrainingRuntime"]["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {}}
-    pod = pod_of(found)
+    assert result["TrainingRuntime"]["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {}}
+    pod = pod_of(result)
     [container] = pod["containers"]
     assert container["command"] == [
         *("weft", "train", "demo", "--train.steps", "5", "--run.dir", "/runs/small-run")
@@ -118,15 +118,15 @@ def test_manifest_pod_failure_policy_follows_exit_statuses() -> None:
 
 
 def test_manifest_for_efa_requests_adapters() -> None:
-    found = documents(kubernetes.render(REQUESTS["efa"]))
-    pod = pod_of(found)
+    result = documents(kubernetes.render(REQUESTS["efa"]))
+    pod = pod_of(result)
     [container] = pod["containers"]
     limits = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
     assert container["resources"] == {"limits": limits}
     assert container["env"] == [{"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
     assert container["command"][:2] == ["bash", "-c"]
     assert container["command"][2].startswith("set -e\nulimit -l unlimited\nexec weft train demo")
-    assert found["TrainJob"]["metadata"]["namespace"] == "train"
+    assert result["TrainJob"]["metadata"]["namespace"] == "train"
     assert pod["serviceAccountName"] == "trainer"
 
 
@@ -139,9 +139,9 @@ def test_manifest_on_cpus_requests_no_gpus() -> None:
 
 
 def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
-    for kind, asked in KINDS.items():
-        found = documents(kubernetes.render(asked))
-        words = pod_of(found)["containers"][0]["command"]
+    for kind, requested in KINDS.items():
+        result = documents(kubernetes.render(requested))
+        words = pod_of(result)["containers"][0]["command"]
         assert words[-2:] == ["--run.nodes", "2:4"], kind
     job = job_of(documents(kubernetes.render(KINDS["jobset"])))
     assert (job["completions"], job["parallelism"]) == (4, 4)
@@ -149,35 +149,37 @@ def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
 
 def test_jobset_pods_know_each_other() -> None:
     """The resolver takes what their environment says."""
-    asked = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
-    env = pod_of(documents(kubernetes.render(asked)))["containers"][0]["env"]
-    around = {each["name"]: each.get("value", "1") for each in env}
-    where = detect_environment(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert (where.source, where.nodes) == ("kubernetes", "2")
-    assert where.rendezvous == "small-run-node-0-0.small-run:29400"
-    rank = next(each for each in env if each["name"] == "PET_NODE_RANK")
+    launch_request = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
+    env = pod_of(documents(kubernetes.render(launch_request)))["containers"][0]["env"]
+    around = {item["name"]: item.get("value", "1") for item in env}
+    environment = detect_environment(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert (environment.source, environment.nodes) == ("kubernetes", "2")
+    assert environment.rendezvous == "small-run-node-0-0.small-run:29400"
+    rank = next(item for item in env if item["name"] == "PET_NODE_RANK")
     path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
 def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
-    asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))
-    found = documents(kubernetes.render(asked))
-    assert "steps = 7" in found["ConfigMap"]["data"]["recipe.toml"]
-    [container] = pod_of(found)["containers"]
+    launch_request = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))
+    result = documents(kubernetes.render(launch_request))
+    assert "steps = 7" in result["ConfigMap"]["data"]["recipe.toml"]
+    [container] = pod_of(result)["containers"]
     assert container["command"][:3] == ["weft", "train", "/etc/weft/recipe.toml"]
     assert {"name": "recipe", "mountPath": "/etc/weft"} in container["volumeMounts"]
 
 
 def test_problems_each_mistake_is_reported() -> None:
-    text = said(kubernetes.find_problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
+    text = format_problems(
+        kubernetes.find_problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"}))
+    )
     for part in ("claim is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
 
 
 def test_problems_name_with_a_leading_digit_is_refused() -> None:
-    asked = replace(REQUESTS["cpu"], name="405b")
-    assert "must begin with a letter" in said(kubernetes.find_problems(asked))
+    launch_request = replace(REQUESTS["cpu"], name="405b")
+    assert "must begin with a letter" in format_problems(kubernetes.find_problems(launch_request))
 
 
 @pytest.mark.system
@@ -206,19 +208,19 @@ esac"""
     assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
     assert "600 s to save" in kubernetes.cancel(id)
     (tmp_path / "job").write_text("")  # as --ignore-not-found has it
-    assert not is_active(gone := kubernetes.status(id)), gone
-    made = calls.read_text().splitlines()
+    assert not is_active(missing := kubernetes.status(id)), missing
+    commands = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
-    assert made[:2] == [
+    assert commands[:2] == [
         "--namespace=train get trainjob small-run --ignore-not-found -o name",
         f"--namespace=train apply -f {tmp_path}/run.yaml",
     ]
     assert (
         f"--namespace=train logs {label} --prefix --tail=-1 --follow --max-log-requests=1000"
-        in made
+        in commands
     )
     for what in ("trainjob small-run", "trainingruntime small-run", "configmap small-run-recipe"):
-        assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in made
+        assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in commands
 
 
 @pytest.mark.system
@@ -247,10 +249,10 @@ def test_submit_failure_deletes_what_was_created(
 def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: str) -> None:
     """Else runs of two directories would be one on the nodes, without a word."""
     module = submit.get_cluster(cluster)
-    asked = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
-    wanted = "Use another --run.dir, such as /fsx/small-run"
-    assert wanted in said(module.find_problems(asked))
-    assert wanted not in said(module.find_problems(request(IMAGE, options=OPTIONS)))
+    requested = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
+    expected = "Use another --run.dir, such as /fsx/small-run"
+    assert expected in format_problems(module.find_problems(requested))
+    assert expected not in format_problems(module.find_problems(request(IMAGE, options=OPTIONS)))
 
 
 def test_render_says_where_the_run_is() -> None:
@@ -265,9 +267,11 @@ def test_render_says_where_the_run_is() -> None:
 def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
     """Read back it is what was given, with and without a shell around the command."""
     for setup in ([], [("launch.setup", "cd .")]):
-        asked = request(IMAGE, *setup, options=OPTIONS)
-        asked = replace(asked, words=(*asked.words, "--data.text_field", value))
-        [container] = pod_of(documents(kubernetes.render(asked)))["containers"]
+        launch_request = request(IMAGE, *setup, options=OPTIONS)
+        launch_request = replace(
+            launch_request, words=(*launch_request.words, "--data.text_field", value)
+        )
+        [container] = pod_of(documents(kubernetes.render(launch_request)))["containers"]
         words = container["command"]
         if setup:
             assert words[:2] == ["bash", "-c"]

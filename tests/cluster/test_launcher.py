@@ -1,4 +1,4 @@
-"""The real thing: `weft train` as a user starts it, its processes, faults and restarts."""
+"""`weft train` as users start it: its processes, faults and restarts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from weft.cluster.rank_exit import write_error
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 
-def run(command: list[str], folder: Path, timeout: float = 200, **environment: str):
+def run(command: list[str], directory: Path, timeout: float = 200, **environment: str):
     return subprocess.run(
         command,
-        cwd=folder,
+        cwd=directory,
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -44,19 +44,19 @@ def run(command: list[str], folder: Path, timeout: float = 200, **environment: s
 def test_train_whole_run_shows_records_and_can_be_used(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = finished.done
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    out = done.stdout
+    completed = finished.done
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr == ""
+    out = completed.stdout
     assert "35.0 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens per step" in out
     assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
     assert "validation loss" in out
     assert "unigram" in out
     assert "next:  weft generate run\n       weft evaluate run\n" in out
-    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "run"
-    curve = losses(folder)
-    assert {path.name for path in folder.iterdir()} == {
+    shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
+    run_dir = tmp_path / "run"
+    curve = losses(run_dir)
+    assert {path.name for path in run_dir.iterdir()} == {
         ".lock",
         "checkpoints",
         "document_tokens.json",
@@ -69,7 +69,7 @@ def test_train_whole_run_shows_records_and_can_be_used(
         "spans",
         "tokenizer.json",
     }
-    assert {path.name for path in (folder / "logs").iterdir()} == {
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {
         "launcher.log",
         "rank-0.log",
         "rank-1.log",
@@ -84,20 +84,20 @@ def test_train_whole_run_shows_records_and_can_be_used(
     assert out.count("tokens/s") == 20
     assert (tmp_path / "copy/job.toml").exists()
     assert losses(tmp_path / "copy") == curve
-    ours, theirs = newest_state(folder), newest_state(tmp_path / "copy")
+    ours, theirs = newest_state(run_dir), newest_state(tmp_path / "copy")
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
-    (folder / "metrics.jsonl").unlink()
-    again = run_weft(finished.command, tmp_path)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert "is complete at step 20" in again.stdout
+    (run_dir / "metrics.jsonl").unlink()
+    second_run = run_weft(finished.command, tmp_path)
+    assert (second_run.returncode, second_run.stderr) == (0, "")
+    assert "is complete at step 20" in second_run.stdout
 
     prompt = ["--prompt", "import ", "--max-tokens", "20"]
     text = run_weft([*WEFT, "generate", "run", *prompt], tmp_path)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("import ")
     assert len(text.stdout) > len("import \n")
-    newest = str(list_checkpoints(folder / "checkpoints")[-1])
+    newest = str(list_checkpoints(run_dir / "checkpoints")[-1])
     capsys.readouterr()
     assert main(["generate", newest, *prompt]) == 0
     assert capsys.readouterr().out == text.stdout
@@ -105,22 +105,22 @@ def test_train_whole_run_shows_records_and_can_be_used(
 
 @pytest.mark.system
 def test_train_another_text_in_the_same_folder_is_refused(
-    finished: Finished, text_folder: Path, tmp_path: Path
+    finished: Finished, text_dir: Path, tmp_path: Path
 ) -> None:
-    """A run resumes only on the text that it began with, and a refusal changes nothing."""
-    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    """A run resumes only on its own text, and a refusal changes nothing."""
+    shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    shutil.copy(text_folder / "bdb.py", tmp_path / "text.py")
-    done = run_weft([*finished.command, "--train.steps", "25"], tmp_path)
-    assert done.returncode == 2
-    assert "is not the data that" in done.stderr
+    shutil.copy(text_dir / "bdb.py", tmp_path / "text.py")
+    completed = run_weft([*finished.command, "--train.steps", "25"], tmp_path)
+    assert completed.returncode == 2
+    assert "is not the data that" in completed.stderr
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
-def wait_for(folder: Path, step: int) -> None:
-    """Until the run in ``folder`` has recorded ``step``."""
+def wait_for(directory: Path, step: int) -> None:
+    """Wait until the run in ``directory`` has recorded ``step``."""
     deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
+    while not (directory / "metrics.jsonl").exists() or len(losses(directory)) < step:
         assert time.monotonic() < deadline, f"step {step} did not come"
         time.sleep(0.05)
 
@@ -128,32 +128,32 @@ def wait_for(folder: Path, step: int) -> None:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
+def reference_run(arguments: list[str], directory: Path, store: Path) -> Path:
     """Run what a command would, in as many ranks, without starting the command itself."""
     words = arguments[len(WEFT) + 2 :]
     pairs = {
         key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
     }
-    straight = folder / "straight"
+    straight = directory / "straight"
     overrides = [*pairs.items(), ("run.dir", str(straight))]
     run_ranks(train_rank, int(pairs["run.nproc_per_node"]), overrides, str(store), timeout=120)
     return straight
 
 
 def start_and_wait(
-    command: list[str], folder: Path, step: int, start_new_session: bool = False
+    command: list[str], directory: Path, step: int, start_new_session: bool = False
 ) -> subprocess.Popen[str]:
-    """Start a run in ``folder`` and return once it has recorded ``step``."""
-    log = (folder / "log").open("w")
+    """Start a run in ``directory`` and return once it has recorded ``step``."""
+    log = (directory / "log").open("w")
     process = subprocess.Popen(
         command,
-        cwd=folder,
+        cwd=directory,
         stdout=log,
         stderr=log,
         text=True,
         start_new_session=start_new_session,
     )
-    wait_for(folder / "run", step)
+    wait_for(directory / "run", step)
     return process
 
 
@@ -164,7 +164,7 @@ WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
 def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The rank of a launcher that is killed ends with it; until then nobody else may train."""
+    """A rank ends with its killed launcher; until then no other process may train."""
     usual = [*arguments, *ONE_RANK, *LONG]
     command = [*usual, "--resilience.max_restarts_per_hour", "0", "--resilience.faults", WAITS]
     process = start_and_wait(command, tmp_path, 31)
@@ -180,11 +180,11 @@ def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
         time.sleep(0.05)
     assert len(losses(tmp_path / "run")) == 31
 
-    again = run_weft([*command, "--checkpoint.keep_latest", "5"], tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stdout
-    assert "; checkpoint.keep_latest 2 -> 5\n" in again.stdout
-    straight = undisturbed(usual, tmp_path, store_path)
+    second_run = run_weft([*command, "--checkpoint.keep_latest", "5"], tmp_path)
+    assert second_run.returncode == 0, second_run.stderr
+    assert "resuming from" in second_run.stdout
+    assert "; checkpoint.keep_latest 2 -> 5\n" in second_run.stdout
+    straight = reference_run(usual, tmp_path, store_path)
     assert losses(tmp_path / "run") == losses(straight)
     ours, theirs = newest_state(tmp_path / "run"), newest_state(straight)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
@@ -226,41 +226,41 @@ def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
     program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
     command = [*program, "--optim.name", "broken:build", "--checkpoint.interval", "5"]
     beside = os.environ.get("PYTHONPATH", "")
-    done = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
-    assert done.returncode == 1
-    assert done.stdout.endswith("the child runs\n")
-    lines = done.stderr.splitlines()
+    completed = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
+    assert completed.returncode == 1
+    assert completed.stdout.endswith("the child runs\n")
+    lines = completed.stderr.splitlines()
     assert lines[0] == "weft: rank 0 failed: ZeroDivisionError: a planted fault (in step 7)"
     assert sum("Traceback" in line for line in lines) <= 1
     assert len(lines) < 20
-    assert f"log: {tmp_path}/run/logs/rank-0.log" in done.stderr
-    assert f"resume from {tmp_path}/run/checkpoints/step-00000005" in done.stderr
+    assert f"log: {tmp_path}/run/logs/rank-0.log" in completed.stderr
+    assert f"resume from {tmp_path}/run/checkpoints/step-00000005" in completed.stderr
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "ZeroDivisionError" in log
     assert log.count("--- ") == 1  # a bug is not tried again
 
 
 def failed(statuses: dict[int, int]) -> dict[int, ProcessFailure]:
-    """What torch's agent tells when ranks ended with these statuses."""
+    """Return the cause reported by torch's agent for these exit statuses."""
     return {
         rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=status, error_file="")
         for rank, status in statuses.items()
     }
 
 
-def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
-    cause = find_root_cause(folder, *arguments, **more)
+def cause_of(directory: Path, *arguments: Any, **extra: Any) -> Failure:
+    cause = find_root_cause(directory, *arguments, **extra)
     assert cause is not None
     return cause
 
 
 def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None:
-    """In any order in which the ranks end, and for each of them that the agent noticed."""
+    """The cause is the same for any order and subset of failed ranks."""
     (tmp_path / "logs").mkdir()
     write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
     write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
-    for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
-        cause = cause_of(tmp_path, range(2), failed(seen))
+    for observed in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
+        cause = cause_of(tmp_path, range(2), failed(observed))
         assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")
         assert cause.log == tmp_path / "logs/rank-1.log"
     # A rank that died without a word explains what its peers report.
@@ -270,7 +270,7 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
     cause = cause_of(tmp_path, range(4), failed({2: -9, 3: -6}), killed={102})
     assert (cause.rank, cause.kind) == (3, "SIGABRT")
     assert cause_of(tmp_path, range(3), failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
-    # What an earlier attempt left is not meant.
+    # Records of an earlier attempt are ignored.
     assert find_root_cause(tmp_path, range(3), failed({2: -9}), {102}, time.time() + 1) is None
     cause = cause_of(tmp_path, range(3), failed({0: 1, 2: 7}))
     assert (cause.rank, cause.message) == (2, "the process exited with status 7")
@@ -280,20 +280,20 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
 def test_train_reader_of_the_output_leaves_and_the_run_completes(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """What happens to the terminal is no reason to lose a run: the files have it all."""
+    """A closed terminal does not end a run: the files have all output."""
     command = [*arguments, *ONE_RANK, "--train.steps", "6"]
-    done = run_weft(command, tmp_path, reader=False)
-    assert "Traceback" not in done.stderr
+    completed = run_weft(command, tmp_path, reader=False)
+    assert "Traceback" not in completed.stderr
     assert len(losses(tmp_path / "run")) == 6
     assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000006"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["| head -1", ">/dev/full", ">&-"])
+@pytest.mark.parametrize("mode", ["| head -1", ">/dev/full", ">&-"])
 def test_train_output_cannot_be_written_and_the_run_completes(
-    how: str, arguments: list[str], tmp_path: Path
+    mode: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {how}"], tmp_path)
+    run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {mode}"], tmp_path)
     assert len(losses(tmp_path / "run")) == 20
     assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
 
@@ -304,10 +304,10 @@ def test_train_inside_torchrun_equals_an_undisturbed_run(
 ) -> None:
     """The same command joins the ranks that a launcher has started."""
     command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
-    done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tokens/s") == 20
-    ours = undisturbed(arguments, tmp_path, store_path)
+    completed = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("tokens/s") == 20
+    ours = reference_run(arguments, tmp_path, store_path)
     assert losses(tmp_path / "run") == losses(ours)
     a, b = newest_state(tmp_path / "run"), newest_state(ours)
     assert all(a[name].equal(b[name]) for name in a)

@@ -1,4 +1,4 @@
-"""What a run listens on: the loopback interface, where all its ranks are on this host."""
+"""A run on one host listens on the loopback interface only."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def sockets_of(process: int) -> set[str]:
             inodes.add(handle.readlink().name.removeprefix("socket:[").removesuffix("]"))
         except OSError:
             continue  # closed meanwhile
-    found = set()
+    results = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENING and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
+                results.add(fields[1].partition(":")[0])
+    return results
 
 
 @pytest.mark.timeout(300, method="signal")
 def test_train_on_one_host_listens_on_loopback_only(arguments: list[str], tmp_path: Path) -> None:
     command = [*arguments, "--train.steps", "400", "--monitor.log_interval", "1"]
-    seen: set[str] = set()
+    visited: set[str] = set()
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
                 for process in processes_in(tmp_path):
                     try:
-                        seen |= sockets_of(process)
+                        visited |= sockets_of(process)
                     except OSError:
                         continue  # it has ended
                 log = tmp_path / "run/metrics.jsonl"
@@ -50,5 +50,5 @@ def test_train_on_one_host_listens_on_loopback_only(arguments: list[str], tmp_pa
         finally:
             run.kill()
     assert log.exists(), "it did not train"
-    assert seen, "nothing was seen to listen: the test sees nothing"
-    assert seen == {"0100007F"}, f"listens beyond the loopback interface: {seen}"
+    assert visited, "nothing was seen to listen: the test sees nothing"
+    assert visited == {"0100007F"}, f"listens beyond the loopback interface: {visited}"

@@ -149,16 +149,16 @@ def measured(**changes: Any) -> dict[str, Any]:
     return {"measured": replace(MEASURED, **changes)}
 
 
-def folder(**changes: Any) -> dict[str, Any]:
+def directory_facts(**changes: Any) -> dict[str, Any]:
     return {"directories": (replace(RUN, **changes),)}
 
 
-def store(**changes: Any) -> dict[str, Any]:
-    there = ObjectStore("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
-    return {"stores": (replace(there, **changes),)}
+def store_facts(**changes: Any) -> dict[str, Any]:
+    remote = ObjectStore("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
+    return {"stores": (replace(remote, **changes),)}
 
 
-def others(*nodes: Node) -> dict[str, Any]:
+def joined_nodes(*nodes: Node) -> dict[str, Any]:
     return {"joined_nodes": nodes}
 
 
@@ -239,7 +239,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("efa", {"adapters": EFA, "efa_provider": FI_INFO}, "warning", "plug-in for EFA"),
     (
         "efa",
-        {"adapters": tuple(replace(one, rdma_read=False) for one in EFA)},
+        {"adapters": tuple(replace(finding, rdma_read=False) for finding in EFA)},
         "warning",
         "lack RDMA read",
     ),
@@ -258,25 +258,30 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("cores", {"quota": 4.0}, "bad", "4 of 224 usable (limited by the cgroup)"),
     ("time", {"is_clock_synchronized": False}, "warning", "not synchronized"),
     ("time", {"is_clock_synchronized": False, "nodes": 1}, "note", "not synchronized"),
-    ("directories", folder(error="cannot be written: Read-only"), "bad", "Read-only"),
-    ("directories", folder(locks=False), "bad", "no file locks"),
-    ("directories", folder(options="rw,localflock"), "warning", "on this node only"),
-    ("directories", folder(links=False), "bad", "no hard links"),
-    ("directories", folder(free=GIB), "warning", "only 1 GiB"),
-    ("directories", folder(files=12), "warning", "and 12 inodes"),
-    ("directories", folder(kind="ext4"), "bad", "each node has its own"),
-    ("directories", folder(kind="ext4", key="data.cache_dir"), "warning", "has its own"),
-    ("directories", folder(key="checkpoint.local_dir"), "warning", "is a network file system"),
-    ("directories", folder(write=50e6), "warning", "takes 32 min"),
-    ("directories", {**folder(kind="tmpfs"), "nodes": 1}, "note", "in memory"),
-    ("stores", store(error="ClientError: 403"), "bad", "ClientError: 403"),
-    ("stores", store(once=False), "bad", "ignores conditional writes"),
+    ("directories", directory_facts(error="cannot be written: Read-only"), "bad", "Read-only"),
+    ("directories", directory_facts(locks=False), "bad", "no file locks"),
+    ("directories", directory_facts(options="rw,localflock"), "warning", "on this node only"),
+    ("directories", directory_facts(links=False), "bad", "no hard links"),
+    ("directories", directory_facts(free=GIB), "warning", "only 1 GiB"),
+    ("directories", directory_facts(files=12), "warning", "and 12 inodes"),
+    ("directories", directory_facts(kind="ext4"), "bad", "each node has its own"),
+    ("directories", directory_facts(kind="ext4", key="data.cache_dir"), "warning", "has its own"),
+    (
+        "directories",
+        directory_facts(key="checkpoint.local_dir"),
+        "warning",
+        "is a network file system",
+    ),
+    ("directories", directory_facts(write=50e6), "warning", "takes 32 min"),
+    ("directories", {**directory_facts(kind="tmpfs"), "nodes": 1}, "note", "in memory"),
+    ("stores", store_facts(error="ClientError: 403"), "bad", "ClientError: 403"),
+    ("stores", store_facts(once=False), "bad", "ignores conditional writes"),
     ("rendezvous", {"rendezvous_status": "Name or service not known"}, "bad", "not known"),
     ("rendezvous", {"address": "127.0.1.1"}, "bad", "a resolves to 127.0.1.1"),
-    ("nodes", others(A), "bad", "1 of 2 joined"),
-    ("nodes", {**others(A), "min_nodes": 1}, "note", "1 of 2 joined"),
-    ("nodes", others(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
-    ("nodes", others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "by 3500.0 ms"),
+    ("nodes", joined_nodes(A), "bad", "1 of 2 joined"),
+    ("nodes", {**joined_nodes(A), "min_nodes": 1}, "note", "1 of 2 joined"),
+    ("nodes", joined_nodes(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
+    ("nodes", joined_nodes(A, Node("b", A.versions, 3.5, 0.1)), "bad", "by 3500.0 ms"),
     ("variables", {"variables": {"NCCL_SOCKET_IFNAME": "en"}}, "bad", "none of lo"),
     ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "ens5"}}, "bad", "not one of lo"),
     ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "bad", "other nodes"),
@@ -289,10 +294,14 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 def test_examine_faulty_node_finds_what_is_wrong(
     check: str, changes: dict[str, Any], severity: str, words: str
 ) -> None:
-    found = list(CHECKS[check](replace(HEALTHY, **changes)))
-    fitting = [one for one in found if one.severity == severity and words in one.observation]
-    assert fitting, found
-    assert all(one.remedy for one in fitting)
+    findings = list(CHECKS[check](replace(HEALTHY, **changes)))
+    fitting = [
+        finding
+        for finding in findings
+        if finding.severity == severity and words in finding.observation
+    ]
+    assert fitting, findings
+    assert all(finding.remedy for finding in fitting)
 
 
 def test_checks_each_have_a_test_case() -> None:
@@ -301,23 +310,25 @@ def test_checks_each_have_a_test_case() -> None:
 
 @pytest.mark.parametrize("facts", [HEALTHY, AWS], ids=["InfiniBand", "EFA"])
 def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
-    facts = replace(facts, **store())
-    found = run_checks(facts)
-    assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
+    facts = replace(facts, **store_facts())
+    findings = run_checks(facts)
+    assert {finding.severity for finding in findings} == {"ok"}, [
+        x for x in findings if x.severity != "ok"
+    ]
     silent = {name for name, check in CHECKS.items() if not list(check(facts))}
     assert silent == (set() if facts.has_efa else {"efa"})
-    assert not any("cgroup" in one.observation for one in found)
+    assert not any("cgroup" in finding.observation for finding in findings)
 
 
 def test_examine_unknown_facts_are_not_judged() -> None:
-    """As of a container without /proc, tools and devices."""
-    assert {one.severity for one in run_checks(Facts(torch="2.13.0"))} == {"ok"}
+    """As in a container without /proc, tools and devices."""
+    assert {finding.severity for finding in run_checks(Facts(torch="2.13.0"))} == {"ok"}
 
 
 def test_examine_nonfatal_driver_error_is_a_warning() -> None:
-    """A fault that NVIDIA does not call fatal is told, and not that there were none."""
-    noted = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
-    (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
+    """A fault that NVIDIA does not call fatal is reported, not hidden."""
+    recorded = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
+    (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=recorded))
     assert one.severity == "warning"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=None))
     assert "no memory errors, driver faults unknown" in one.observation
@@ -325,33 +336,39 @@ def test_examine_nonfatal_driver_error_is_a_warning() -> None:
 
 def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
     unknown = {name: "[N/A]" for name in GPU_FIELDS if name not in ("index", "name", "driver")}
-    found = run_checks(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
-    assert {one.severity for one in found} == {"ok"}
+    findings = run_checks(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+    assert {finding.severity for finding in findings} == {"ok"}
 
 
 def test_examine_slow_cpu_is_no_bad_finding() -> None:
     slow = DeviceMeasurements(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
-    assert {one.severity for one in run_checks(facts)} == {"ok", "note"}
+    assert {finding.severity for finding in run_checks(facts)} == {"ok", "note"}
 
 
 @pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
 def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
-    """Nor is what its processes say to each other, however slow."""
-    here = DeviceMeasurements(
+    """The traffic between its own processes does not count, however slow."""
+    local = DeviceMeasurements(
         flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
     )
-    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=here)
-    found = {one.check: one for one in run_checks(facts) if one.check in ("speed", "all-reduce")}
-    assert {one.severity for one in found.values()} == {severity}
+    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=local)
+    findings = {
+        finding.check: finding
+        for finding in run_checks(facts)
+        if finding.check in ("speed", "all-reduce")
+    }
+    assert {finding.severity for finding in findings.values()} == {severity}
     busy = "not checked: the machine is busy: other processes used 69% of the CPU time"
-    assert all((busy in one.observation) == (severity == "note") for one in found.values())
-    assert all(bool(one.remedy) == (severity == "note") for one in found.values())
+    assert all(
+        (busy in finding.observation) == (severity == "note") for finding in findings.values()
+    )
+    assert all(bool(finding.remedy) == (severity == "note") for finding in findings.values())
 
 
 # --------------------------------------------------------------------------- variables
 
-# What SageMaker's toolkit sets for p4d, of which its own sister team advises against three.
+# Set by SageMaker's toolkit for p4d; the AWS OFI NCCL team advises against three of them.
 SAGEMAKER = {
     "FI_PROVIDER": "efa",
     "FI_EFA_USE_DEVICE_RDMA": "1",
@@ -363,9 +380,9 @@ SAGEMAKER = {
 
 
 def test_examine_variables_set_by_sagemaker_are_not_bad() -> None:
-    found = list(check_variables(replace(AWS, variables=SAGEMAKER)))
-    told = {one.observation.partition("=")[0]: one.severity for one in found}
-    assert told == {
+    findings = list(check_variables(replace(AWS, variables=SAGEMAKER)))
+    report = {finding.observation.partition("=")[0]: finding.severity for finding in findings}
+    assert report == {
         "FI_PROVIDER": "note",
         "FI_EFA_USE_DEVICE_RDMA": "note",
         "RDMAV_FORK_SAFE": "warning",
@@ -377,7 +394,7 @@ def test_examine_variables_set_by_sagemaker_are_not_bad() -> None:
 def test_examine_old_efa_plugin_needs_more_variables() -> None:
     variables = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
     old = replace(AWS, variables=variables, ofi_plugin="1.5.0")
-    assert [one.severity for one in check_variables(old)] == ["ok"]
+    assert [finding.severity for finding in check_variables(old)] == ["ok"]
 
 
 @pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.network}")
@@ -392,10 +409,12 @@ def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO")
     wrong = next(value for value in candidates if re.fullmatch(row.values, value))
     facts = AWS if "efa" in row.network else HEALTHY
-    found = list(check_variables(replace(facts, variables={name: wrong})))
-    assert [(one.severity, row.why in one.observation) for one in found] == [(row.severity, True)]
+    findings = list(check_variables(replace(facts, variables={name: wrong})))
+    assert [(finding.severity, row.why in finding.observation) for finding in findings] == [
+        (row.severity, True)
+    ]
     unset = list(check_variables(replace(facts, variables={})))
-    assert [one.severity for one in unset] == ["ok"]
+    assert [finding.severity for finding in unset] == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -460,12 +479,12 @@ def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
     (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
     (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
     (tmp_path / "without_a_port").mkdir()
-    found = list(list_adapters(tmp_path))
-    assert found == [
+    findings = list(list_adapters(tmp_path))
+    assert findings == [
         Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True),
         Adapter("without_a_port"),
     ]
-    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(found), modules=("nvidia_peermem",)))
+    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(findings), modules=("nvidia_peermem",)))
     assert (one.severity, "not active: without_a_port" in one.observation) == ("warning", True)
     assert list(list_adapters(tmp_path / "nowhere")) == []
 

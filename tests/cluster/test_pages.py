@@ -1,7 +1,7 @@
-"""Every command in the pages that lead from a laptop to a cluster does what it can do here.
+"""Every command in the pages about laptops and clusters runs as far as possible.
 
-A command runs as it stands, unless its comment says what it needs: then all that can be checked
-without that is.  The recipe that a page shows is the file that its commands name.
+A command runs unchanged, unless its comment lists requirements: then all that can be
+checked without them is checked. Recipes on a page have the name that its commands use.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"  # needs (.+)$")
 
 
-def commands_of(page: str, folder: Path) -> list[tuple[list[str], str]]:
-    """The words of each command, and what it needs; the page's recipe is put into the folder."""
+def commands_of(page: str, directory: Path) -> list[tuple[list[str], str]]:
+    """Return the words and requirements of each command; write the page's recipe."""
     blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
     for text in (text for kind, text in blocks if kind == "toml"):
-        (folder / "mine.toml").write_text(text)
-    found = []
+        (directory / "mine.toml").write_text(text)
+    results = []
     for kind, text in blocks:
-        # What a command has printed stands below it, in a block that begins with '$ '.
+        # Printed output follows its command, in a block that begins with '$ '.
         for line in text.splitlines() if not kind and not text.startswith("$ ") else []:
             needs = NEEDS.search(line)
             if words := shlex.split(line, comments=True):
-                found.append((words, needs[1] if needs else ""))
-    assert found
-    return found
+                results.append((words, needs[1] if needs else ""))
+    assert results
+    return results
 
 
 @pytest.mark.system
@@ -46,12 +46,12 @@ def test_page_of_a_cluster_has_commands_that_work(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # What submitting would need is not there; SkyPilot's own check has its test.
+    # The requirements of a submission are missing; SkyPilot's check has a separate test.
     bin = tmp_path / "bin"
     bin.mkdir()
     (bin / "bash").symlink_to("/bin/bash")
     monkeypatch.setenv("PATH", str(bin))
-    asked = 0
+    requested = 0
     for words, needs in commands_of(page, tmp_path):
         if words[0] == "srun":
             assert needs
@@ -62,8 +62,8 @@ def test_page_of_a_cluster_has_commands_that_work(
         assert words[:2] == ["weft", "launch"]
         assert ("--dry-run" in words) != bool(needs)
         assert main([*words[1:], *["--dry-run"] * ("--dry-run" not in words)]) == 0
-        asked += 1
-    assert asked >= 2
+        requested += 1
+    assert requested >= 2
     assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml"}
 
 
@@ -104,9 +104,9 @@ def test_page_of_a_laptop_has_commands_that_work(tmp_path: Path) -> None:
     (tmp_path / "my-book.txt").write_text("".join(book))
     for words, needs in commands_of("laptop", tmp_path):
         assert not needs
-        done = subprocess.run(
+        completed = subprocess.run(
             [*WEFT, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         expected = 1 if words[1] == "diff" else 0
-        assert done.returncode == expected, f"{words}: {done.stdout}{done.stderr}"
+        assert completed.returncode == expected, f"{words}: {completed.stdout}{completed.stderr}"
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()

@@ -1,4 +1,4 @@
-"""Several nodes, real launchers of one rank on this machine: they come, go, and are lost."""
+"""Several nodes as real launchers of one rank on this machine: join, leave, fail."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("localhost", 0))
+        return int(result.getsockname()[1])
 
 
-def until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
+def wait_until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"in vain waited for: {what}"
@@ -56,7 +56,7 @@ def until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
 # --------------------------------------------------------------------------- without ranks
 
 
-def begin(function: Callable[[], T]) -> Future[T]:
+def run_async(function: Callable[[], T]) -> Future[T]:
     """Call it in a thread for which nobody waits in the end, should it never return."""
     future: Future[T] = Future()
 
@@ -85,15 +85,15 @@ class Node:
             log=self.requests.append,
         )
 
-    def joining(self) -> Future[RendezvousInfo]:
-        return begin(self.rendezvous.next_rendezvous)
+    def join_async(self) -> Future[RendezvousInfo]:
+        return run_async(self.rendezvous.next_rendezvous)
 
     def join(self) -> int:
         """Join, and return the number of nodes that train."""
-        return self.joining().result(60).world_size
+        return self.join_async().result(60).world_size
 
     def watch(self) -> bool:
-        """What the agent does while ranks run."""
+        """The polling of the elastic agent while ranks run."""
         self.rendezvous.num_nodes_waiting()
         return bool({"kill", "save"}.intersection(self.requests))
 
@@ -102,45 +102,45 @@ class Node:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
     monkeypatch.setattr("weft.cluster.rendezvous.MISSED_HEARTBEATS", 4)
     monkeypatch.setattr("weft.cluster.rendezvous.LINGER_SECONDS", 0.5)
-    port, made = free_port(), []
+    port, node_list = free_port(), []
 
     def node(*counts: int, **same: Any) -> Node:
-        made.append(Node(port, counts, same))
-        return made[-1]
+        node_list.append(Node(port, counts, same))
+        return node_list[-1]
 
     yield node
     wait(
-        [begin(partial(each.rendezvous.end_run, None)) for each in made], 20
+        [run_async(partial(node.rendezvous.end_run, None)) for node in node_list], 20
     )  # what still waits, ends
 
 
 @pytest.mark.slow
 def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) -> None:
-    """Where one or two nodes can be used, and three are there."""
+    """A job of one or two nodes starts although three are available."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
-    joining = [each.joining() for each in trio]
-    until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
-    first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
+    joining = [node.join_async() for node in trio]
+    wait_until(lambda: sum(future.done() for future in joining) == 2, "two of three nodes")
+    first, second = (node for node, future in zip(trio, joining, strict=True) if future.done())
     (third,) = (node for node in trio if node not in (first, second))
-    until(lambda: third.requests, "the third stands by")
+    wait_until(lambda: third.requests, "the third stands by")
     assert third.requests == ["this node stands by: the run can use 2 of 3 nodes"]
-    assert {each.result(0).world_size for each in joining if each.done()} == {2}
+    assert {future.result(0).world_size for future in joining if future.done()} == {2}
     time.sleep(2)
     assert not first.watch()
     assert not second.watch()
     # One leaves in good order: the other's ranks are killed, and the third takes its place.
     first.rendezvous.leave()
-    until(second.watch, "that one has left", 10)
+    wait_until(second.watch, "that one has left", 10)
     assert "kill" in second.requests
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert second.join() == 2
-    assert time.monotonic() - began < 30
-    until(lambda: all(each.done() for each in joining), "the third trains")
+    assert time.monotonic() - start_time < 30
+    wait_until(lambda: all(future.done() for future in joining), "the third trains")
     assert third.rendezvous.num_nodes == 2
     # One fails for good: the other hears why.
     second.requests.clear()
     third.rendezvous.end_run({"rank": 1})
-    until(second.watch, "the end", 10)
+    wait_until(second.watch, "the end", 10)
     assert "kill" in second.requests
     with pytest.raises(RendezvousClosedError):
         second.join()
@@ -152,28 +152,28 @@ def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
     first = nodes(1, 3)
     assert first.join() == 1
     second, third = nodes(1, 3), nodes(1, 3)
-    joining = [second.joining()]
+    joining = [second.join_async()]
     time.sleep(3)
     assert not first.watch()
-    joining.append(third.joining())
-    until(first.watch, "that more have come", 10)
+    joining.append(third.join_async())
+    wait_until(first.watch, "that more have come", 10)
     assert first.requests == ["training on 1 node", "save"]
     assert first.join() == 3
-    assert [each.result(60).world_size for each in joining] == [3, 3]
+    assert [future.result(60).world_size for future in joining] == [3, 3]
 
 
 def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
     """One without a heartbeat, as after a power cut: no connection is reset."""
     pair = [nodes(1, 2) for _ in range(2)]
-    for each in [node.joining() for node in pair]:
-        assert each.result(60).world_size == 2
+    for future in [node.join_async() for node in pair]:
+        assert future.result(60).world_size == 2
     time.sleep(2)
     assert not pair[0].watch()
     pair[1].rendezvous._stop_heartbeats()
-    began = time.monotonic()
-    until(pair[0].watch, "that one is lost", 30)
+    start_time = time.monotonic()
+    wait_until(pair[0].watch, "that one is lost", 30)
     assert "kill" in pair[0].requests
-    assert time.monotonic() - began > 2
+    assert time.monotonic() - start_time > 2
     assert pair[0].join() == 1
 
 
@@ -208,26 +208,26 @@ def test_is_this_host_recognises_its_addresses() -> None:
 def test_meet_alias_of_this_host_hosts_the_store(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a second network interface is."""
+    """A second network interface has such an alias."""
     monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda host: False)
     assert nodes(1, 2).join() == 1
 
 
 def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
-    """The launcher holds the port from the start, so that no other process can take it."""
+    """The launcher holds the port from the start, so no other process can take it."""
     node, ports = nodes(1, 2), set[int]()
     for _ in range(2):
-        place = node.joining().result(60).bootstrap_store_info
+        store = node.join_async().result(60).bootstrap_store_info
         assert node.rendezvous.use_agent_store
-        create_tcp_store(place.master_addr, place.master_port, False).set("key", "value")
+        create_tcp_store(store.master_addr, store.master_port, False).set("key", "value")
         with pytest.raises(OSError, match="in use"):
-            socket.create_server((place.master_addr, place.master_port))
-        ports.add(place.master_port)
+            socket.create_server((store.master_addr, store.master_port))
+        ports.add(store.master_port)
     assert len(ports) == 2
 
 
 def test_torch_private_rendezvous_api_is_there() -> None:
-    """What `RendezvousHandler` uses of torch beyond its documentation."""
+    """torch has the private attributes that `RendezvousHandler` uses."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
     stores = {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}
@@ -238,12 +238,12 @@ def test_torch_private_rendezvous_api_is_there() -> None:
 
 
 def test_node_range_invalid_numbers_are_refused() -> None:
-    def plan(nodes: str, *more: tuple[str, str]) -> Any:
+    def plan(nodes: str, *extra: tuple[str, str]) -> Any:
         overrides = [
             ("run.nodes", nodes),
             ("run.nproc_per_node", "2"),
             ("train.global_batch_size", "8"),
-            *more,
+            *extra,
         ]
         job, _, problems = read_job("demo", [("run.rendezvous", "here"), *overrides])
         assert not problems
@@ -273,49 +273,49 @@ STEPS = 160
 
 
 class Cluster:
-    def __init__(self, arguments: list[str], folder: Path) -> None:
-        (folder / "sleepy.py").write_text(SLEEPY)
-        self.folder, self.port = folder, free_port()
+    def __init__(self, arguments: list[str], directory: Path) -> None:
+        (directory / "sleepy.py").write_text(SLEEPY)
+        self.directory, self.port = directory, free_port()
         self.command = [*arguments, "--run.nproc_per_node", "1", "--optim.name", "sleepy:build"]
         self.command += ["--rendezvous", f"localhost:{self.port}", "--train.steps", str(STEPS)]
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, name: str, *more: str) -> None:
-        log = (self.folder / name).open("w")
+    def start(self, name: str, *extra: str) -> None:
+        log = (self.directory / name).open("w")
         self.processes[name] = subprocess.Popen(
-            [*self.command, *more],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"},
+            [*self.command, *extra],
+            cwd=self.directory,
+            env=os.environ | {"PYTHONPATH": f"{self.directory}:{os.environ.get('PYTHONPATH', '')}"},
             stdout=log,
             stderr=log,
             text=True,
         )
 
-    def said(self, name: str) -> str:
-        return (self.folder / name).read_text()
+    def output(self, name: str) -> str:
+        return (self.directory / name).read_text()
 
-    def until_said(self, name: str, text: str, times: int = 1) -> None:
-        def there() -> bool:
+    def wait_for_output(self, name: str, text: str, times: int = 1) -> None:
+        def condition() -> bool:
             over = self.processes[name].poll() is not None
-            enough = self.said(name).count(text) >= times
-            assert enough or not over, self.said(name)
+            enough = self.output(name).count(text) >= times
+            assert enough or not over, self.output(name)
             return enough
 
-        until(there, f"{name}: {text}")
+        wait_until(condition, f"{name}: {text}")
 
-    def until_hosting(self) -> None:
+    def wait_until_hosting(self) -> None:
         def listens() -> bool:
             with socket.socket() as probe:
                 return probe.connect_ex(("localhost", self.port)) == 0
 
-        until(listens, "the rendezvous")
+        wait_until(listens, "the rendezvous")
 
     def step(self) -> int:
-        there = records(self.folder / "run")
-        return int(there[-1]["step"]) if there else 0
+        rows = records(self.directory / "run")
+        return int(rows[-1]["step"]) if rows else 0
 
-    def until_step_after(self, step: int) -> None:
-        until(lambda: self.step() > step, f"a step after {step}")
+    def wait_for_step_after(self, step: int) -> None:
+        wait_until(lambda: self.step() > step, f"a step after {step}")
 
     def wait(self, name: str) -> int:
         return self.processes[name].wait(timeout=200)
@@ -323,19 +323,19 @@ class Cluster:
 
 @pytest.fixture
 def cluster(arguments: list[str], tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(arguments, tmp_path)
-    yield made
-    for process in made.processes.values():
+    running = Cluster(arguments, tmp_path)
+    yield running
+    for process in running.processes.values():
         process.kill()
         process.wait()
 
 
-def check_against_undisturbed(folder: Path, store: Path) -> None:
+def check_against_reference(directory: Path, store: Path) -> None:
     """Every step once, and the losses of a run in one process, to rounding."""
-    straight = folder / "straight"
+    straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(STEPS))]
     run_ranks(train_rank, 1, overrides, str(store), timeout=200)
-    ours, theirs = records(folder / "run"), records(straight)
+    ours, theirs = records(directory / "run"), records(straight)
     assert [record["step"] for record in ours] == [record["step"] for record in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
@@ -347,42 +347,42 @@ def test_train_lost_and_new_nodes_continue_the_run(
     cluster: Cluster, store_path: Path, tmp_path: Path
 ) -> None:
     cluster.start("a", "--nodes", "1:2")
-    cluster.until_hosting()
+    cluster.wait_until_hosting()
     cluster.start("b", "--nodes", "1:2")
-    cluster.until_said("a", "training on 2 nodes")
+    cluster.wait_for_output("a", "training on 2 nodes")
     wait_for(tmp_path / "run", 12)
     # A node is lost with all that runs on it.
     before = cluster.step()
-    alone = cluster.said("a").count("training on 1 node")
+    single = cluster.output("a").count("training on 1 node")
     cluster.processes["b"].kill()
-    began = time.monotonic()
-    cluster.until_said("a", "training on 1 node", alone + 1)
-    print(f"lost: noticed and met again after {time.monotonic() - began:.1f} s")
-    cluster.until_step_after(before + 3)
-    print(f"lost: three new steps after {time.monotonic() - began:.1f} s")
+    start_time = time.monotonic()
+    cluster.wait_for_output("a", "training on 1 node", single + 1)
+    print(f"lost: noticed and met again after {time.monotonic() - start_time:.1f} s")
+    cluster.wait_for_step_after(before + 3)
+    print(f"lost: three new steps after {time.monotonic() - start_time:.1f} s")
     # It comes back: nothing is lost, for the ranks save before they meet.
-    began = time.monotonic()
+    start_time = time.monotonic()
     cluster.start("b again", "--nodes", "1:2")
-    cluster.until_said("b again", "training on 2 nodes")
-    print(f"back: met after {time.monotonic() - began:.1f} s, with starting it")
+    cluster.wait_for_output("b again", "training on 2 nodes")
+    print(f"back: met after {time.monotonic() - start_time:.1f} s, with starting it")
     saved = records(tmp_path / "run")[-1]
     at = cluster.step()
-    cluster.until_step_after(at + 3)
-    print(f"back: three new steps after {time.monotonic() - began:.1f} s")
-    # It is told to leave: it does, and the other goes on.
+    cluster.wait_for_step_after(at + 3)
+    print(f"back: three new steps after {time.monotonic() - start_time:.1f} s")
+    # The node gets a stop signal: it leaves, and the other one continues.
     cluster.processes["b again"].send_signal(signal.SIGTERM)
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert cluster.wait("b again") == REQUEUE
-    assert "saved a checkpoint and stopped; run the same command to resume from" in cluster.said(
+    assert "saved a checkpoint and stopped; run the same command to resume from" in cluster.output(
         "b again"
     )
     at = cluster.step()
-    cluster.until_step_after(at + 3)
-    print(f"left: three new steps after {time.monotonic() - began:.1f} s")
+    cluster.wait_for_step_after(at + 3)
+    print(f"left: three new steps after {time.monotonic() - start_time:.1f} s")
     (tmp_path / "hurry").touch()
-    assert cluster.wait("a") == 0, cluster.said("a")
+    assert cluster.wait("a") == 0, cluster.output("a")
     assert saved in records(tmp_path / "run")  # not done a second time
-    check_against_undisturbed(tmp_path, store_path)
+    check_against_reference(tmp_path, store_path)
 
 
 @pytest.mark.slow
@@ -390,22 +390,31 @@ def test_train_killed_rank_restarts_all_nodes(
     cluster: Cluster, store_path: Path, tmp_path: Path
 ) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 8}]'
-    more = ("--nodes", "2", "--resilience.faults", fault, "--resilience.max_restarts_per_hour", "4")
+    extra = (
+        "--nodes",
+        "2",
+        "--resilience.faults",
+        fault,
+        "--resilience.max_restarts_per_hour",
+        "4",
+    )
     (tmp_path / "hurry").touch()
-    cluster.start("a", *more)
-    cluster.until_hosting()
-    cluster.start("b", *more)
-    assert (cluster.wait("a"), cluster.wait("b")) == (0, 0), cluster.said("a") + cluster.said("b")
-    said = cluster.said("a") + cluster.said("b")
-    assert "rank 1 failed: SIGKILL" in said
-    assert "rank 0 failed: SIGKILL" in said
-    check_against_undisturbed(tmp_path, store_path)
+    cluster.start("a", *extra)
+    cluster.wait_until_hosting()
+    cluster.start("b", *extra)
+    assert (cluster.wait("a"), cluster.wait("b")) == (0, 0), cluster.output("a") + cluster.output(
+        "b"
+    )
+    output = cluster.output("a") + cluster.output("b")
+    assert "rank 1 failed: SIGKILL" in output
+    assert "rank 0 failed: SIGKILL" in output
+    check_against_reference(tmp_path, store_path)
 
 
 @pytest.mark.slow
 def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 5}]'
-    more = (
+    extra = (
         "--nodes",
         "1:2",
         "--resilience.faults",
@@ -413,46 +422,46 @@ def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
         "--resilience.max_restarts_per_hour",
         "0",
     )
-    cluster.start("a", *more)
-    cluster.until_hosting()
-    cluster.start("b", *more)
+    cluster.start("a", *extra)
+    cluster.wait_until_hosting()
+    cluster.start("b", *extra)
     assert (cluster.wait("a"), cluster.wait("b")) == (1, 1)
-    assert "failed: " in cluster.said("a")
-    assert "failed: " in cluster.said("b")
+    assert "failed: " in cluster.output("a")
+    assert "failed: " in cluster.output("b")
 
 
 @pytest.mark.slow
 def test_train_lost_rendezvous_ends_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """Its host dies: the others end, in good order and saying why."""
     cluster.start("a", "--nodes", "1:2")
-    cluster.until_hosting()
+    cluster.wait_until_hosting()
     cluster.start("b", "--nodes", "1:2")
     wait_for(tmp_path / "run", 12)
     cluster.processes["a"].kill()
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert cluster.wait("b") == REQUEUE
-    print(f"ended after {time.monotonic() - began:.1f} s")
-    said = cluster.said("b")
-    assert f"lost the rendezvous endpoint localhost:{cluster.port}" in said
-    assert f"run the same command to resume from {tmp_path}/run/checkpoints" in said
+    print(f"ended after {time.monotonic() - start_time:.1f} s")
+    output = cluster.output("b")
+    assert f"lost the rendezvous endpoint localhost:{cluster.port}" in output
+    assert f"run the same command to resume from {tmp_path}/run/checkpoints" in output
 
 
 @pytest.mark.slow
 def test_train_killed_launchers_leave_no_processes(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", "--nodes", "2")
-    cluster.until_hosting()
+    cluster.wait_until_hosting()
     cluster.start("b", "--nodes", "2")
     wait_for(tmp_path / "run", 3)
     for process in cluster.processes.values():
         process.kill()
         process.wait()
-    until(lambda: not processes_in(tmp_path), "that all have ended", 10)
+    wait_until(lambda: not processes_in(tmp_path), "that all have ended", 10)
 
 
 @pytest.mark.slow
 def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", "--nodes", "1:2")
-    cluster.until_hosting()
+    cluster.wait_until_hosting()
     cluster.start("b", "--nodes", "1:2")
     wait_for(tmp_path / "run", 12)
     for process in cluster.processes.values():
@@ -460,7 +469,7 @@ def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Pa
     assert (cluster.wait("a"), cluster.wait("b")) == (REQUEUE, REQUEUE)
     # So is one that waits for others.
     cluster.start("a", "--nodes", "2")
-    cluster.until_hosting()
+    cluster.wait_until_hosting()
     time.sleep(3)
     cluster.processes["a"].send_signal(signal.SIGTERM)
     assert cluster.wait("a") == REQUEUE

@@ -25,25 +25,25 @@ KILLS = (
 )
 
 
-def check_against_undisturbed(folder: Path, store: Path, steps: int = 60) -> None:
-    straight = folder / "straight"
+def check_against_reference(directory: Path, store: Path, steps: int = 60) -> None:
+    straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
     run_ranks(train_rank, 2, overrides, str(store))
-    assert losses(folder / "run") == losses(straight)
-    ours, theirs = newest_state(folder / "run"), newest_state(straight)
+    assert losses(directory / "run") == losses(straight)
+    ours, theirs = newest_state(directory / "run"), newest_state(straight)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def lives(folder: Path) -> int:
-    """How often rank 0 has started; all its lives are in one log."""
-    return (folder / "run/logs/rank-0.log").read_text().count("--- ")
+def count_starts(directory: Path) -> int:
+    """Return the number of starts of rank 0, from its log."""
+    return (directory / "run/logs/rank-0.log").read_text().count("--- ")
 
 
 @pytest.mark.system
 def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The suspended one is ended at once, and not after the half minute that torch would wait."""
+    """The suspended rank is killed at once, without torch's wait of half a minute."""
     faults = (
         '[{kind = "stop", rank = 0, passing = 12},'
         ' {kind = "slow", rank = 1, passing = 12, seconds = 0.5},'
@@ -51,15 +51,18 @@ def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     )
     # Saved before the next step begins: in the background it may not be done when the rank dies.
     command = [*arguments, "--checkpoint.async_save", "false", "--resilience.faults", faults]
-    done = run_weft(command, tmp_path, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 failed: SIGKILL: the process was killed by a signal" in done.stderr
-    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert lives(tmp_path) == 2
-    again, before = records(tmp_path / "run")[11]["time"], records(tmp_path / "run")[10]["time"]
-    assert again - before < 60
-    check_against_undisturbed(tmp_path, store_path, 20)
+    completed = run_weft(command, tmp_path, timeout=100)
+    assert completed.returncode == 0, completed.stderr
+    assert "rank 1 failed: SIGKILL: the process was killed by a signal" in completed.stderr
+    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert count_starts(tmp_path) == 2
+    second_run, before = (
+        records(tmp_path / "run")[11]["time"],
+        records(tmp_path / "run")[10]["time"],
+    )
+    assert second_run - before < 60
+    check_against_reference(tmp_path, store_path, 20)
 
 
 @pytest.mark.slow
@@ -75,16 +78,16 @@ def test_restart_third_death_uses_up_the_budget(
         "--resilience.max_restarts_per_hour",
         "2",
     ]
-    done = run(command, tmp_path, timeout=200)
-    assert done.returncode == 1
-    assert done.stderr.count("failed: SIGKILL") == 3
-    assert done.stderr.count("restarting from") == 2
-    last = done.stderr[done.stderr.rindex("weft: rank") :]
+    completed = run(command, tmp_path, timeout=200)
+    assert completed.returncode == 1
+    assert completed.stderr.count("failed: SIGKILL") == 3
+    assert completed.stderr.count("restarting from") == 2
+    last = completed.stderr[completed.stderr.rindex("weft: rank") :]
     assert last.startswith("weft: rank 1 failed: SIGKILL")
     assert "not restarted: resilience.max_restarts_per_hour=2 restarts are used up" in last
     assert f"resume from {tmp_path}/run/checkpoints" in last
     assert run(command, tmp_path).returncode == 0
-    check_against_undisturbed(tmp_path, store_path)
+    check_against_reference(tmp_path, store_path)
 
 
 @pytest.mark.slow
@@ -92,15 +95,15 @@ def test_restart_runtime_error_is_tried_once_more(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     fault = '[{kind = "raise", rank = 1, passing = 15}]'
-    done = run([*arguments, *STEPS, "--resilience.faults", fault], tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 failed: RuntimeError: injected fault at step" in done.stderr
-    assert "restarting from" in done.stderr
-    check_against_undisturbed(tmp_path, store_path)
+    completed = run([*arguments, *STEPS, "--resilience.faults", fault], tmp_path, timeout=200)
+    assert completed.returncode == 0, completed.stderr
+    assert "rank 1 failed: RuntimeError: injected fault at step" in completed.stderr
+    assert "restarting from" in completed.stderr
+    check_against_reference(tmp_path, store_path)
 
 
-def failure(kind: str = "SIGKILL", where: str = "", transient: bool = True) -> Failure:
-    return Failure(0, kind, "message", "", Path("log"), transient=transient, where=where)
+def failure(kind: str = "SIGKILL", location: str = "", transient: bool = True) -> Failure:
+    return Failure(0, kind, "message", "", Path("log"), transient=transient, where=location)
 
 
 def test_judge_failures_gives_hope_within_the_budget() -> None:
@@ -139,4 +142,4 @@ def test_restart_by_torchrun_ends_with_the_same_bits(
     os.kill(workers(process)[1], signal.SIGKILL)
     assert process.wait(timeout=150) == 0
     wait_for(tmp_path / "run", 60)
-    check_against_undisturbed(tmp_path, store_path)
+    check_against_reference(tmp_path, store_path)

@@ -1,4 +1,4 @@
-"""`weft rollback`: a run goes on from an earlier step, on a branch of its own."""
+"""`weft rollback`: a run resumes from an earlier step, on a separate branch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weft.config.errors import InvalidConfig
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 
-def steps_of(folder: Path) -> list[int]:
-    return [checkpoint_step(path) for path in list_checkpoints(folder / "run/checkpoints")]
+def steps_of(directory: Path) -> list[int]:
+    return [checkpoint_step(path) for path in list_checkpoints(directory / "run/checkpoints")]
 
 
 @pytest.mark.system
@@ -28,7 +28,7 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     before = newest_state(tmp_path / "run")
 
@@ -36,9 +36,9 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
         rollback(tmp_path / "run", 7)
     monkeypatch.chdir(tmp_path)
     assert main(["rollback", "run", "10"]) == 0
-    said = capsys.readouterr().out
-    assert "resume from" in said
-    assert "dropped the checkpoints of steps [15, 20]" in said
+    output = capsys.readouterr().out
+    assert "resume from" in output
+    assert "dropped the checkpoints of steps [15, 20]" in output
     assert steps_of(tmp_path) == [5, 10]
 
     statuses, out = run_joined(finished.command, tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Requests for training jobs, by botocore's model of the interface; the service is on loopback."""
+"""Training job requests, validated by botocore's model; a service on loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.requests import own_recipe, request, said
+from tests.cluster.requests import format_problems, own_recipe, request
 from weft.cluster import sagemaker
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.config.errors import WeftError
@@ -68,10 +68,10 @@ def test_request_with_mistakes_is_refused_by_the_model() -> None:
 
 
 def test_request_has_what_was_asked_for() -> None:
-    asked = json.loads(sagemaker.render(REQUESTS["one"]))
-    assert re.fullmatch(r"small-run-\d{6}-\d{6}", asked.pop("TrainingJobName"))
+    payload = json.loads(sagemaker.render(REQUESTS["one"]))
+    assert re.fullmatch(r"small-run-\d{6}-\d{6}", payload.pop("TrainingJobName"))
     home = "s3://my-bucket/weft/small-run"
-    assert asked == {
+    assert payload == {
         "RoleArn": OPTIONS["role"],
         "AlgorithmSpecification": {
             "TrainingImage": IMAGE[1],
@@ -91,14 +91,14 @@ def test_request_has_what_was_asked_for() -> None:
 
 
 def test_request_for_spot_instances_has_checkpoints() -> None:
-    asked = json.loads(sagemaker.render(REQUESTS["two"]))
+    payload = json.loads(sagemaker.render(REQUESTS["two"]))
     checkpoints = "s3://my-bucket/weft/small-run/checkpoints"
-    assert asked["HyperParameters"]["checkpoint.dir"] == checkpoints
-    assert asked["EnableManagedSpotTraining"] is True
+    assert payload["HyperParameters"]["checkpoint.dir"] == checkpoints
+    assert payload["EnableManagedSpotTraining"] is True
     times = {"MaxRuntimeInSeconds": 172800, "MaxWaitTimeInSeconds": 345600}
-    assert asked["StoppingCondition"] == times
+    assert payload["StoppingCondition"] == times
     vpc = {"Subnets": ["subnet-a1", "subnet-b2"], "SecurityGroupIds": ["sg-1"]}
-    assert asked["VpcConfig"] == vpc
+    assert payload["VpcConfig"] == vpc
 
 
 def test_request_hyperparameters_make_the_same_job() -> None:
@@ -114,39 +114,43 @@ def test_request_hyperparameters_make_the_same_job() -> None:
 
 
 def test_request_data_become_a_channel_unless_a_pattern() -> None:
-    asked = json.loads(sagemaker.render(REQUESTS["data"]))
-    [channel] = asked["InputDataConfig"]
+    payload = json.loads(sagemaker.render(REQUESTS["data"]))
+    [channel] = payload["InputDataConfig"]
     assert channel["ChannelName"] == "training"
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://texts/web/"
-    assert asked["HyperParameters"]["data.path"] == "/opt/ml/input/data/training"
+    assert payload["HyperParameters"]["data.path"] == "/opt/ml/input/data/training"
     pattern = request(IMAGE, ("data.path", "s3://texts/*.jsonl"), options=OPTIONS)
-    asked = json.loads(sagemaker.render(pattern))
-    assert "InputDataConfig" not in asked
-    assert asked["HyperParameters"]["data.path"] == "s3://texts/*.jsonl"
+    payload = json.loads(sagemaker.render(pattern))
+    assert "InputDataConfig" not in payload
+    assert payload["HyperParameters"]["data.path"] == "s3://texts/*.jsonl"
 
 
 def test_request_setup_runs_before_training(tmp_path: Path) -> None:
-    asked = json.loads(
+    payload = json.loads(
         sagemaker.render(request(IMAGE, ("launch.setup", "pip install x"), options=OPTIONS))
     )
-    entry = asked["AlgorithmSpecification"]["ContainerEntrypoint"]
+    entry = payload["AlgorithmSpecification"]["ContainerEntrypoint"]
     assert entry[:2] == ["bash", "-c"]
     assert entry[2] == "set -e\npip install x\nexec python -m weft.cluster.sagemaker_entry"
 
 
 def test_request_mistake_is_reported_for_its_own_key() -> None:
-    asked = request(
+    launch_request = request(
         IMAGE,
         options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
     )
-    launch = asked.job.launch.model_copy(update={"time_limit": "soon"})
-    asked = replace(asked, job=asked.job.model_copy(update={"launch": launch}))
-    assert [problem.key for problem in sagemaker.find_problems(asked)] == ["launch.time_limit"]
+    launch = launch_request.job.launch.model_copy(update={"time_limit": "soon"})
+    launch_request = replace(
+        launch_request, job=launch_request.job.model_copy(update={"launch": launch})
+    )
+    assert [problem.key for problem in sagemaker.find_problems(launch_request)] == [
+        "launch.time_limit"
+    ]
 
 
 def test_request_each_mistake_is_reported() -> None:
     options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
-    text = said(sagemaker.find_problems(request(options=options, nodes=(1, 2))))
+    text = format_problems(sagemaker.find_problems(request(options=options, nodes=(1, 2))))
     for part in ("role is missing", "instance_type", "bucket", "spot", "volume", "wait"):
         assert f"launch.options.{part}" in text
     for part in ("security_groups", "run.nodes", "launch.image", "gpu"):
@@ -157,11 +161,11 @@ def test_request_each_mistake_is_reported() -> None:
 
 
 class Service(http.server.ThreadingHTTPServer):
-    """Notes what it is asked, and answers as it was told: a list of answers for each operation."""
+    """A service that records requests, and returns prepared answers per operation."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.answers: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
 
@@ -171,14 +175,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         operation = self.headers["X-Amz-Target"].partition(".")[2]
-        self.server.asked.append((operation, json.loads(body)))
+        self.server.requests.append((operation, json.loads(body)))
         answers = self.server.answers[operation]
         code, answer = answers.pop(0) if len(answers) > 1 else answers[0]
         self.answer(code, json.dumps(answer).encode())
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((f"PUT {self.path}", body.decode()))
+        self.server.requests.append((f"PUT {self.path}", body.decode()))
         self.answer(200, b"")
 
     def answer(self, code: int, body: bytes) -> None:
@@ -213,11 +217,11 @@ ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/small-run-1"
 def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None:
     service.answers["CreateTrainingJob"] = [(200, {"TrainingJobArn": ARN})]
     options = OPTIONS | {"region": "us-east-1"}
-    asked = request(IMAGE, options=options, recipe=own_recipe(tmp_path))
+    launch_request = request(IMAGE, options=options, recipe=own_recipe(tmp_path))
     path = tmp_path / "launch.json"
-    path.write_text(sagemaker.render(asked))
-    assert sagemaker.submit(path, asked) == ARN
-    (put, recipe), (operation, body) = service.asked
+    path.write_text(sagemaker.render(launch_request))
+    assert sagemaker.submit(path, launch_request) == ARN
+    (put, recipe), (operation, body) = service.requests
     assert put == "PUT /my-bucket/weft/small-run/recipe/recipe.toml"
     assert "steps = 7" in recipe
     assert (operation, body) == ("CreateTrainingJob", json.loads(path.read_text()))
@@ -228,11 +232,11 @@ def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None
 def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
     refused = {"__type": "ResourceInUse", "message": "names must be unique"}
     service.answers["CreateTrainingJob"] = [(400, refused)]
-    asked = request(IMAGE, options=OPTIONS | {"region": "us-east-1"})
+    launch_request = request(IMAGE, options=OPTIONS | {"region": "us-east-1"})
     path = tmp_path / "launch.json"
-    path.write_text(sagemaker.render(asked))
+    path.write_text(sagemaker.render(launch_request))
     with pytest.raises(WeftError, match=r"AWS: .*names must be unique"):
-        sagemaker.submit(path, asked)
+        sagemaker.submit(path, launch_request)
 
 
 def test_submit_without_a_region_is_refused(
@@ -245,9 +249,9 @@ def test_submit_without_a_region_is_refused(
         sagemaker.submit(path, REQUESTS["one"])
 
 
-def job(state: str, **more: Any) -> tuple[int, dict[str, Any]]:
+def job(state: str, **extra: Any) -> tuple[int, dict[str, Any]]:
     resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 1}
-    return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **more}
+    return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **extra}
 
 
 def test_status_of_a_job_is_described(service: Service) -> None:
@@ -262,10 +266,10 @@ def test_status_of_a_job_is_described(service: Service) -> None:
     ):
         service.answers["DescribeTrainingJob"] = [answer]
         assert sagemaker.status(ARN) == line
-    assert service.asked[-1] == ("DescribeTrainingJob", {"TrainingJobName": "small-run-1"})
+    assert service.requests[-1] == ("DescribeTrainingJob", {"TrainingJobName": "small-run-1"})
     service.answers["StopTrainingJob"] = [(200, {})]
     assert "two minutes to save" in sagemaker.cancel(ARN)
-    assert service.asked[-1] == ("StopTrainingJob", {"TrainingJobName": "small-run-1"})
+    assert service.requests[-1] == ("StopTrainingJob", {"TrainingJobName": "small-run-1"})
 
 
 def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

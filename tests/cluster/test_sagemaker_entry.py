@@ -1,7 +1,7 @@
-"""A SageMaker job on loopback: by Amazon's own training toolkit, and as a container's own process.
+"""A SageMaker job on loopback: by Amazon's toolkit, and as plain container.
 
-The toolkit is not among weft's dependencies.  Install it into a folder of its own, beside nothing
-else, and name the folder (`scripts/drill.sh sagemaker` does both):
+The toolkit is not a dependency of weft. Install it into a separate directory and set the
+variable (`scripts/drill.sh sagemaker` does both):
 
     pip install --no-deps --target DIR -r tests/cluster/sagemaker-toolkit.txt
     WEFT_SAGEMAKER_TOOLKIT=DIR pytest tests/cluster/test_sagemaker_entry.py
@@ -66,9 +66,9 @@ def configure(
     parameters: dict[str, Any],
     channels: dict[str, Path] | None = None,
 ) -> None:
-    """What SageMaker puts into a container before it starts it."""
-    folder = base / "input/config"
-    for path in (folder, base / "model", base / "output", base / "checkpoints"):
+    """Write the files that SageMaker puts into a container before it starts."""
+    directory = base / "input/config"
+    for path in (directory, base / "model", base / "output", base / "checkpoints"):
         path.mkdir(parents=True, exist_ok=True)
     resources = {
         "current_host": host,
@@ -91,18 +91,18 @@ def configure(
         ("hyperparameters", values),
         ("inputdataconfig", data),
     ):
-        (folder / f"{file}.json").write_text(json.dumps(content))
+        (directory / f"{file}.json").write_text(json.dumps(content))
     for name, source in (channels or {}).items():
-        place = base / "input/data" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if not place.exists():
-            place.symlink_to(source)
+        location = base / "input/data" / name
+        location.parent.mkdir(parents=True, exist_ok=True)
+        if not location.exists():
+            location.symlink_to(source)
 
 
 # --------------------------------------------------------------------------- what is made of words
 
 
-def alone(base: Path, **channels: Path) -> Container:
+def single_container(base: Path, **channels: Path) -> Container:
     return Container(("algo-1",), "algo-1", channels, base, base / "model", base / "output/failure")
 
 
@@ -140,7 +140,7 @@ def test_entry_word_without_a_value_is_refused() -> None:
 
 
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
-    container = alone(tmp_path, training=tmp_path / "data")
+    container = single_container(tmp_path, training=tmp_path / "data")
     words = train_arguments(
         [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
     )
@@ -155,32 +155,32 @@ def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
 def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "demo"\n[run]\ndir = "/fsx/run"\n')
-    container = alone(tmp_path, training=tmp_path / "data")
-    given = [("recipe", str(recipe)), ("data.path", "s3://bucket/web")]
-    assert pairs(train_arguments(given, container)) == {"--data.path": "s3://bucket/web"}
+    container = single_container(tmp_path, training=tmp_path / "data")
+    overrides = [("recipe", str(recipe)), ("data.path", "s3://bucket/web")]
+    assert pairs(train_arguments(overrides, container)) == {"--data.path": "s3://bucket/web"}
 
 
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"recipe is missing. Set the hyperparameter recipe"):
-        train_arguments([("train.steps", "5")], alone(tmp_path))
+        train_arguments([("train.steps", "5")], single_container(tmp_path))
 
 
 def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:
     two = Container(("a", "b"), "a", {}, tmp_path, tmp_path / "model", tmp_path / "failure")
     with pytest.raises(InvalidConfig, match=r"checkpoint\.dir=.*is not shared by the 2 hosts"):
         train_arguments([("recipe", "demo")], two)
-    given = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
-    assert pairs(train_arguments(given, two))["--checkpoint.dir"] == "s3://bucket/run"
+    overrides = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
+    assert pairs(train_arguments(overrides, two))["--checkpoint.dir"] == "s3://bucket/run"
 
 
 def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
     parameters = {"recipe": "demo", "debug.deterministic": True, "sagemaker_program": "train.py"}
     configure(tmp_path, "algo-2", ["algo-2", "algo-1"], parameters, {"training": tmp_path})
     base = {"SAGEMAKER_BASE_DIR": str(tmp_path)}
-    found = detect_container(base)
-    assert (found.hosts, found.host) == (("algo-1", "algo-2"), "algo-2")
+    result = detect_container(base)
+    assert (result.hosts, result.host) == (("algo-1", "algo-2"), "algo-2")
     assert read_hyperparameters(tmp_path) == [("recipe", "demo"), ("debug.deterministic", "true")]
-    assert found == detect_container(
+    assert result == detect_container(
         base
         | {
             "SM_HOSTS": '["algo-1", "algo-2"]',
@@ -197,8 +197,8 @@ def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
 def test_entry_harmful_exports_of_the_toolkit_are_removed() -> None:
     toolkit = {"NCCL_IB_DISABLE": "1", "RDMAV_FORK_SAFE": "1", "FI_PROVIDER": "efa"}
     assert clean_environment(toolkit) == (toolkit, [])  # somebody else's: meant so
-    left, harmful = clean_environment(toolkit | {"SM_TRAINING_ENV": "{}"})
-    assert left == {"FI_PROVIDER": "efa", "SM_TRAINING_ENV": "{}"}
+    remaining, harmful = clean_environment(toolkit | {"SM_TRAINING_ENV": "{}"})
+    assert remaining == {"FI_PROVIDER": "efa", "SM_TRAINING_ENV": "{}"}
     assert harmful == ["NCCL_IB_DISABLE", "RDMAV_FORK_SAFE"]
 
 
@@ -226,14 +226,14 @@ def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- whole jobs
 
 
-def environment(base: Path, **more: str) -> dict[str, str]:
+def environment(base: Path, **extra: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (TOOLKIT, str(ROOT))))
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": path,
         "SAGEMAKER_BASE_DIR": str(base),
         "GLOO_SOCKET_IFNAME": "lo",
-        **more,
+        **extra,
     }
 
 
@@ -269,7 +269,7 @@ def as_toolkit(base: Path, source: Path) -> subprocess.Popen[str]:
     )
 
 
-def toolkit_parameters(source: Path, **more: Any) -> dict[str, Any]:
+def toolkit_parameters(source: Path, **extra: Any) -> dict[str, Any]:
     return {
         "sagemaker_program": "train.py",
         "sagemaker_submit_directory": str(source),
@@ -278,17 +278,19 @@ def toolkit_parameters(source: Path, **more: Any) -> dict[str, Any]:
         "sagemaker_distribution_instance_groups": ["homogeneousCluster"],
         "sagemaker_container_log_level": 20,
         **SMALL_HYPERPARAMETERS,
-        **more,
+        **extra,
     }
 
 
-def ended(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str]]:
+def wait_for_all(
+    processes: list[subprocess.Popen[str]], seconds: float = 240
+) -> list[tuple[int, str]]:
     try:
-        said = [process.communicate(timeout=seconds)[0] for process in processes]
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
 
 
 needs_toolkit = pytest.mark.skipif(
@@ -315,8 +317,8 @@ def free_port() -> Iterator[None]:
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
-def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path) -> None:
-    """Data come from the channel; checkpoints are where both reach them; the first one exports."""
+def test_entry_two_hosts_by_the_toolkit_train(text_dir: Path, tmp_path: Path) -> None:
+    """Data come from the channel, checkpoints are shared, and the first host exports."""
     from transformers import AutoModelForCausalLM
 
     shared = tmp_path / "fsx"
@@ -325,10 +327,10 @@ def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path)
     processes = []
     for base, host in zip(bases, HOSTS, strict=True):
         parameters = toolkit_parameters(tmp_path / "source", **cache)
-        configure(base, host, HOSTS, parameters, {"training": text_folder})
+        configure(base, host, HOSTS, parameters, {"training": text_dir})
         processes.append(as_toolkit(base, tmp_path / "source"))
-    for status, said in ended(processes):
-        assert status == 0, said
+    for status, output in wait_for_all(processes):
+        assert status == 0, output
     assert [checkpoint_step(path) for path in list_checkpoints(shared)] == [10, 20]
     assert records(bases[0] / "checkpoints")[-1]["step"] == 20
     assert "data.path" in (bases[0] / "checkpoints/job.toml").read_text()
@@ -345,16 +347,16 @@ def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path) -> None:
-    """The failure's text begins with the error of the rank that had it, not with what followed."""
+    """The failure file begins with the error of the failed rank."""
     fault = [{"kind": "raise", "rank": 1, "passing": 5}]
-    more = {"resilience.faults": fault, "data.path": str(store_path)}
-    more |= {"checkpoint.dir": str(tmp_path / "fsx")}
+    extra = {"resilience.faults": fault, "data.path": str(store_path)}
+    extra |= {"checkpoint.dir": str(tmp_path / "fsx")}
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
     for base, host in zip(bases, HOSTS, strict=True):
-        configure(base, host, HOSTS, toolkit_parameters(tmp_path / "source", **more))
+        configure(base, host, HOSTS, toolkit_parameters(tmp_path / "source", **extra))
         processes.append(as_toolkit(base, tmp_path / "source"))
-    statuses = [status for status, _ in ended(processes)]
+    statuses = [status for status, _ in wait_for_all(processes)]
     assert all(statuses)
     text = (bases[1] / "output/failure").read_text()
     assert text.startswith("rank 1: RuntimeError: injected fault"), text
@@ -367,29 +369,29 @@ def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
-    """Of a container that is gone only the checkpoints' folder comes back."""
-    first, again = tmp_path / "first", tmp_path / "again"
+    """Only the checkpoint directory survives a lost container."""
+    first, second_run = tmp_path / "first", tmp_path / "again"
     fault = [{"kind": "kill", "rank": 0, "passing": 15}]
-    more = {"data.path": str(store_path), "resilience.faults": fault}
-    configure(first, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **more))
-    [(status, said)] = ended([as_toolkit(first, tmp_path / "source")])
+    extra = {"data.path": str(store_path), "resilience.faults": fault}
+    configure(first, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **extra))
+    [(status, output)] = wait_for_all([as_toolkit(first, tmp_path / "source")])
     assert status != 0
-    assert "killed by SIGKILL" in (first / "output/failure").read_text(), said
-    shutil.copytree(first / "checkpoints", again / "checkpoints")
-    more["resilience.faults"] = []
-    configure(again, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **more))
-    [(status, said)] = ended([as_toolkit(again, tmp_path / "source")])
-    assert status == 0, said
-    steps = [record["step"] for record in records(again / "checkpoints")]
+    assert "killed by SIGKILL" in (first / "output/failure").read_text(), output
+    shutil.copytree(first / "checkpoints", second_run / "checkpoints")
+    extra["resilience.faults"] = []
+    configure(second_run, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **extra))
+    [(status, output)] = wait_for_all([as_toolkit(second_run, tmp_path / "source")])
+    assert status == 0, output
+    steps = [record["step"] for record in records(second_run / "checkpoints")]
     assert steps[-1] == 20
-    assert (again / "model/config.json").exists()
+    assert (second_run / "model/config.json").exists()
 
 
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
-    """What weft launch asks for: weft is the first process of each, and they find each other."""
+    """weft is the first process of each container, and they find each other."""
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
     parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 1}
@@ -397,8 +399,8 @@ def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
     for base, host in zip(bases, HOSTS, strict=True):
         configure(base, host, HOSTS, parameters)
         processes.append(as_container(base))
-    for status, said in ended(processes):
-        assert status == 0, said
+    for status, output in wait_for_all(processes):
+        assert status == 0, output
     assert len(list((tmp_path / "fsx/step-00000020").glob("shard-*.bin"))) == 2
     assert (bases[0] / "model/model.safetensors").exists()
     assert not list((bases[1] / "model").glob("*"))
@@ -418,16 +420,16 @@ def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> No
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    [(status, said)] = ended([process])
-    assert status == 75, said
+    [(status, output)] = wait_for_all([process])
+    assert status == 75, output
     assert (tmp_path / "output/failure").read_text().startswith("saved a checkpoint and stopped")
     step = checkpoint_step(list_checkpoints(tmp_path / "checkpoints/checkpoints")[-1])
     assert 0 < step < 3000
     (tmp_path / "output/failure").unlink()
     parameters |= {"train.steps": step + 5}
     configure(tmp_path, "algo-1", ["algo-1"], parameters)
-    [(status, said)] = ended([as_container(tmp_path)])
-    assert status == 0, said
-    assert f"resuming from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in said
+    [(status, output)] = wait_for_all([as_container(tmp_path)])
+    assert status == 0, output
+    assert f"resuming from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in output
     assert records(tmp_path / "checkpoints")[-1]["step"] == step + 5
     assert (tmp_path / "model/model.safetensors").exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cluster.requests import format_problems, request
 from tests.cluster.requests import own_recipe as a_recipe
-from tests.cluster.requests import request, said
 from weft.cluster.scheduler import (
     INTEGER_PATTERN,
     Option,
@@ -35,7 +35,7 @@ def test_seconds_of_a_duration_are_parsed() -> None:
 
 
 def test_common_problems_several_mistakes_are_reported_at_once() -> None:
-    asked = request(
+    launch_request = request(
         ("launch.time_limit", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"}
     )
     known = {
@@ -43,7 +43,7 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
         "role": Option("who"),
         "disk": Option("", INTEGER_PATTERN, "no"),
     }
-    text = said(check_options(asked, known, ["bucket"], r"\w+"))
+    text = format_problems(check_options(launch_request, known, ["bucket"], r"\w+"))
     assert (
         "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
         in text
@@ -55,19 +55,21 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
 
 
 def test_command_has_the_words_of_the_request() -> None:
-    asked = request(("train.steps", "5"), ("run.dir", "here"), ("launch.image", "i"), nodes=(2, 4))
-    assert build_command(asked, "r.toml", {"run.dir": "/runs/x"}) == [
+    launch_request = request(
+        ("train.steps", "5"), ("run.dir", "here"), ("launch.image", "i"), nodes=(2, 4)
+    )
+    assert build_command(launch_request, "r.toml", {"run.dir": "/runs/x"}) == [
         *("weft", "train", "r.toml", "--train.steps", "5"),
         *("--run.dir", "/runs/x", "--run.nodes", "2:4"),
     ]
 
 
 def test_script_runs_the_command(tmp_path: Path) -> None:
-    """Whatever quotes there are in the words."""
+    """Any quotes in the words are escaped."""
     words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
     text = build_script(["cd /", "x=1"], words)
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == words[2:]
+    completed = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    assert completed.stdout.splitlines() == words[2:]
     assert (
         subprocess.run(["bash", "-c", build_script(["false"], words)], check=False).returncode == 1
     )
@@ -110,8 +112,8 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
         'extends = "demo"\n[run]\ncluster = "2x8xH100"\nnodes = 2\n[train]\nsteps = 7\n'
     )
     overrides = [("run.cluster", "4x4xH200"), ("train.steps", "9"), ("model.dim", "64")]
-    asked = request(*overrides, recipe=recipe, nodes=(4, 4))
-    text = standalone_recipe(asked)
+    launch_request = request(*overrides, recipe=recipe, nodes=(4, 4))
+    text = standalone_recipe(launch_request)
     assert text is not None
     tree = tomllib.loads(text)
     assert tree["run"] == {"cluster": "4x4xH200"}
@@ -121,7 +123,11 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["My_Run", "a--b", "x" * 41, "run.1"])
 def test_check_name_of_a_directory_that_would_be_renamed_refuses(name: str) -> None:
-    asked = request()
-    renamed = replace(asked, run_dir=asked.run_dir.with_name(name), name="renamed")
-    assert "Use another --run.dir, such as /fsx/renamed" in said(list(check_name(renamed, "there")))
-    assert list(check_name(asked, "there")) == []
+    launch_request = request()
+    renamed = replace(
+        launch_request, run_dir=launch_request.run_dir.with_name(name), name="renamed"
+    )
+    assert "Use another --run.dir, such as /fsx/renamed" in format_problems(
+        list(check_name(renamed, "there"))
+    )
+    assert list(check_name(launch_request, "there")) == []

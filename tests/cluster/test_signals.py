@@ -1,4 +1,4 @@
-"""Signals to the launcher, a rank or all: the step is finished and saved, the status tells."""
+"""Signals to launcher or ranks: the step is finished and saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
 from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_joined, run_weft
-from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, undisturbed, wait_for
+from tests.cluster.test_launcher import TORCHRUN, reference_run, run, start_and_wait, wait_for
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster import FAILED, REQUEUE
@@ -25,23 +25,23 @@ SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
 ENDLESS = [*SLOW, "--train.steps", "100000"]
 
 
-def begin(command: list[str], folder: Path, step: int) -> Started:
-    """Start a run in ``folder``, in a forked process, and return once it has recorded ``step``."""
-    process = Started(command, folder)
-    wait_for(folder / "run", step)
+def start_and_wait_for_step(command: list[str], directory: Path, step: int) -> Started:
+    """Start a run in ``directory``, forked, and return once it has recorded ``step``."""
+    process = Started(command, directory)
+    wait_for(directory / "run", step)
     return process
 
 
 def workers(process: subprocess.Popen[str] | Started) -> list[int]:
     """The ranks of a run, in order."""
-    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    found = [pid for pid in everyone if process_status(pid).get("PPid") == str(process.pid)]
+    all_ranks = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    result = [pid for pid in all_ranks if process_status(pid).get("PPid") == str(process.pid)]
 
     def rank(pid: int) -> int:
         pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
         return int(dict(pair.split("=", 1) for pair in pairs if "=" in pair)["RANK"])
 
-    return sorted(found, key=rank)
+    return sorted(result, key=rank)
 
 
 TO: dict[str, Callable[[Started], list[int]]] = {
@@ -53,7 +53,7 @@ TO: dict[str, Callable[[Started], list[int]]] = {
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("number", "to", "more"),
+    ("number", "to", "extra"),
     [
         (signal.SIGTERM, "one rank", ONE_RANK),
         pytest.param(signal.SIGTERM, "one rank", [], marks=pytest.mark.slow),
@@ -63,15 +63,15 @@ TO: dict[str, Callable[[Started], list[int]]] = {
     ],
 )
 def test_signal_in_training_saves_and_asks_for_requeue(
-    number: signal.Signals, to: str, more: list[str], arguments: list[str], tmp_path: Path
+    number: signal.Signals, to: str, extra: list[str], arguments: list[str], tmp_path: Path
 ) -> None:
-    process = begin([*arguments, *ENDLESS, *more], tmp_path, 5)
+    process = start_and_wait_for_step([*arguments, *ENDLESS, *extra], tmp_path, 5)
     for pid in TO[to](process):
         os.kill(pid, number)
     assert process.wait(timeout=60) == REQUEUE
-    said = process.stdout + process.stderr
+    output = process.stdout + process.stderr
     (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
 
 
@@ -79,18 +79,18 @@ def test_signal_in_training_saves_and_asks_for_requeue(
 def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """A terminal sends it to every process of the group, and a wrapper may pass it on as well."""
-    process = begin([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 5)
+    """A terminal signals every process of the group, and a wrapper may repeat it."""
+    process = start_and_wait_for_step([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 5)
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == REQUEUE
-    said = process.stdout + process.stderr
+    output = process.stdout + process.stderr
     (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
-    assert "Traceback" not in said
-    assert "Ctrl-C: the ranks finish this step, save a checkpoint and stop" in said
-    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in said
-    assert "\n  weft train demo --model.num_layers 2" in said
+    assert "Traceback" not in output
+    assert "Ctrl-C: the ranks finish this step, save a checkpoint and stop" in output
+    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in output
+    assert "\n  weft train demo --model.num_layers 2" in output
 
 
 @pytest.mark.system
@@ -98,15 +98,15 @@ def test_time_limit_stops_and_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "4", "--optim.schedule", "linear"]
-    done = run_weft([*limited, "--resilience.time_limit", "0.001"], tmp_path)
-    assert done.returncode == REQUEUE, done.stderr
-    assert "saved a checkpoint and stopped; run the same command to resume from" in done.stdout
+    completed = run_weft([*limited, "--resilience.time_limit", "0.001"], tmp_path)
+    assert completed.returncode == REQUEUE, completed.stderr
+    assert "saved a checkpoint and stopped; run the same command to resume from" in completed.stdout
     assert len(losses(tmp_path / "run")) < 4
     statuses, out = run_joined(limited, tmp_path, 1)
     assert statuses == [0], out
-    whole = undisturbed(limited, tmp_path, store_path)
-    assert losses(tmp_path / "run") == losses(whole)
-    a, b = newest_state(tmp_path / "run"), newest_state(whole)
+    full = reference_run(limited, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(full)
+    a, b = newest_state(tmp_path / "run"), newest_state(full)
     assert all(a[name].equal(b[name]) for name in b)
 
 
@@ -118,7 +118,7 @@ def test_second_signal_kills_a_suspended_rank_at_once(
     number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:
     """Not after the half minute that torch would wait."""
-    process = begin([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 3)
+    process = start_and_wait_for_step([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 3)
     os.kill(workers(process)[0], signal.SIGSTOP)
     process.send_signal(number)
     time.sleep(1.5)
@@ -180,8 +180,8 @@ def test_signal_to_torchrun_saves_the_step(
     assert process.wait(timeout=60) == FAILED
     (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
-    said = (tmp_path / "log").read_text()
-    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in said
+    text = (tmp_path / "log").read_text()
+    assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in text
 
 
 @pytest.mark.slow
@@ -191,26 +191,29 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     """Its status is 1 until all steps are done, and its report says what happened."""
     command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
     limited = [*command, "--resilience.time_limit", "0.001"]
-    done = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == FAILED
+    completed = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert completed.returncode == FAILED
     (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert (
         f"saved a checkpoint and stopped; run the same command to resume from {saved}"
-        in done.stdout
+        in completed.stdout
     )
-    assert done.stderr.count("saved a checkpoint and stopped; run the same command to resume") == 2
-    assert done.stderr.count(f"exitcode  : {REQUEUE}") == 2
-    done = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
+    assert (
+        completed.stderr.count("saved a checkpoint and stopped; run the same command to resume")
+        == 2
+    )
+    assert completed.stderr.count(f"exitcode  : {REQUEUE}") == 2
+    completed = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert completed.returncode == 0, completed.stderr
     assert records(tmp_path / "run")[-1]["step"] == 20
     # It would not let them end.
-    done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == FAILED
-    assert "resilience.time_limit=0.001 makes torchrun restart the ranks" in done.stderr
+    completed = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert completed.returncode == FAILED
+    assert "resilience.time_limit=0.001 makes torchrun restart the ranks" in completed.stderr
 
 
 def test_torch_agent_asks_the_private_function_for_its_signal() -> None:
-    """torch's agent asks this function for the signal that ends the ranks beside a failed one."""
+    """torch's agent calls this function to choose the signal for the remaining ranks."""
     assert callable(multiprocessing._get_default_signal)
     names = multiprocessing.PContext.close.__code__.co_names
     assert "_get_default_signal" in names

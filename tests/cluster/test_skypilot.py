@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.requests import fake_tool, own_recipe, request, said
+from tests.cluster.requests import fake_tool, format_problems, own_recipe, request
 from weft.cluster import skypilot
 from weft.train.environment import detect_environment
 
@@ -70,16 +70,16 @@ def test_check_without_sky_is_skipped(
 def test_check_with_a_wrapper_of_sky_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first line names a shell, which cannot run the check: no mistake of the task's."""
+    """A first line with another shell, which cannot run the check, is no mistake."""
     fake_tool(tmp_path, monkeypatch, "sky", "")
     assert skypilot.check(skypilot.render(REQUESTS["gpu"])) == []
     assert "not checked against SkyPilot's schemas (/bin/sh" in capsys.readouterr().err
 
 
 def test_task_has_what_was_asked_for() -> None:
-    found = task(skypilot.render(REQUESTS["gpu"]))
-    run = found.pop("run")
-    assert found == {
+    result = task(skypilot.render(REQUESTS["gpu"]))
+    run = result.pop("run")
+    assert result == {
         "name": "small-run",
         "num_nodes": 2,
         "resources": {
@@ -98,33 +98,33 @@ def test_task_has_what_was_asked_for() -> None:
 
 
 def test_task_on_cpus_has_no_accelerators() -> None:
-    found = task(skypilot.render(REQUESTS["cpu"]))
+    result = task(skypilot.render(REQUESTS["cpu"]))
     resources = {"cpus": "8+", "memory": "32", "disk_size": 100}
-    assert found["resources"] | resources == found["resources"]
-    assert "accelerators" not in found["resources"]
-    assert found["run"].startswith("set -e\nsource ~/venv/bin/activate\nexec weft train demo")
+    assert result["resources"] | resources == result["resources"]
+    assert "accelerators" not in result["resources"]
+    assert result["run"].startswith("set -e\nsource ~/venv/bin/activate\nexec weft train demo")
 
 
 def test_task_remote_checkpoints_stay_there() -> None:
-    asked = request(IMAGE, ("checkpoint.dir", "s3://other/x"), options=OPTIONS)
-    run = task(skypilot.render(asked))["run"]
+    launch_request = request(IMAGE, ("checkpoint.dir", "s3://other/x"), options=OPTIONS)
+    run = task(skypilot.render(launch_request))["run"]
     assert "--checkpoint.dir s3://other/x" in run
     assert "my-bucket" not in run
 
 
 def test_task_carries_a_local_recipe(tmp_path: Path) -> None:
     """The node's shell writes it where the command looks for it."""
-    found = task(skypilot.render(request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))))
+    result = task(skypilot.render(request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))))
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)
     weft = home / "bin/weft"
     weft.write_text('#!/bin/sh\ncat "$2"\n')
     weft.chmod(0o755)
     around = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", found["setup"]], env=around, check=True)
-    command = ["bash", "-c", found["run"]]
-    done = subprocess.run(command, env=around, capture_output=True, text=True, check=True)
-    assert "steps = 7" in done.stdout
+    subprocess.run(["bash", "-c", result["setup"]], env=around, check=True)
+    command = ["bash", "-c", result["run"]]
+    completed = subprocess.run(command, env=around, capture_output=True, text=True, check=True)
+    assert "steps = 7" in completed.stdout
 
 
 def test_task_nodes_know_each_other() -> None:
@@ -134,16 +134,16 @@ def test_task_nodes_know_each_other() -> None:
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }
-    where = detect_environment(around)
-    assert (where.source, where.nodes) == ("skypilot", "2")
-    assert where.rendezvous.startswith("10.0.0.4:")
+    environment = detect_environment(around)
+    assert (environment.source, environment.nodes) == ("skypilot", "2")
+    assert environment.rendezvous.startswith("10.0.0.4:")
 
 
 def test_task_each_mistake_is_reported() -> None:
-    asked = request(
+    launch_request = request(
         options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
     )
-    text = said(skypilot.find_problems(asked))
+    text = format_problems(skypilot.find_problems(launch_request))
     for part in ("accelerator is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
         assert part in text
 
@@ -163,9 +163,9 @@ def test_submit_calls_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert skypilot.status("other") == "waiting: pending"
     assert list(skypilot.logs(id, follow=False)) == ["line"]
     assert "last checkpoint" in skypilot.cancel(id)
-    made = calls.read_text().splitlines()
-    assert made[0] == f"jobs launch -y -d -n small-run {tmp_path}/run.yaml"
-    assert made[-2:] == [
+    commands = calls.read_text().splitlines()
+    assert commands[0] == f"jobs launch -y -d -n small-run {tmp_path}/run.yaml"
+    assert commands[-2:] == [
         "jobs logs --no-follow --name small-run",
         "jobs cancel -y --name small-run",
     ]

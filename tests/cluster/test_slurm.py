@@ -16,7 +16,7 @@ import pytest
 from tests import slurm
 from tests.cluster.conftest import SLEEPY, WEFT
 from tests.harness import ROOT, run_ranks
-from tests.slurm import Slurm, until
+from tests.slurm import Slurm, wait_until
 from tests.small import SMALL, records, train_rank
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
@@ -27,16 +27,16 @@ pytestmark = [
 
 
 class Launcher:
-    """Commands as a user gives them, in a folder of their own."""
+    """Commands as a user runs them, in a separate directory."""
 
-    def __init__(self, cluster: Slurm, folder: Path, store: Path) -> None:
-        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
-        bin = folder / "bin"
+    def __init__(self, cluster: Slurm, directory: Path, store: Path) -> None:
+        self.cluster, self.directory, self.run = cluster, directory, directory / "run"
+        bin = directory / "bin"
         bin.mkdir()
         (bin / "weft").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft.cli "$@"\n')
         (bin / "weft").chmod(0o755)
-        (folder / "sleepy.py").write_text(SLEEPY)
-        path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        (directory / "sleepy.py").write_text(SLEEPY)
+        path = f"{directory}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
         self.environment = os.environ | cluster.environment | {"PYTHONPATH": path}
         self.environment["PATH"] = f"{bin}:{os.environ['PATH']}"
         # Two nodes share this machine's cores.
@@ -54,17 +54,17 @@ class Launcher:
         self.words = [word for key, value in pairs for word in (f"--{key}", value)]
 
     def weft(self, *words: str, status: int = 0) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*WEFT, *words],
-            cwd=self.folder,
+            cwd=self.directory,
             env=self.environment,
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        assert completed.returncode == status, completed.stdout + completed.stderr
+        return completed.stdout + completed.stderr
 
     def launch(self, *words: str, status: int = 0) -> str:
         return self.weft("launch", "demo", "--on", "slurm", *self.words, *words, status=status)
@@ -72,72 +72,74 @@ class Launcher:
     def status(self) -> str:
         return self.weft("job", "status", "run").strip()
 
-    def until_said(self, text: str, seconds: float = 240) -> str:
+    def wait_for_status(self, text: str, seconds: float = 240) -> str:
         deadline = time.monotonic() + seconds
-        while text not in (said := self.status()):
-            assert time.monotonic() < deadline, f"in vain waited for {text!r}: {said}\n{self.out()}"
+        while text not in (output := self.status()):
+            assert time.monotonic() < deadline, (
+                f"in vain waited for {text!r}: {output}\n{self.out()}"
+            )
             time.sleep(1)
-        return said
+        return output
 
     def out(self) -> str:
         return "".join(path.read_text() for path in self.run.glob("slurm-*.out"))
 
     def step(self) -> int:
-        there = records(self.run) if (self.run / "metrics.jsonl").exists() else []
-        return int(there[-1]["step"]) if there else 0
+        rows = records(self.run) if (self.run / "metrics.jsonl").exists() else []
+        return int(rows[-1]["step"]) if rows else 0
 
-    def until_step(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + 240
         while self.step() < step:
             assert time.monotonic() < deadline, f"step {self.step()}: {self.status()}\n{self.out()}"
             time.sleep(0.5)
 
-    def hurry(self) -> None:
-        (self.folder / "hurry").touch()
+    def finish_soon(self) -> None:
+        (self.directory / "hurry").touch()
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Slurm]:
-    with slurm.cluster() as made:
-        yield made
+    with slurm.cluster() as created:
+        yield created
 
 
 @pytest.fixture
 def launcher(cluster: Slurm, tmp_path: Path, store_path: Path) -> Iterator[Launcher]:
-    made = Launcher(cluster, tmp_path, store_path)
-    yield made
+    created = Launcher(cluster, tmp_path, store_path)
+    yield created
     cluster.run("scancel", "--user=root")
-    until(cluster.free, "that the nodes are free")
+    wait_until(cluster.free, "that the nodes are free")
 
 
-def check_against_undisturbed(folder: Path, store: Path, steps: int) -> None:
+def check_against_reference(directory: Path, store: Path, steps: int) -> None:
     """Every step once, and the losses of a run in one process, to rounding."""
-    straight = folder / "straight"
+    straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
     run_ranks(train_rank, 1, overrides, str(store), timeout=200)
-    ours, theirs = records(folder / "run"), records(straight)
+    ours, theirs = records(directory / "run"), records(straight)
     assert [record["step"] for record in ours] == [record["step"] for record in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
 
 
 def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
-    launcher.hurry()
+    launcher.finish_soon()
     out = launcher.launch("--nodes", "2", "--launch.options", "comment=it's here,nice=1")
     number = re.search(r"slurm job (\d+)", out)
     assert number is not None
     assert "#SBATCH --nodes=2\n" in out
     assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
-    # A second one would train in the same folder.
-    again = launcher.launch("--nodes", "2", status=2)
-    assert f"already has an active job {number[1]} (slurm)" in again
+    # A second job would train in the same directory.
+    second_run = launcher.launch("--nodes", "2", status=2)
+    assert f"already has an active job {number[1]} (slurm)" in second_run
     followed = launcher.weft("job", "logs", "run", "--follow")
     assert followed.count("training on 2 nodes") == 1  # of two nodes the first speaks
     assert "2 CPU ranks (dp_shard 2)" in followed
-    assert f"job {number[1]}: ended: completed" in launcher.until_said("ended")
+    assert f"job {number[1]}: ended: completed" in launcher.wait_for_status("ended")
     assert launcher.weft("job", "logs", "run") == followed
     assert "has ended already" in launcher.weft("job", "cancel", "run")
-    check_against_undisturbed(tmp_path, store_path, 20)
+    check_against_reference(tmp_path, store_path, 20)
 
 
 @pytest.mark.slow
@@ -145,13 +147,13 @@ def test_slurm_ranks_started_by_srun_train(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
     """A task for each device, where weft joins and starts nothing."""
-    launcher.hurry()
+    launcher.finish_soon()
     words = ["weft", "train", "demo", *launcher.words]
     for key in ("--run.nproc_per_node", "--launch.time_limit"):
         at = words.index(key)
         del words[at : at + 2]
     srun = ["srun", "-N2", "--ntasks-per-node=2", "--overcommit"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*srun, *words],
         cwd=tmp_path,
         env=launcher.environment,
@@ -160,18 +162,18 @@ def test_slurm_ranks_started_by_srun_train(
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 CPU ranks (dp_shard 4)" in done.stdout
-    check_against_undisturbed(tmp_path, store_path, 20)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "4 CPU ranks (dp_shard 4)" in completed.stdout
+    check_against_reference(tmp_path, store_path, 20)
 
 
 @pytest.mark.slow
 def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--train.steps", "400")
-    launcher.until_step(12)
+    launcher.wait_for_step(12)
     assert "running on n[0-1]" in launcher.status()
     assert "to save a checkpoint and end" in launcher.weft("job", "cancel", "run")
-    assert "ended: saved a checkpoint and stopped" in launcher.until_said("ended")
+    assert "ended: saved a checkpoint and stopped" in launcher.wait_for_status("ended")
     saved = checkpoint_step(list_checkpoints(launcher.run / "checkpoints")[-1])
     assert 12 <= saved == launcher.step() < 400
     time.sleep(10)
@@ -183,9 +185,9 @@ def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
     """The script runs, and no step of its yet that the signal could be for."""
     slow = ["--launch.setup", '["sleep 15"]']
     launcher.launch("--nodes", "1", *slow)
-    launcher.until_said("running on")
+    launcher.wait_for_status("running on")
     assert "to save a checkpoint and end" in launcher.weft("job", "cancel", "run")
-    launcher.until_said("ended")
+    launcher.wait_for_status("ended")
     time.sleep(5)
     assert "ended" in launcher.status()
     assert not list(launcher.run.glob("checkpoints/*"))
@@ -194,20 +196,20 @@ def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     """The first start is on n0, which is not fit; the job comes back and trains on n1."""
-    sick = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
-    launcher.hurry()
-    preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([sick])]
+    unhealthy = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
+    launcher.finish_soon()
+    preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([unhealthy])]
     launcher.launch("--nodes", "1", *preflight)
-    assert "ended: completed" in launcher.until_said("ended")
+    assert "ended: completed" in launcher.wait_for_status("ended")
     assert "does not train (exit status 69)" in launcher.out()
     assert launcher.out().count("checked node") == 1
     assert [path.name for path in (launcher.run / "unhealthy-nodes").iterdir()] == ["n0"]
     number = re.search(r"job (\d+)", launcher.status())
     assert number is not None
-    told = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
-    assert "ExcNodeList=n0 " in told
-    assert " NodeList=n1 " in told
-    check_against_undisturbed(tmp_path, store_path, 20)
+    report = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
+    assert "ExcNodeList=n0 " in report
+    assert " NodeList=n1 " in report
+    check_against_reference(tmp_path, store_path, 20)
 
 
 @pytest.mark.slow
@@ -223,42 +225,42 @@ def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
 def test_slurm_preempted_job_is_requeued_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """The signal before the time limit: it saves, is queued again, and ends as if never stopped."""
+    """On the signal before the time limit it saves, is requeued, and resumes."""
     launcher.launch("--nodes", "2", "--train.steps", "60")
-    launcher.until_step(12)
+    launcher.wait_for_step(12)
     number = re.search(r"job (\d+)", launcher.status())
     assert number is not None
     # As Slurm does some minutes before the limit, which is in whole minutes.
     launcher.cluster.run("scancel", "--signal=TERM", number[1])
-    said = launcher.until_said("restarted 1 time")
-    assert number[0] in said
-    launcher.hurry()
-    assert "ended: completed" in launcher.until_said("ended")
+    output = launcher.wait_for_status("restarted 1 time")
+    assert number[0] in output
+    launcher.finish_soon()
+    assert "ended: completed" in launcher.wait_for_status("ended")
     assert launcher.out().count("resuming from") == 1  # of two nodes the first speaks
     assert "saved a checkpoint and stopped" in launcher.out()
-    check_against_undisturbed(tmp_path, store_path, 60)
+    check_against_reference(tmp_path, store_path, 60)
 
 
 @pytest.mark.slow
 def test_slurm_time_limit_requeues_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half.
+    """Slurm sends the signal in the last one and a half of two minutes.
 
     On a busy machine it comes more than once.
     """
     launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time_limit", "00:02:00")
-    launcher.until_said("restarted 1 time")
-    launcher.hurry()
-    assert "ended: completed" in launcher.until_said("ended", 400)
+    launcher.wait_for_status("restarted 1 time")
+    launcher.finish_soon()
+    assert "ended: completed" in launcher.wait_for_status("ended", 400)
     assert "resuming from" in launcher.out()
-    check_against_undisturbed(tmp_path, store_path, 160)
+    check_against_reference(tmp_path, store_path, 160)
 
 
 @pytest.mark.slow
 def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "1", "--data.path", "/no/such/file")
-    assert "ended: failed, exit status 2" in launcher.until_said("ended")
+    assert "ended: failed, exit status 2" in launcher.wait_for_status("ended")
     assert "/no/such/file" in launcher.weft("job", "logs", "run")
 
 
@@ -266,18 +268,18 @@ def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
 def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """Last, for the node is gone then: the other one goes on in the same job."""
+    """The node is lost for good, so this test is last: the other node continues."""
     # The meeting place is on the first node.  Here both are the host of that name: it comes first.
     setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
     launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)
-    until(lambda: "training on 2 nodes" in launcher.out(), "both nodes", 120)
-    launcher.until_step(launcher.step() + 5)
+    wait_until(lambda: "training on 2 nodes" in launcher.out(), "both nodes", 120)
+    launcher.wait_for_step(launcher.step() + 5)
     assert "running on n[0-1]" in launcher.status()
     launcher.cluster.kill("n1")
     step = launcher.step()
-    launcher.until_step(step + 15)
+    launcher.wait_for_step(step + 15)
     assert "training on 1 node" in launcher.out()
     assert "restarted" not in launcher.status()
-    launcher.hurry()
-    assert "ended: completed" in launcher.until_said("ended")
-    check_against_undisturbed(tmp_path, store_path, 80)
+    launcher.finish_soon()
+    assert "ended: completed" in launcher.wait_for_status("ended")
+    check_against_reference(tmp_path, store_path, 80)

@@ -1,4 +1,4 @@
-"""What is asked of a cluster, without one."""
+"""Requests to clusters, without a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCS = ROOT / "docs" / "slurm.md"
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def change_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's commands may be there, but no cluster."""
     monkeypatch.chdir(tmp_path)
     bin = tmp_path / "bin"
@@ -50,13 +50,13 @@ def test_launch_several_mistakes_are_reported_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
-    more = ["--launch.time_limit", "1 day", "--launch.image", "a/b"]
+    extra = ["--launch.time_limit", "1 day", "--launch.image", "a/b"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
     assert launch("demo", "--on", "slum", *words) == 2
     assert "Did you mean 'slurm'?" in capsys.readouterr().err
-    assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
+    assert launch("demo", "--on", "slurm", *words, *extra, *options) == 2
     message = capsys.readouterr().err
-    for each in (
+    for item in (
         "train.step=5 is not a known key",
         'optim.lr="x"',
         "parallel.tp=3",
@@ -65,7 +65,7 @@ def test_launch_several_mistakes_are_reported_at_once(
         'launch.options.nodes="3" is an option that weft sets. Use --nodes',
         "launch.options.Partition",
     ):
-        assert each in message
+        assert item in message
     assert "launch.options.comment" not in message
     assert not (tmp_path / "runs").exists()
 
@@ -99,9 +99,9 @@ def test_mistake_that_leaves_no_run_directory_is_reported_alone(
     cluster: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("demo", "--on", cluster, *words) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "run.dir" not in said
+    output = capsys.readouterr().err
+    assert message in output
+    assert "run.dir" not in output
 
 
 def test_launched_damaged_record_is_reported(
@@ -185,8 +185,7 @@ def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
     assert "launch.time_limit" not in text
 
 
-# What bash makes of a script, with srun, scontrol and weft that only write down how they are
-# called.
+# Fake srun, scontrol and weft that record their arguments when bash runs a script.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
@@ -206,36 +205,38 @@ echo "$@" > "$FOLDER/requeued"
 def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: Path) -> None:
     odd = 'it\'s $HOME `x` "y" \\ *'
     words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
-    more = ["--launch.setup", json.dumps([setup])] if setup else []
-    text = script(*words, *more)
+    extra = ["--launch.setup", json.dumps([setup])] if setup else []
+    text = script(*words, *extra)
     for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(what)
         (tmp_path / "bin" / name).chmod(0o755)
     path = f"{tmp_path}/bin:/usr/bin:/bin"
     environment = {"PATH": path, "FOLDER": str(tmp_path), "ENDS": str(ends), "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
-    assert done.returncode == ends
+    completed = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
+    assert completed.returncode == ends
     pairs = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
     assert (tmp_path / "words").read_text().splitlines() == ["train", "demo", *pairs]
     assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
-    again = tmp_path / "requeued"
-    assert (again.read_text() if again.exists() else "") == ("requeue 7\n" if ends == 75 else "")
+    second_run = tmp_path / "requeued"
+    assert (second_run.read_text() if second_run.exists() else "") == (
+        "requeue 7\n" if ends == 75 else ""
+    )
 
 
-def run_script(text: str, folder: Path) -> set[str]:
-    """Run a batch script with commands that only note their words; the files that appeared."""
+def run_script(text: str, directory: Path) -> set[str]:
+    """Run a batch script with fake commands that record calls; return the new files."""
     for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
-        (folder / "bin" / name).write_text(what)
-        (folder / "bin" / name).chmod(0o755)
-    sandbox = folder / "sandbox"
+        (directory / "bin" / name).write_text(what)
+        (directory / "bin" / name).chmod(0o755)
+    sandbox = directory / "sandbox"
     sandbox.mkdir()
-    path = f"{folder}/bin:/usr/bin:/bin"
+    path = f"{directory}/bin:/usr/bin:/bin"
     environment = {"PATH": path, "FOLDER": str(sandbox), "ENDS": "0", "SLURM_JOB_ID": "7"}
     assert slurm.check(text) == []
     subprocess.run(
         ["bash"], input=text, text=True, env=environment, cwd=sandbox, timeout=20, check=True
     )
-    return {each.name for each in sandbox.iterdir()}
+    return {path.name for path in sandbox.iterdir()}
 
 
 HOSTILE = (
@@ -268,12 +269,12 @@ def test_script_with_a_hostile_value_runs_nothing_else(
     key: str, value: str, tmp_path: Path
 ) -> None:
     """It is refused, or is a word of the command and nothing else."""
-    given = f"comment={value}" if key == "launch.options" else value
+    inputs = f"comment={value}" if key == "launch.options" else value
     if not value.isprintable():
         with pytest.raises(InvalidConfig, match="control characters"):
-            script("--run.device", "cpu", f"--{key}", given)
+            script("--run.device", "cpu", f"--{key}", inputs)
         return
-    text = script("--run.device", "cpu", f"--{key}", given)
+    text = script("--run.device", "cpu", f"--{key}", inputs)
     assert run_script(text, tmp_path) == {"words", "said"}
     words = (tmp_path / "sandbox" / "words").read_text().splitlines()
     if key not in ("launch.options", "run.dir"):
@@ -284,9 +285,9 @@ def test_script_with_a_hostile_value_runs_nothing_else(
 def test_script_from_a_hostile_working_directory_runs_nothing_else(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = tmp_path / value
-    here.mkdir(parents=True)
-    monkeypatch.chdir(here)
+    directory = tmp_path / value
+    directory.mkdir(parents=True)
+    monkeypatch.chdir(directory)
     if not value.isprintable():
         with pytest.raises(InvalidConfig, match=r"working directory=.*control characters"):
             script("--run.device", "cpu")
@@ -304,10 +305,10 @@ def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path
 
 def test_render_of_a_directory_with_a_newline_raises(tmp_path: Path) -> None:
     """However a request was made: nothing of it leaves its line."""
-    folder = tmp_path / "x\ntouch pwned"
-    asked = JobRequest("x", ("weft", "train", "demo"), Job(), (1, 1), 0, folder)
+    directory = tmp_path / "x\ntouch pwned"
+    requested = JobRequest("x", ("weft", "train", "demo"), Job(), (1, 1), 0, directory)
     with pytest.raises(WeftError, match="does not fit into one line of a batch script"):
-        slurm.render(asked)
+        slurm.render(requested)
 
 
 def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_script_refused_by_bash_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "sick", "options", "asked"),
+    ("status", "unhealthy", "options", "requested"),
     [
         (0, ["n1"], "", []),
         (2, ["n1"], "", []),
@@ -351,16 +352,16 @@ def test_script_refused_by_bash_is_reported() -> None:
     ],
 )
 def test_script_excludes_sick_nodes(
-    status: int, sick: list[str], options: str, asked: list[str], tmp_path: Path
+    status: int, unhealthy: list[str], options: str, requested: list[str], tmp_path: Path
 ) -> None:
-    """What a shell makes of the script, with commands of Slurm's that only say what they are."""
+    """A shell runs the script with fake commands of Slurm."""
     words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
     text = script(*words, *(["--launch.options", options] if options else []))
-    for name in sick:
+    for name in unhealthy:
         (tmp_path / "my run" / "unhealthy-nodes").mkdir(parents=True, exist_ok=True)
         (tmp_path / "my run" / "unhealthy-nodes" / name).touch()
     fakes = ['scontrol() { echo "$@"; }', f"srun() {{ return {status}; }}", "SLURM_JOB_ID=7"]
-    done = subprocess.run(
+    completed = subprocess.run(
         ["/bin/bash"],
         input="\n".join([*fakes, text]),
         env={"PATH": "/usr/bin:/bin"},
@@ -368,7 +369,11 @@ def test_script_excludes_sick_nodes(
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (status, asked, "")
+    assert (completed.returncode, completed.stdout.splitlines(), completed.stderr) == (
+        status,
+        requested,
+        "",
+    )
 
 
 def test_script_without_preflight_excludes_no_node() -> None:
@@ -397,7 +402,7 @@ def test_job_cancel_refuses_options_of_launch(
     option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Least of all one that would seem to make 'cancel' harmless."""
-    monkeypatch.setattr(SubmittedJob, "load", lambda folder: pytest.fail("it was looked for"))
+    monkeypatch.setattr(SubmittedJob, "load", lambda directory: pytest.fail("it was looked for"))
     with pytest.raises(SystemExit):
         job("cancel", "run", option)
     assert option.partition("=")[0] in capsys.readouterr().err

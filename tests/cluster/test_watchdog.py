@@ -1,4 +1,4 @@
-"""A rank that hangs, in every way: named within its limit and 2 s, and nothing is left."""
+"""Every kind of hang is named within its limit and 2 s, and no process remains."""
 
 from __future__ import annotations
 
@@ -101,20 +101,23 @@ def test_watchdog_missing_rank_is_named_and_the_run_ends(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run_weft([*arguments, *WATCHED, *faults(**fault, passing=8)], tmp_path)
-    assert done.returncode == HUNG, done.stderr
+    completed = run_weft([*arguments, *WATCHED, *faults(**fault, passing=8)], tmp_path)
+    assert completed.returncode == HUNG, completed.stderr
     check_sentence(
-        sentence, tmp_path, done.stderr, (tmp_path / "run/logs/fault-0.happened").stat().st_mtime
+        sentence,
+        tmp_path,
+        completed.stderr,
+        (tmp_path / "run/logs/fault-0.happened").stat().st_mtime,
     )
-    assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
+    assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in completed.stderr
     # Afterwards, from the evidence that the watchdog has left.
     capsys.readouterr()
     assert main(["hang", str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
-    assert re.match(sentence, shown), shown
+    output = capsys.readouterr().out
+    assert re.match(sentence, output), output
     assert (
         f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the watchdog ended the run"
-        in shown
+        in output
     )
     assert main(["hang", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == [fault["rank"]]
@@ -140,8 +143,8 @@ def build(groups, section):
 @pytest.mark.slow
 def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MISMATCH)
-    done = run([*arguments, *WATCHED, "--optim.name", "mine:build"], tmp_path)
-    assert done.returncode == HUNG, done.stderr
+    completed = run([*arguments, *WATCHED, "--optim.name", "mine:build"], tmp_path)
+    assert completed.returncode == HUNG, completed.stderr
     log = (tmp_path / "run/logs/rank-1.log").read_text()
     since = re.search(r"now (\S+)", log)
     assert since is not None
@@ -150,7 +153,7 @@ def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_pat
     check_sentence(
         f"the ranks call different collectives: {one}, {other}",
         tmp_path,
-        done.stderr,
+        completed.stderr,
         float(since[1]),
     )
 
@@ -163,13 +166,13 @@ def test_watchdog_in_a_pipeline_names_the_stopped_rank(
     fault = faults(site="step", kind="stop", rank=0, passing=30)
     pipeline = ["--parallel.pp", "2", "--model.tied_embeddings", "false"]
     command = [*arguments, *WATCHED, *fault, *pipeline]
-    done = run(command, tmp_path)
-    assert done.returncode == HUNG, done.stderr
-    assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in done.stderr
-    assert "rank 1 is missing" not in done.stderr
-    # The fault happens once: the same command goes on.
-    done = run([*command, "--train.steps", "40"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    completed = run(command, tmp_path)
+    assert completed.returncode == HUNG, completed.stderr
+    assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in completed.stderr
+    assert "rank 1 is missing" not in completed.stderr
+    # The fault happens once: the same command resumes.
+    completed = run([*command, "--train.steps", "40"], tmp_path)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.slow
@@ -196,7 +199,7 @@ def test_watchdog_suspended_and_continued_ranks_are_not_late(
     (watchdog,) = workers_of(ranks[0])
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.4)  # it sees that they stand still
+    time.sleep(0.4)  # it sees that they hang
     os.kill(watchdog, signal.SIGSTOP)
     time.sleep(2 * LIMIT)
     os.kill(watchdog, signal.SIGCONT)
@@ -215,7 +218,7 @@ def workers_of(pid: int) -> list[int]:
 # --------------------------------------------------------------------------- the pieces
 
 
-def seen(rank: int, **changes: object) -> RankState:
+def rank_state(rank: int, **changes: object) -> RankState:
     """A rank that waits in all_reduce no. 42."""
     values = {
         "step": 7,
@@ -232,31 +235,35 @@ def seen(rank: int, **changes: object) -> RankState:
 HERE = ['File "/home/me/mine/loader.py", line 12 in __next__']
 VERDICTS = [
     (
-        [seen(0), seen(1, state="T (stopped)", calls=None, stack=[]), seen(2)],
+        [rank_state(0), rank_state(1, state="T (stopped)", calls=None, stack=[]), rank_state(2)],
         [1],
         "rank 1 is missing: it is stopped (SIGSTOP) in step 7, forward and backward; "
         "the others wait in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0), seen(1, state="", calls=None, stack=[])],
+        [rank_state(0), rank_state(1, state="", calls=None, stack=[])],
         [1],
         "rank 1 is missing: it has ended, in step 7, forward and backward; "
         "the other waits in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0, state="D (disk sleep)", channel="nfs_wait", phase="checkpoint", stack=[])],
+        [rank_state(0, state="D (disk sleep)", channel="nfs_wait", phase="checkpoint", stack=[])],
         [0],
         "rank 0 is missing: it waits in the kernel for a disk or device (nfs_wait) in step 7, "
         "saving a checkpoint",
     ),
     (
-        [seen(0, calls=[], stack=HERE, phase="data"), seen(1)],
+        [rank_state(0, calls=[], stack=HERE, phase="data"), rank_state(1)],
         [0],
         "rank 0 is missing: it is in no collective, at me/mine/loader.py:12 in __next__, "
         "in step 7, waiting for data; the other waits in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0), seen(1), seen(2, calls=[OpenCollective("all ranks", 42, "broadcast", [[8]])])],
+        [
+            rank_state(0),
+            rank_state(1),
+            rank_state(2, calls=[OpenCollective("all ranks", 42, "broadcast", [[8]])]),
+        ],
         [2],
         "the ranks call different collectives: "
         "rank 0 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
@@ -274,13 +281,13 @@ def test_verdict_names_the_missing_ranks(
 
 
 def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
-    """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
-    waits = seen(1, calls=[])
-    missing, sentence = diagnose_hang([seen(0), waits], 4)
+    """A host whose ranks all wait accuses nobody, not even one outside the recorder."""
+    waits = rank_state(1, calls=[])
+    missing, sentence = diagnose_hang([rank_state(0), waits], 4)
     assert missing == []
     assert "every rank of this host waits" in sentence
     assert "the missing rank is on another host" in sentence
-    assert "no rank is missing" in diagnose_hang([seen(0), waits], 2)[1]
+    assert "no rank is missing" in diagnose_hang([rank_state(0), waits], 2)[1]
 
 
 def test_step_limit_depends_on_the_measured_step() -> None:
@@ -290,32 +297,32 @@ def test_step_limit_depends_on_the_measured_step() -> None:
     assert step_limit(None, 30.0, 10) == 600.0
 
 
-def say_where() -> list[tuple[int, float, str]]:
-    """What others read of this process, after some sites."""
+def read_heartbeats() -> list[tuple[int, float, str]]:
+    """Return the heartbeats that other processes read, after some sites."""
     contact = start_heartbeat(0, 5.0, 10)
-    heard = []
+    received = []
 
-    def look() -> None:
+    def read_heartbeat() -> None:
         line = Path(f"/proc/self/fd/{contact.heartbeat}").read_text().split()
         assert 0 <= time.monotonic() - float(line[0]) < 60
-        heard.append((int(line[1]), float(line[2]), line[3]))
+        received.append((int(line[1]), float(line[2]), line[3]))
 
-    look()
+    read_heartbeat()
     beat("data", 7)
-    look()
+    read_heartbeat()
     record_step_seconds(0.1)
     beat("forward_backward")
-    look()
+    read_heartbeat()
     beat("checkpoint")
-    look()
+    read_heartbeat()
     beat("data", 8)
-    look()
-    return heard
+    read_heartbeat()
+    return received
 
 
 def test_beat_writes_step_limit_and_phase() -> None:
-    (heard,) = run_ranks(say_where, 1)
-    assert heard == [
+    (received,) = run_ranks(read_heartbeats, 1)
+    assert received == [
         (0, 600.0, "start"),
         (7, 600.0, "data"),  # the first one may compile
         (7, 5.0, "forward_backward"),
@@ -324,7 +331,7 @@ def test_beat_writes_step_limit_and_phase() -> None:
     ]
 
 
-def watch_myself() -> list[bool]:
+def record_watched_steps() -> list[bool]:
     contact = start_heartbeat(0, 5.0, 10)
     record_step_seconds(0.1)
     probe = RankProbe(Contact(*contact))
@@ -338,7 +345,7 @@ def watch_myself() -> list[bool]:
 
 
 def test_watched_only_observed_time_counts() -> None:
-    assert run_ranks(watch_myself, 1) == [[False, False, True, True, False]]
+    assert run_ranks(record_watched_steps, 1) == [[False, False, True, True, False]]
 
 
 def test_main_stack_is_read_from_faulthandler_output() -> None:

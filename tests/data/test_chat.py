@@ -1,4 +1,4 @@
-"""Conversations: the same tokens as transformers', and loss on what the assistant says."""
+"""Conversations: transformers' token ids, and loss on the assistant's tokens only."""
 
 from __future__ import annotations
 
@@ -50,31 +50,34 @@ CONVERSATIONS = {
 }
 
 
-def section(path: Path | str, tokenizer: Path, **more: Any) -> DataSection:
-    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | more
+def section(path: Path | str, tokenizer: Path, **extra: Any) -> DataSection:
+    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | extra
     return DataSection.model_validate(values)
 
 
-def writer(tokenizer: Path, **more: Any) -> ChatEncoder:
-    return ChatEncoder(str(tokenizer), load_chat_template(section(Path("x"), tokenizer, **more)))
+def writer(tokenizer: Path, **extra: Any) -> ChatEncoder:
+    return ChatEncoder(str(tokenizer), load_chat_template(section(Path("x"), tokenizer, **extra)))
 
 
 def encode(of: ChatEncoder, example: Example) -> EncodedConversation:
-    [found] = of.encode([of.render_with_spans(example)])
-    return found
+    [result] = of.encode([of.render_with_spans(example)])
+    return result
 
 
-def pieces(of: ChatEncoder, found: EncodedConversation) -> list[tuple[str, int]]:
+def pieces(of: ChatEncoder, result: EncodedConversation) -> list[tuple[str, int]]:
     """Every token with its mask."""
-    names = [of.tokenizer.id_to_token(token) for token in found.tokens.tolist()]
-    return list(zip(names, found.loss_mask.astype(int).tolist(), strict=True))
+    names = [of.tokenizer.id_to_token(token) for token in result.tokens.tolist()]
+    return list(zip(names, result.loss_mask.astype(int).tolist(), strict=True))
 
 
-def trained_text(of: ChatEncoder, found: EncodedConversation) -> list[str]:
+def trained_text(of: ChatEncoder, result: EncodedConversation) -> list[str]:
     """Return the text of each run of trained tokens."""
-    edges = np.flatnonzero(np.diff(found.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    edges = np.flatnonzero(np.diff(result.loss_mask.astype(int), prepend=0, append=0)).reshape(
+        -1, 2
+    )
     return [
-        of.tokenizer.decode(found.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges
+        of.tokenizer.decode(result.tokens[a:b].tolist(), skip_special_tokens=False)
+        for a, b in edges
     ]
 
 
@@ -93,15 +96,15 @@ def test_chat_token_ids_equal_those_of_transformers(
     theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, TEMPLATES[name]).parent)
     ours = writer(tmp_path / "tokenizer.json")
     messages = CONVERSATIONS[conversation]
-    found = encode(ours, Example(messages, None, 0))
+    result = encode(ours, Example(messages, None, 0))
     expected = theirs.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=name == "marked"
     )
-    assert found.tokens.tolist() == expected["input_ids"]
+    assert result.tokens.tolist() == expected["input_ids"]
     if name == "marked" and conversation != "turns":
         # There a turn begins with blanks, which a byte-level tokenizer says are of no token, so
         # that transformers loses them.
-        assert found.loss_mask.astype(int).tolist() == expected["assistant_masks"]
+        assert result.loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> None:
@@ -112,9 +115,9 @@ def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> Non
     messages = [TURNS[0], CALL, message("tool", "4"), message("assistant", "It is 4.")]
     [example] = parse_line(json.dumps({"messages": messages, "tools": [TOOL]}).encode(), False)
     ours = writer(tokenizer)
-    found = encode(ours, example)
-    assert found.tokens.tolist() == theirs.apply_chat_template(messages, tools=[TOOL])["input_ids"]
-    assert trained_text(ours, found) == ['{\n "name": "add"\n}<|eot_id|>', "It is 4.<|eot_id|>"]
+    result = encode(ours, example)
+    assert result.tokens.tolist() == theirs.apply_chat_template(messages, tools=[TOOL])["input_ids"]
+    assert trained_text(ours, result) == ['{\n "name": "add"\n}<|eot_id|>', "It is 4.<|eot_id|>"]
 
 
 # --------------------------------------------------------------------------- loss mask
@@ -122,8 +125,8 @@ def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> Non
 
 def test_chat_mask_is_right_for_each_token(tmp_path: Path) -> None:
     ours = writer(write_tokenizer(tmp_path, CHATML))
-    found = encode(ours, Example([message("user", "it?"), message("assistant", "it is")], None, 0))
-    names = pieces(ours, found)
+    result = encode(ours, Example([message("user", "it?"), message("assistant", "it is")], None, 0))
+    names = pieces(ours, result)
     answer = names.index(("<|im_start|>", 0), names.index(("?", 0)))
     assert names[answer:] == [
         ("<|im_start|>", 0),
@@ -157,7 +160,7 @@ def test_chat_loss_mask_covers_the_assistant_turns(
 ) -> None:
     ours = writer(write_tokenizer(tmp_path, TEMPLATES[name]))
     assert trained_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
-    # Of a preference, only what comes after the prompt.
+    # In a preference pair, only the text after the prompt.
     assert trained_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
 
 
@@ -168,7 +171,7 @@ def test_chat_template_with_and_without_marks_learns_the_same(tmp_path: Path) ->
         for i, text in enumerate((MARKED, unmarked))
     )
     for messages in CONVERSATIONS.values():
-        a, b = (encode(each, Example(messages, None, 0)) for each in (marked, cut))
+        a, b = (encode(item, Example(messages, None, 0)) for item in (marked, cut))
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.loss_mask.tolist() == b.loss_mask.tolist()
 
@@ -225,7 +228,7 @@ def test_chat_system_and_input_fields_are_read() -> None:
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
         {
-            "prompt": "a?",  # told twice, as in ultrafeedback_binarized
+            "prompt": "a?",  # repeated, as in ultrafeedback_binarized
             "chosen": [message("user", "a?"), message("assistant", "b")],
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
@@ -375,8 +378,8 @@ def test_chat_without_a_template_is_refused(template: str, rule: str, tmp_path: 
 
 
 def conversation(number: int) -> dict[str, Any]:
-    asked = message("user", f"it is what {number}?")
-    return {"messages": [asked, message("assistant", f"it is {number}")]}
+    question = message("user", f"it is what {number}?")
+    return {"messages": [question, message("assistant", f"it is {number}")]}
 
 
 def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
@@ -394,7 +397,7 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     store = text.sources[0].store
     assert store.manifest.kind == "chat"
     assert store.manifest.files == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
-    ours, seen = writer(tokenizer), {}
+    ours, observed = writer(tokenizer), {}
     for split in ("train", "validation"):
         begin = 0
         stream, loss_mask = store.tokens(split), store.loss_mask(split)
@@ -403,20 +406,20 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
             at = np.array([begin])
             tokens, mask = (s.read_windows(at, end - begin)[0] for s in (stream, loss_mask))
             expected = lines[[0, 20, 40][file] + line - 1] if (file, line) != (0, 21) else lines[3]
-            found = encode(ours, Example(expected["messages"], None, 0))
-            assert tokens.tolist() == found.tokens.tolist()
-            assert mask.tolist() == found.loss_mask.astype(int).tolist()
-            seen[file, line] = split
+            result = encode(ours, Example(expected["messages"], None, 0))
+            assert tokens.tolist() == result.tokens.tolist()
+            assert mask.tolist() == result.loss_mask.astype(int).tolist()
+            observed[file, line] = split
             begin = end
         assert begin == len(stream) == len(loss_mask)
-    assert len(seen) == 61
-    assert list(seen.values()).count("validation") in (6, 7)
-    assert seen[0, 4] == seen[0, 21]  # copies are on one side
+    assert len(observed) == 61
+    assert list(observed.values()).count("validation") in (6, 7)
+    assert observed[0, 4] == observed[0, 21]  # copies are on one side
 
-    # The next time it is there; and as a store of its own.
+    # The second call finds it in the cache; and prepared as a separate store.
     before = {file: file.stat().st_mtime_ns for file in store.path.iterdir()}
-    again = prepare_data(chosen, tmp_path / "cache")
-    assert again.fingerprint == text.fingerprint == open_dataset(store.path).fingerprint
+    second_run = prepare_data(chosen, tmp_path / "cache")
+    assert second_run.fingerprint == text.fingerprint == open_dataset(store.path).fingerprint
     assert {file: file.stat().st_mtime_ns for file in store.path.iterdir()} == before
     own = prepare_data(section(store.path, tokenizer), tmp_path / "other")
     assert own.fingerprint == text.fingerprint
@@ -440,17 +443,17 @@ def test_data_inspect_shows_trained_tokens(tmp_path: Path) -> None:
     lines = list(inspect_dataset(text, 2))
     assert any("tokens per document" in line for line in lines)
     [at] = [i for i, line in enumerate(lines) if line == "-- a.jsonl:1"]
-    said = (
+    output = (
         "<|im_start|>user\nit is what 0?<|im_end|>\n<|im_start|>assistant\n[[it is 0<|im_end|>]]\n"
     )
-    assert lines[at + 1] == said
+    assert lines[at + 1] == output
     assert sum(line.startswith("-- ") for line in lines) == 2
 
 
 def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
-    whole = "".join(json.dumps(conversation(i)) + "\n" for i in range(100)).encode()
-    squeezed, packed = gzip.compress(whole), zstandard.compress(whole)
+    jsonl = "".join(json.dumps(conversation(i)) + "\n" for i in range(100)).encode()
+    squeezed, packed = gzip.compress(jsonl), zstandard.compress(jsonl)
     for name, data, rule in (
         ("a.jsonl.gz", squeezed[: len(squeezed) // 2], "the compressed file is truncated"),
         ("b.jsonl.gz", b"no gzip", r"b\.jsonl\.gz:1: the compressed file is damaged"),
@@ -461,14 +464,14 @@ def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
             packed + packed[:5],
             r"e\.jsonl\.zst:101: the compressed file is truncated",
         ),
-        ("f.jsonl", whole.decode().encode("utf-16"), "the file is UTF-16"),
+        ("f.jsonl", jsonl.decode().encode("utf-16"), "the file is UTF-16"),
         ("g.jsonl", b'{"messages": "' + b"x" * (50 << 20) + b'"}', "messages is not a list"),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InvalidConfig, match=rule):
             prepare_conversations(section(tmp_path / name, tokenizer), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    marked = b"\xef\xbb\xbf" + whole.replace(b"\n", b"\n\n")
+    marked = b"\xef\xbb\xbf" + jsonl.replace(b"\n", b"\n\n")
     (tmp_path / "h.jsonl.zst").write_bytes(zstandard.compress(marked) + packed)
     text = prepare_conversations(section(tmp_path / "h.jsonl.zst", tokenizer), tmp_path / "cache")
     index = [line for split in ("train", "validation") for line in lines_of(text, split)]
@@ -481,7 +484,7 @@ def lines_of(text: Dataset, split: SplitName) -> list[int]:
 
 
 def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> None:
-    """Rows of tables, a data set on the hub (here its local stand-in), globs, an object store."""
+    """Rows of tables, a dataset on the hub (a local stand-in), globs, an object store."""
     import datasets
     import fsspec
     import pyarrow as pa
@@ -491,21 +494,21 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
     rows = [conversation(i) | {"id": i} for i in range(40)]
     rows[7]["messages"].append(message("user", "and?"))  # of another shape than the others
     rows[7]["messages"].append(message("assistant", "nothing"))
-    folder = tmp_path / "lines"
-    folder.mkdir()
-    write_lines(folder / "a.jsonl", rows)
+    directory = tmp_path / "lines"
+    directory.mkdir()
+    write_lines(directory / "a.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     [arrow] = (tmp_path / "saved").glob("*.arrow")
     (tmp_path / "hub").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub/train.parquet")
     with fsspec.open("memory://bucket/chat/a.jsonl.gz", "wb") as file:
-        file.write(gzip.compress((folder / "a.jsonl").read_bytes()))
+        file.write(gzip.compress((directory / "a.jsonl").read_bytes()))
 
     stores = {}
     for path in (
-        str(folder / "a.jsonl"),
-        str(folder / "*.jsonl"),
+        str(directory / "a.jsonl"),
+        str(directory / "*.jsonl"),
         str(tmp_path / "a.parquet"),
         str(tmp_path / "saved"),
         str(arrow),
@@ -516,7 +519,8 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
         chosen = section(path, tokenizer, validation_fraction=0.1)
         assert check_chat(chosen) == []
         stores[path] = prepare_data(chosen, tmp_path / "cache").sources[0].store
-    # A table's row is another text than a line, so others may be held out; of all it is the same.
+    # A table row is a different text than a line, so the validation split may differ; the union is
+    # equal.
     everything = {
         tuple(sorted(tokens_of(store, "train") + tokens_of(store, "validation")))
         for store in stores.values()
@@ -527,8 +531,8 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
 
 def tokens_of(store: Store, split: SplitName) -> list[tuple[int, ...]]:
     ends = store.index(split)[:, 0].tolist()
-    found = store.tokens(split).read_windows(np.array([0]), ends[-1])[0].tolist()
-    return [tuple(found[begin:end]) for begin, end in pairwise([0, *ends])]
+    result = store.tokens(split).read_windows(np.array([0]), ends[-1])[0].tolist()
+    return [tuple(result[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
 def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def decoded(store: Store, name: str) -> list[str]:
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "lock"}
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
 
 
 @pytest.fixture
@@ -64,44 +64,44 @@ def several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prepare_each_document_is_whole_in_one_split(tmp_path: Path) -> None:
-    given = texts(800)
-    store = prepare_store(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
+    inputs = texts(800)
+    store = prepare_store(section(write_lines(tmp_path / "x.jsonl", inputs)), tmp_path / "c")
     train, held = decoded(store, "train"), decoded(store, "validation")
-    assert sorted(train + held) == sorted(given)
+    assert sorted(train + held) == sorted(inputs)
     assert (store.manifest.train.documents, store.manifest.validation.documents) == (
         len(train),
         len(held),
     )
-    assert 0.02 < len(held) / len(given) < 0.09
+    assert 0.02 < len(held) / len(inputs) < 0.09
     assert store.manifest.train.bytes == sum(len(text.encode()) for text in train)
 
 
 @pytest.mark.system
 def test_prepare_by_several_processes_equals_one(tmp_path: Path, several_processes: None) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
+    directory = tmp_path / "data"
+    directory.mkdir()
     for n in range(3):
-        write_lines(folder / f"{n}.jsonl", texts(120, n))
-    (folder / "g.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
-    (folder / "README.md").write_text("about them")
-    store = prepare_store(section(folder), tmp_path / "two", shard_bytes=SHARD)
+        write_lines(directory / f"{n}.jsonl", texts(120, n))
+    (directory / "g.jsonl.gz").write_bytes(gzip.compress((directory / "0.jsonl").read_bytes()))
+    (directory / "README.md").write_text("about them")
+    store = prepare_store(section(directory), tmp_path / "two", shard_bytes=SHARD)
     assert len(store.manifest.train.shards) > 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "num_cores", lambda: 1)
-        alone = prepare_store(section(folder), tmp_path / "one", shard_bytes=SHARD)
-    assert contents(store.path) == contents(alone.path)
-    # Where a shard ends changes no document.
-    large = prepare_store(section(folder), tmp_path / "one")
+        single = prepare_store(section(directory), tmp_path / "one", shard_bytes=SHARD)
+    assert contents(store.path) == contents(single.path)
+    # Documents do not depend on shard boundaries.
+    large = prepare_store(section(directory), tmp_path / "one")
     assert len(large.manifest.train.shards) < len(store.manifest.train.shards)
     for name in ("train", "validation"):
         assert decoded(large, name) == decoded(store, name)
 
 
 def test_prepare_more_documents_move_none_to_another_split(tmp_path: Path) -> None:
-    given = texts(400)
-    one = prepare_store(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
-    more = [*texts(60, 1), *given, *texts(60, 2), *given[:100]]
-    two = prepare_store(section(write_lines(tmp_path / "y.jsonl", more)), tmp_path / "c")
+    inputs = texts(400)
+    one = prepare_store(section(write_lines(tmp_path / "x.jsonl", inputs)), tmp_path / "c")
+    extra = [*texts(60, 1), *inputs, *texts(60, 2), *inputs[:100]]
+    two = prepare_store(section(write_lines(tmp_path / "y.jsonl", extra)), tmp_path / "c")
     assert set(decoded(one, "validation")) <= set(decoded(two, "validation"))
     assert set(decoded(one, "train")) <= set(decoded(two, "train"))
     assert not set(decoded(two, "train")) & set(decoded(two, "validation"))  # nor do copies
@@ -115,8 +115,10 @@ def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Pa
     )
     assert store.manifest.validation.documents == 1
     assert store.manifest.train.documents == count - 1
-    again = prepare_store(section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c")
-    assert again == store
+    second_run = prepare_store(
+        section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c"
+    )
+    assert second_run == store
     write_lines(tmp_path / "x.jsonl", ["alone"])
     with pytest.raises(InvalidConfig, match="too little text"):
         prepare_store(section(tmp_path / "x.jsonl"), tmp_path / "c")
@@ -169,29 +171,31 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_lines(folder / "0.jsonl", texts(400))
-    (folder / "1.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
-    whole = prepare_store(section(folder), tmp_path / "one", shard_bytes=SHARD)
+    directory = tmp_path / "data"
+    directory.mkdir()
+    write_lines(directory / "0.jsonl", texts(400))
+    (directory / "1.jsonl.gz").write_bytes(gzip.compress((directory / "0.jsonl").read_bytes()))
+    full = prepare_store(section(directory), tmp_path / "one", shard_bytes=SHARD)
     (tmp_path / "kill.py").write_text(KILL)
-    arguments = [tmp_path / "kill.py", folder, tmp_path / "two", SHARD, cores]
+    arguments = [tmp_path / "kill.py", directory, tmp_path / "two", SHARD, cores]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     killed = subprocess.run([sys.executable, *map(str, arguments)], env=environment, timeout=100)
     assert killed.returncode == -signal.SIGKILL
     time.sleep(1)  # its processes end with it
-    half = tmp_path / "two" / "stores" / whole.path.name
+    half = tmp_path / "two" / "stores" / full.path.name
     before = {file.name: file.stat().st_mtime_ns for file in half.glob("*-*.bin")}
     assert not (half / "store.json").exists()
-    assert 3 <= len(before) < len(list(whole.path.glob("*-*.bin")))
-    resumed = prepare_store(section(folder), tmp_path / "two", shard_bytes=SHARD)
-    assert contents(resumed.path) == contents(whole.path)
-    kept = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
-    assert len(kept) >= len(before) - 2 * cores  # at most those without a receipt are made again
+    assert 3 <= len(before) < len(list(full.path.glob("*-*.bin")))
+    resumed = prepare_store(section(directory), tmp_path / "two", shard_bytes=SHARD)
+    assert contents(resumed.path) == contents(full.path)
+    remaining = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
+    assert (
+        len(remaining) >= len(before) - 2 * cores
+    )  # at most those without a receipt are made again
 
 
 def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
-    """Of a file that can only be read from its beginning, too."""
+    """The same for a file that can only be read from its beginning."""
     file = tmp_path / "x.jsonl.gz"
     lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
     file.write_bytes(gzip.compress(lines))
@@ -222,24 +226,24 @@ def test_prepare_broken_line_behind_many_is_found_quickly(
     file = tmp_path / "x.jsonl"
     good = b'{"text": "some words"}\n'
     file.write_bytes(good * 199_999 + b'{"text": "some wo\n' + good)
-    began = time.monotonic()
+    start_time = time.monotonic()
     refusal = refused(tmp_path, file)
     assert "x.jsonl, line 200000: is not JSON: Invalid control character" in refusal or (
         "x.jsonl, line 200000: is not JSON: Unterminated string" in refusal
     )
     assert "a line or row that is not a document" in refusal
-    assert time.monotonic() - began < 12  # some 0.8 on a quiet machine
+    assert time.monotonic() - start_time < 12  # some 0.8 on a quiet machine
 
 
 def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_lines(folder / "good.jsonl", texts(10))
-    (folder / "a.jsonl").write_text('{"text": "x"}\n{"body": "y"}\n')
-    (folder / "b.jsonl").write_bytes(b"\n" * 70_000 + b'{"text": "\xff"}\n' * 20)
-    whole = gzip.compress(b'{"text": "x"}\n' * 1000)
-    (folder / "c.jsonl.gz").write_bytes(whole[:-8])  # all lines are there, but not the checksum
-    refusal = refused(tmp_path, folder)
+    directory = tmp_path / "data"
+    directory.mkdir()
+    write_lines(directory / "good.jsonl", texts(10))
+    (directory / "a.jsonl").write_text('{"text": "x"}\n{"body": "y"}\n')
+    (directory / "b.jsonl").write_bytes(b"\n" * 70_000 + b'{"text": "\xff"}\n' * 20)
+    full = gzip.compress(b'{"text": "x"}\n' * 1000)
+    (directory / "c.jsonl.gz").write_bytes(full[:-8])  # all lines are there, but not the checksum
+    refusal = refused(tmp_path, directory)
     assert "has 22 lines or rows that are not documents" in refusal
     assert "a.jsonl, line 2: has no field 'text'; it has body" in refusal
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
@@ -247,8 +251,8 @@ def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     assert "data.invalid_utf8=skip" in refusal
     assert "set data.text_field to the field with the text (for chats: data.format=chat)" in refusal
     for name in ("a", "b"):
-        (folder / f"{name}.jsonl").unlink()
-    assert "c.jsonl.gz, line 1001: the compressed file is truncated" in refused(tmp_path, folder)
+        (directory / f"{name}.jsonl").unlink()
+    assert "c.jsonl.gz, line 1001: the compressed file is truncated" in refused(tmp_path, directory)
 
 
 def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
@@ -278,11 +282,11 @@ def test_prepare_table_without_rows_is_refused(tmp_path: Path) -> None:
 
 def test_prepare_empty_documents_are_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", [*texts(30), "", " \n", ""])
-    said: list[str] = []
-    store = prepare_store(section(file), tmp_path / "c", lambda p: said.append(p.message))
+    messages: list[str] = []
+    store = prepare_store(section(file), tmp_path / "c", lambda p: messages.append(p.message))
     assert store.manifest.empty_documents == 3
-    places = "; ".join(f"x.jsonl, line {number}" for number in (31, 32, 33))
-    assert f"skipped 3 documents that are empty: {places}" in said
+    positions = "; ".join(f"x.jsonl, line {number}" for number in (31, 32, 33))
+    assert f"skipped 3 documents that are empty: {positions}" in messages
     write_lines(file, ["", ""])
     assert "holds no documents except 2 empty ones" in refused(tmp_path / "other", file)
 
@@ -300,7 +304,7 @@ def test_prepare_invalid_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
-    """It is held a few times over, not many; and encoded in pieces, so it does not take long."""
+    """It is held in memory a few times only, and encoded in chunks, so it is fast."""
     text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))
     book = text * (50_000_000 // len(text) + 1)
     file = write_lines(tmp_path / "x.jsonl", [book, *texts(5)])
@@ -317,7 +321,7 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
         "assert store.manifest.train.bytes + store.manifest.validation.bytes > 50_000_000\n"
         "print((after - before) // 1024)\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(file), str(tmp_path / "c")],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -325,7 +329,7 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
         timeout=100,
         check=True,
     )
-    assert int(done.stdout) < 10 * 52
+    assert int(completed.stdout) < 10 * 52
     data = book.encode()
     pieces = list(split_chunks(data))
     assert max(end - begin for begin, end in pieces) <= CHUNK_BYTES
@@ -335,10 +339,10 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
 def test_prepare_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(50))
 
-    def spoil(progress: Progress) -> None:
+    def corrupt_source(progress: Progress) -> None:
         if progress.message == "training the tokenizer":
             write_lines(file, texts(60))
 
     with pytest.raises(InvalidConfig, match="changed while it was being prepared"):
-        prepare_store(section(file), tmp_path / "c", spoil)
+        prepare_store(section(file), tmp_path / "c", corrupt_source)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))

@@ -1,4 +1,4 @@
-"""Stores of tokens that others made: Megatron-LM's, llm.c's and nanoGPT's, byte for byte."""
+"""Token stores of Megatron-LM, llm.c and nanoGPT, byte for byte."""
 
 from __future__ import annotations
 
@@ -34,48 +34,48 @@ def separator(tokenizer: Path) -> int:
 
 def documents(count: int, end: int | None, top: int = 280) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    found = [rng.integers(1, top, rng.integers(1, 40)).tolist() for _ in range(count)]
-    return [each + ([] if end is None else [end]) for each in found]
+    result = [rng.integers(1, top, rng.integers(1, 40)).tolist() for _ in range(count)]
+    return [item + ([] if end is None else [end]) for item in result]
 
 
 def write_megatron(
-    path: Path, given: list[list[int]], dtype: str, sentences: int = 1, shuffled: bool = False
+    path: Path, inputs: list[list[int]], dtype: str, sentences: int = 1, shuffled: bool = False
 ) -> None:
-    """As Megatron-LM's IndexedDatasetBuilder does; ``sentences``: sequences in each document."""
-    sequences = [p.tolist() for d in given for p in np.array_split(np.array(d), sentences)]
+    """Write like Megatron-LM's IndexedDatasetBuilder; ``sentences``: per document."""
+    sequences = [p.tolist() for d in inputs for p in np.array_split(np.array(d), sentences)]
     order = list(range(len(sequences)))
     if shuffled:
         order = order[::-1]
-    places, data = {}, b""
+    positions, data = {}, b""
     for n in order:
-        places[n] = len(data)
+        positions[n] = len(data)
         data += np.array(sequences[n], dtype).tobytes()
     path.with_suffix(".bin").write_bytes(data)
     sizes = np.array([len(s) for s in sequences], "<i4")
-    pointers = np.array([places[n] for n in range(len(sequences))], "<i8")
+    pointers = np.array([positions[n] for n in range(len(sequences))], "<i8")
     firsts = np.arange(0, len(sequences) + 1, sentences, dtype="<i8")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(sizes), len(firsts))
     index = head + sizes.tobytes() + pointers.tobytes() + firsts.tobytes()
     path.with_suffix(".idx").write_bytes(index)
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
-def open_it(path: Path | str, tokenizer: Path, tmp_path: Path, **more: object) -> Store:
-    given = {"path": str(path), "tokenizer": str(tokenizer)} | more
-    return prepare_store(DataSection.model_validate(given), tmp_path / "c")
+def open_it(path: Path | str, tokenizer: Path, tmp_path: Path, **extra: object) -> Store:
+    inputs = {"path": str(path), "tokenizer": str(tokenizer)} | extra
+    return prepare_store(DataSection.model_validate(inputs), tmp_path / "c")
 
 
 def ids(store: Store) -> list[int]:
-    """Of both splits, in the order of the files."""
+    """Return the ids of both splits, in the order of the files."""
     streams = [store.tokens("train"), store.tokens("validation")]
     return [i for s in streams for i in s.read_windows(np.array([0]), len(s))[0].tolist()]
 
 
-def flat(given: list[list[int]]) -> list[int]:
-    return [i for each in given for i in each]
+def flat(inputs: list[list[int]]) -> list[int]:
+    return [i for item in inputs for i in item]
 
 
 @pytest.mark.parametrize("sentences", [1, 3])
@@ -83,24 +83,24 @@ def flat(given: list[list[int]]) -> list[int]:
 def test_prepare_megatron_tokens_are_used_in_place(
     dtype: str, sentences: int, tokenizer: Path, tmp_path: Path
 ) -> None:
-    given = documents(300, separator(tokenizer))
-    write_megatron(tmp_path / "m_document", given, dtype, sentences)
+    inputs = documents(300, separator(tokenizer))
+    write_megatron(tmp_path / "m_document", inputs, dtype, sentences)
     for name in ("m_document", "m_document.bin"):
         store = open_it(tmp_path / name, tokenizer, tmp_path)
-        assert ids(store) == flat(given)
+        assert ids(store) == flat(inputs)
         assert not list(store.path.glob("*.bin"))  # nothing was copied
     manifest = store.manifest
     assert manifest.train.documents + manifest.validation.documents == 300
-    assert 0.04 < manifest.validation.tokens / len(flat(given)) < 0.06
+    assert 0.04 < manifest.validation.tokens / len(flat(inputs)) < 0.06
     assert ids(store)[manifest.train.tokens - 1] == manifest.separator  # cut between documents
-    assert open_verified_store(store.path, tmp_path / "c", silent) == store
+    assert open_verified_store(store.path, tmp_path / "c", ignore_progress) == store
     # A copy of the same tokens would have the same content, wherever it lies.
     with (tmp_path / "m_document.bin").open("r+b") as file:
         file.write(b"\1")
     with pytest.raises(
         InvalidConfig, match=r"m_document\.bin is damaged.* Restore .*m_document\.bin"
     ):
-        open_verified_store(store.path, tmp_path / "c", silent)
+        open_verified_store(store.path, tmp_path / "c", ignore_progress)
     (tmp_path / "m_document.bin").write_bytes(b"short")
     with pytest.raises(InvalidConfig, match="has 5 bytes"):
         open_store(store.path)
@@ -128,10 +128,10 @@ def test_prepare_megatron_tokens_are_copied(
 ) -> None:
     monkeypatch.setattr("weft.data.foreign_tokens.CHUNK_TOKENS", 77)
     last = separator(tokenizer)
-    given = documents(100, last if end else None, 200)
-    write_megatron(tmp_path / "m", given, dtype, sentences, shuffled)
+    inputs = documents(100, last if end else None, 200)
+    write_megatron(tmp_path / "m", inputs, dtype, sentences, shuffled)
     store = open_it(tmp_path / "m.bin", tokenizer, tmp_path)
-    assert ids(store) == flat([each if end else [*each, last] for each in given])
+    assert ids(store) == flat([item if end else [*item, last] for item in inputs])
     assert list(store.path.glob("train-*.bin"))
     assert store.manifest.train.documents + store.manifest.validation.documents == 100
     assert open_it(tmp_path / "m.bin", tokenizer, tmp_path) == store
@@ -147,38 +147,42 @@ def write_llm_c(path: Path, tokens: list[int], magic: int = 20240520) -> None:
 @pytest.mark.parametrize("magic", [20240520, 20240801])
 def test_prepare_llm_c_tokens_are_read(magic: int, tokenizer: Path, tmp_path: Path) -> None:
     end = separator(tokenizer)
-    given = flat([[end, *each] for each in documents(200, None)])  # it puts the separator first
-    folder = tmp_path / "fineweb"
-    folder.mkdir()
-    write_llm_c(folder / "x_train_000001.bin", given[:2000], magic)
-    write_llm_c(folder / "x_train_000002.bin", given[2000:], magic)
-    write_llm_c(folder / "x_val_000000.bin", given[:500], magic)
-    store = open_it(folder, tokenizer, tmp_path)
-    assert ids(store) == given + given[:500]
+    inputs = flat(
+        [[end, *document] for document in documents(200, None)]
+    )  # it puts the separator first
+    directory = tmp_path / "fineweb"
+    directory.mkdir()
+    write_llm_c(directory / "x_train_000001.bin", inputs[:2000], magic)
+    write_llm_c(directory / "x_train_000002.bin", inputs[2000:], magic)
+    write_llm_c(directory / "x_val_000000.bin", inputs[:500], magic)
+    store = open_it(directory, tokenizer, tmp_path)
+    assert ids(store) == inputs + inputs[:500]
     assert store.manifest.validation.tokens == 500
-    store = open_it(folder / "x_train_000001.bin", tokenizer, tmp_path)
-    assert ids(store) == given[:2000]
+    store = open_it(directory / "x_train_000001.bin", tokenizer, tmp_path)
+    assert ids(store) == inputs[:2000]
     assert 0 < store.manifest.validation.tokens < 250
-    globbed = open_it(folder / "*train*.bin", tokenizer, tmp_path)
-    assert globbed.manifest.train.tokens + globbed.manifest.validation.tokens == len(given)
+    globbed = open_it(directory / "*train*.bin", tokenizer, tmp_path)
+    assert globbed.manifest.train.tokens + globbed.manifest.validation.tokens == len(inputs)
 
 
 def test_best_fit_takes_what_comes_after_the_last_separator(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     end = separator(tokenizer)
-    given = [[end, *each] for each in documents(50, None)]
-    for name, part in (("train", given), ("val", [[5, 6, 7, 8]])):  # which has no separator at all
+    inputs = [[end, *document] for document in documents(50, None)]
+    for name, part in (("train", inputs), ("val", [[5, 6, 7, 8]])):  # which has no separator at all
         write_llm_c(tmp_path / f"{name}.bin", flat(part))
     chosen = {"path": str(tmp_path / "*.bin"), "tokenizer": str(tokenizer), "packing": "best_fit"}
     section = DataSection.model_validate(chosen)
     text = prepare_data(section, tmp_path / "c")
-    for split, every in (("train", flat(given)), ("validation", [5, 6, 7, 8])):
+    for split, all_tokens in (("train", flat(inputs)), ("validation", [5, 6, 7, 8])):
         [samples] = build_mixture(text, split, 64, section, 0).sources  # type: ignore[arg-type]
         targets = samples.get_batch(np.arange(len(samples))).targets_BT
         # Each token but the first of a document is a target, once.
-        firsts = [0] + [place + 1 for place, token in enumerate(every[:-1]) if token == end]
-        rest = [token for place, token in enumerate(every) if place not in firsts]
+        firsts = [0] + [
+            position + 1 for position, token in enumerate(all_tokens[:-1]) if token == end
+        ]
+        rest = [token for position, token in enumerate(all_tokens) if position not in firsts]
         assert sorted(targets[targets != IGNORE_INDEX].tolist()) == sorted(rest)
 
 
@@ -192,20 +196,20 @@ def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> 
 
 def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None:
     """To the loader it is a store like any other; in a mixture, too."""
-    given = flat(documents(200, separator(tokenizer)))
-    folder = tmp_path / "shakespeare"
-    folder.mkdir()
-    for name, part in (("train", given), ("val", given[:300])):
-        np.array(part, "<u2").tofile(folder / f"{name}.bin")
-    (folder / "meta.pkl").write_bytes(b"is not read")
+    inputs = flat(documents(200, separator(tokenizer)))
+    directory = tmp_path / "shakespeare"
+    directory.mkdir()
+    for name, part in (("train", inputs), ("val", inputs[:300])):
+        np.array(part, "<u2").tofile(directory / f"{name}.bin")
+    (directory / "meta.pkl").write_bytes(b"is not read")
     (tmp_path / "words.txt").write_text("some words\n" * 900)
     section = DataSection(
-        mixture={str(folder): 1.0, str(tmp_path / "words.txt"): 1.0}, tokenizer=str(tokenizer)
+        mixture={str(directory): 1.0, str(tmp_path / "words.txt"): 1.0}, tokenizer=str(tokenizer)
     )
     text = prepare_data(section, tmp_path / "c")
     mixture = build_mixture(text, "train", 16, section, 0)
     rows = mixture.sources[0].get_batch(np.arange(4)).tokens_BT
-    assert rows.flatten().tolist() == given[:64]
+    assert rows.flatten().tolist() == inputs[:64]
     assert text.sources[0].store.manifest.validation.tokens == 300
 
 
@@ -223,16 +227,16 @@ def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_pat
 
 
 def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Path) -> None:
-    def told(name: str) -> str:
+    def report(name: str) -> str:
         with pytest.raises(InvalidConfig) as caught:
             open_it(tmp_path / name, tokenizer, tmp_path)
         return str(caught.value)
 
     (tmp_path / "odd.bin").write_bytes(b"odd")
-    assert "an odd number of bytes" in told("odd.bin")
+    assert "an odd number of bytes" in report("odd.bin")
     write_llm_c(tmp_path / "cut.bin", [1, 2, 3, 4])
     (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-2])
-    assert "lacks 2 bytes for the 4 tokens" in told("cut.bin")
+    assert "lacks 2 bytes for the 4 tokens" in report("cut.bin")
     write_megatron(tmp_path / "m", documents(10, None), "uint16")
     index = (tmp_path / "m.idx").read_bytes()
     for change, rule in (
@@ -242,7 +246,7 @@ def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Pa
         (index[:17] + b"\x07" + index[18:], "unsupported token type 7 (float32)"),
     ):
         (tmp_path / "m.idx").write_bytes(change)
-        assert rule in told("m.bin")
+        assert rule in report("m.bin")
     (tmp_path / "m.idx").write_bytes(index)
     (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
-    assert "refers to byte" in told("m.bin")
+    assert "refers to byte" in report("m.bin")

@@ -1,4 +1,4 @@
-"""Files from elsewhere: small ones that would become huge, and every kind with bytes changed."""
+"""Untrusted files: decompression bombs, and every format with changed bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.data.tokenizer import find_separator, load_tokenizer, train_tokenizer
 MUTATIONS = 40  # of each file, in the default suite
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
@@ -84,31 +84,35 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     """A file with some bytes changed, cut out, repeated or cut off."""
     content = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(len(content)) if content else 0
+        position = rng.randrange(len(content)) if content else 0
         kind = rng.randrange(5)
         if kind == 0 and content:
-            content[place] ^= 1 << rng.randrange(8)
+            content[position] ^= 1 << rng.randrange(8)
         elif kind == 1 and content:
-            content[place] = rng.choice((0, 9, 34, 45, 48, 57, 91, 123, 127, 255))
+            content[position] = rng.choice((0, 9, 34, 45, 48, 57, 91, 123, 127, 255))
         elif kind == 2:
-            del content[place : place + rng.choice((1, 4, 64))]
+            del content[position : position + rng.choice((1, 4, 64))]
         elif kind == 3:
-            content[place:place] = content[place : place + rng.choice((1, 8, 200))]
+            content[position:position] = content[position : position + rng.choice((1, 8, 200))]
         elif rng.random() < 0.3:
-            del content[place:]
+            del content[position:]
         else:
-            content[place : place + 1] = rng.choice((b"-1", b"1e999", b"null", b"[[[", b"9" * 40))
+            content[position : position + 1] = rng.choice(
+                (b"-1", b"1e999", b"null", b"[[[", b"9" * 40)
+            )
     return bytes(content)
 
 
 ROWS = [{"text": f"text number {n}, of some words\n" * 3} for n in range(40)]
 
 
-def write_sources(folder: Path) -> dict[str, Path]:
+def write_sources(directory: Path) -> dict[str, Path]:
     """A small file of each format."""
     lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     table = pa.Table.from_pylist(ROWS)
-    files = {n: folder / f"a.{n}" for n in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow")}
+    files = {
+        n: directory / f"a.{n}" for n in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow")
+    }
     files["jsonl"].write_bytes(lines)
     files["jsonl.gz"].write_bytes(gzip.compress(lines, mtime=0))
     files["jsonl.zst"].write_bytes(zstandard.ZstdCompressor().compress(lines))
@@ -118,7 +122,7 @@ def write_sources(folder: Path) -> dict[str, Path]:
 
 
 def prepared_or_refused(section: DataSection, cache: Path) -> bool:
-    """Nothing but a store or an `InvalidConfig` comes out, and no half of a store is left."""
+    """The result is a store or `InvalidConfig`, and no partial store remains."""
     try:
         store = prepare_store(section, cache)
     except InvalidConfig:
@@ -134,16 +138,16 @@ def test_prepare_changed_bytes_are_read_or_refused(kind: str, tmp_path: Path) ->
     train_tokenizer([row["text"] for row in ROWS], 280).save(str(tmp_path / "tokenizer.json"))
     source = write_sources(tmp_path)[kind]
     data, rng = source.read_bytes(), random.Random(kind)
-    found = []
+    results = []
     for number in range(MUTATIONS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        file = folder / source.name
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        file = directory / source.name
         file.write_bytes(mutated(data, rng))
         section = DataSection(path=str(file), tokenizer=str(tmp_path / "tokenizer.json"))
-        found.append(prepared_or_refused(section, folder / "cache"))
-        shutil.rmtree(folder)
-    assert False in found  # something was refused
+        results.append(prepared_or_refused(section, directory / "cache"))
+        shutil.rmtree(directory)
+    assert False in results  # something was refused
 
 
 @pytest.mark.parametrize("name", ["store.json", "tokenizer.json", "document_tokens.json"])
@@ -158,7 +162,7 @@ def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path)
     for _ in range(MUTATIONS):
         file.write_bytes(mutated(data, rng))
         try:
-            opened = open_verified_store(store.path, tmp_path / "cache", silent)
+            opened = open_verified_store(store.path, tmp_path / "cache", ignore_progress)
             tokenizer, _ = load_tokenizer(store.path / "tokenizer.json")
             find_separator(tokenizer, store.path / "tokenizer.json")
         except InvalidConfig:

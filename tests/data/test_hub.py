@@ -1,5 +1,7 @@
-"""Data sets of Hugging Face's `datasets`.  The hub itself is stood for by a local folder, which
-`datasets` reads by the same streams; names and commits of the hub are not tried here."""
+"""Datasets of Hugging Face's `datasets`, from a local directory as hub.
+
+`datasets` reads it by the same streams; names and commits of the hub are not tested.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ datasets.disable_progress_bars()
 
 
 def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None:
-    given = texts(500)
-    made = datasets.Dataset.from_dict({"n": range(500), "text": given}).shuffle(seed=0)
-    made.save_to_disk(tmp_path / "saved", num_shards=3)
+    inputs = texts(500)
+    created = datasets.Dataset.from_dict({"n": range(500), "text": inputs}).shuffle(seed=0)
+    created.save_to_disk(tmp_path / "saved", num_shards=3)
     assert detect_source(str(tmp_path / "saved")).kind == "saved"
     store = prepare_store(section(tmp_path / "saved"), tmp_path / "c", shard_bytes=5000)
     assert len(store.manifest.train.shards) > 3
-    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
-    both = datasets.DatasetDict({"train": made, "test": made})
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(inputs)
+    both = datasets.DatasetDict({"train": created, "test": created})
     both.save_to_disk(tmp_path / "both")
     with pytest.raises(InvalidConfig, match="has several splits: test, train"):
         prepare_store(section(tmp_path / "both"), tmp_path / "c")
@@ -41,29 +43,31 @@ def test_prepare_streamed_dataset_has_each_document(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.data.workers.num_cores", lambda: cores)
-    given = texts(400)
-    folder = tmp_path / "set"
-    folder.mkdir()
+    inputs = texts(400)
+    directory = tmp_path / "set"
+    directory.mkdir()
     for part in range(4):
-        rows = {"text": given[part::4], "n": list(range(100))}
-        datasets.Dataset.from_dict(rows).to_parquet(folder / f"train-{part:05d}-of-00004.parquet")
-    datasets.Dataset.from_dict({"text": ["x", None, "y"]}).to_parquet(folder / "test.parquet")
-    store = prepare_store(section(f"hf://{folder}"), tmp_path / "c", shard_bytes=3000)
-    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
+        rows = {"text": inputs[part::4], "n": list(range(100))}
+        datasets.Dataset.from_dict(rows).to_parquet(
+            directory / f"train-{part:05d}-of-00004.parquet"
+        )
+    datasets.Dataset.from_dict({"text": ["x", None, "y"]}).to_parquet(directory / "test.parquet")
+    store = prepare_store(section(f"hf://{directory}"), tmp_path / "c", shard_bytes=3000)
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(inputs)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
-    assert len(files) == 4  # each part by itself
+    assert len(files) == 4  # each part alone
     monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # which is quicker
-    test = prepare_store(section(f"hf://{folder}@test"), tmp_path / "c")
+    test = prepare_store(section(f"hf://{directory}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1
     for url, rule in (
-        (f"hf://{folder}@nosplit", "cannot be opened: ValueError: Bad split: nosplit"),
+        (f"hf://{directory}@nosplit", "cannot be opened: ValueError: Bad split: nosplit"),
         (f"hf://{tmp_path}/nowhere", "cannot be opened"),
     ):
         with pytest.raises(InvalidConfig) as caught:
             prepare_store(section(url), tmp_path / "c")
         assert rule in str(caught.value)
     with pytest.raises(InvalidConfig, match=r"no text in the column 'n' of row 1 of shard \d"):
-        prepare_store(section(f"hf://{folder}", text_field="n"), tmp_path / "c")
+        prepare_store(section(f"hf://{directory}", text_field="n"), tmp_path / "c")
 
 
 def test_parse_url_hub_names_are_read_or_refused() -> None:

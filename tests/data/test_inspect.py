@@ -1,4 +1,4 @@
-"""What `weft data inspect` and `prepare` say, of data whose numbers are known."""
+"""Output of `weft data inspect` and `prepare` for data with known numbers."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def test_inspect_numbers_are_those_of_the_text(
     ids = stream.read_windows(np.array([0]), len(stream))[0]
     ends = np.flatnonzero(ids == store.manifest.separator)
     sizes = np.diff(ends, prepend=-1) - 1
-    said = "\n".join(inspect_dataset(text, 2 if chunk > 7 else 0))
+    output = "\n".join(inspect_dataset(text, 2 if chunk > 7 else 0))
     split = store.manifest.train
-    row = next(line for line in said.splitlines() if line.startswith("train")).split()
+    row = next(line for line in output.splitlines() if line.startswith("train")).split()
     expected = [f"{len(sizes):,}", f"{len(ids):,}", "100.0%", f"{split.bytes:,}"]
     assert row[1:5] == expected
     assert split.bytes == sizes.sum()
-    assert f"min {sizes.min()}  " in said
-    assert f"median {int(np.sort(sizes)[int(np.ceil(len(sizes) / 2)) - 1])}  " in said
-    assert "max 1,200" in said
-    assert "1,200 tokens: the longest the longest" in said
+    assert f"min {sizes.min()}  " in output
+    assert f"median {int(np.sort(sizes)[int(np.ceil(len(sizes) / 2)) - 1])}  " in output
+    assert "max 1,200" in output
+    assert "1,200 tokens: the longest the longest" in output
     within = int(((sizes >= 16) & (sizes < 32)).sum())
-    assert any(line.split()[:4] == ["16", "-", "31", str(within)] for line in said.splitlines())
-    assert "1 empty documents were skipped" in said
+    assert any(line.split()[:4] == ["16", "-", "31", str(within)] for line in output.splitlines())
+    assert "1 empty documents were skipped" in output
     if chunk > 7:
-        assert said.count("-- from token") == 2
+        assert output.count("-- from token") == 2
 
 
 def test_inspect_mixture_shows_shares(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("line\n" * 2000)
     mixture = {str(lines): 3.0, str(tmp_path / "book.txt"): 1.0}
     text = prepare_data(DataSection(mixture=mixture, tokenizer=str(tokenizer)), tmp_path / "c")
-    said = "\n".join(summarize_dataset(text))
-    assert "training mixture: letters 75.0%, book 25.0%" in said
+    output = "\n".join(summarize_dataset(text))
+    assert "training mixture: letters 75.0%, book 25.0%" in output
     tokens = [source.store.manifest.train.tokens for source in text.sources]
     for name, count in zip(("letters", "book"), tokens, strict=True):
-        row = next(line for line in said.splitlines() if line.startswith(name)).split()
+        row = next(line for line in output.splitlines() if line.startswith(name)).split()
         assert f"{count / sum(tokens):.1%}" in row
 
 

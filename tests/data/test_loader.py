@@ -28,7 +28,7 @@ PACKINGS: list[Packing] = ["windows", "documents"]
 
 
 def make_stream(tokens: int, seed: int = 0) -> TokenStream:
-    """Every token tells its place, except the separators, which are about one in five."""
+    """Return a stream whose tokens equal their position, except separators (a fifth)."""
     ids = np.arange(1, tokens + 1, dtype=np.uint32)
     ids[np.random.default_rng(seed).random(tokens) < 0.2] = SEPARATOR
     return TokenStream(np.split(ids, [tokens // 3, tokens // 2]))
@@ -68,8 +68,8 @@ def equal(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 97, 1000, 1024, 1025, 10007])
 def test_each_epoch_is_a_permutation(n: int) -> None:
     for epoch in range(4):
-        places = np.arange(epoch * n, (epoch + 1) * n)
-        assert sorted(sample_index(places, n, seed=3).tolist()) == list(range(n))
+        positions = np.arange(epoch * n, (epoch + 1) * n)
+        assert sorted(sample_index(positions, n, seed=3).tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [16, 97, 1024, 10007])
@@ -85,8 +85,8 @@ def test_epochs_and_seeds_differ_and_none_is_the_identity(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_order_of_tiny_epochs_takes_each_permutation(n: int) -> None:
-    places = np.arange(400 * n)
-    orders = {tuple(o) for o in sample_index(places, n, 0).reshape(-1, n).tolist()}
+    positions = np.arange(400 * n)
+    orders = {tuple(o) for o in sample_index(positions, n, 0).reshape(-1, n).tolist()}
     assert len(orders) == {2: 2, 3: 6, 4: 24}[n]
 
 
@@ -96,24 +96,24 @@ def test_order_looks_random() -> None:
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.06
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
     assert (order == np.arange(n)).sum() < 10
-    # Where one window lands is spread evenly over the epochs.
+    # The positions of one chunk are spread evenly over the epochs.
     landings = sample_index(np.arange(1000) * 64, 64, 0)
     assert np.bincount(landings, minlength=64).max() < 40
 
 
 def test_index_depends_on_the_place_alone() -> None:
     n = 101
-    places = np.random.default_rng(0).integers(0, 5 * n, 300)
-    together = sample_index(places, n, 5)
-    alone = [int(sample_index(np.array([place]), n, 5)[0]) for place in places]
-    assert together.tolist() == alone
-    assert sample_index(places[::-1], n, 5).tolist() == alone[::-1]
+    positions = np.random.default_rng(0).integers(0, 5 * n, 300)
+    together = sample_index(positions, n, 5)
+    single = [int(sample_index(np.array([position]), n, 5)[0]) for position in positions]
+    assert together.tolist() == single
+    assert sample_index(positions[::-1], n, 5).tolist() == single[::-1]
 
 
 @pytest.mark.parametrize("n", [2**40, 2**40 - 87, 2**39 + 1])
 def test_order_of_huge_epochs_is_a_permutation(n: int) -> None:
-    places = np.concatenate([np.arange(5000), n - 5000 + np.arange(5000)])
-    index = sample_index(places, n, 0)
+    positions = np.concatenate([np.arange(5000), n - 5000 + np.arange(5000)])
+    index = sample_index(positions, n, 0)
     assert index.min() >= 0
     assert index.max() < n
     assert len(np.unique(index)) == len(index)
@@ -146,9 +146,9 @@ def test_an_epoch_reads_every_window_once() -> None:
 def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
     stream = make_stream(700)
     for consumed in (0, 24, 7, 80, 1000):  # 87 windows: some batches cross epochs
-        whole = join(loader(stream, packing=packing).get_microbatches(consumed))
-        assert whole[0] is not None
-        assert whole[0].shape == (24, 8)
+        full = join(loader(stream, packing=packing).get_microbatches(consumed))
+        assert full[0] is not None
+        assert full[0].shape == (24, 8)
         for dp_size, microbatch in ((1, 5 - 1), (2, 12), (3, 2), (4, 3), (24, 1)):
             ranks = [
                 loader(
@@ -157,7 +157,7 @@ def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
                 for r in range(dp_size)
             ]
             assert all(b.tokens_BT.shape == (microbatch, 8) for rank in ranks for b in rank)
-            assert equal(join([b for rank in ranks for b in rank]), whole)
+            assert equal(join([b for rank in ranks for b in rank]), full)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 12])
@@ -166,7 +166,7 @@ def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
     """Also unevenly; a group without rows has a batch that counts for nothing."""
     stream = make_stream(700)
     for consumed in (0, 80):
-        whole = join(loader(stream).get_microbatches(consumed))
+        full = join(loader(stream).get_microbatches(consumed))
         parts = []
         for group in range(groups):
             ranks = [
@@ -182,7 +182,7 @@ def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
                     assert (batches[0].targets_BT == IGNORE_INDEX).all()
                 else:
                     parts += batches
-        assert equal(join(parts), whole)
+        assert equal(join(parts), full)
 
 
 def test_batches_depend_on_consumed_alone() -> None:
@@ -203,7 +203,7 @@ def test_windows_predict_the_next_token() -> None:
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
     assert batch.targets_BT[:, :-1].equal(batch.tokens_BT[:, 1:])
     assert not (batch.targets_BT == IGNORE_INDEX).any()
-    # A token that is no separator tells its place, so the last target can be checked too.
+    # Tokens other than separators equal their position, so the last target is checked too.
     last, target = batch.tokens_BT[:, -1], batch.targets_BT[:, -1]
     known = (last != SEPARATOR) & (target != SEPARATOR)
     assert known.any()
@@ -232,18 +232,18 @@ def test_documents_are_kept_apart() -> None:
     ids = flat(stream)
     for consumed in range(0, 120, 24):
         [batch] = data.get_microbatches(consumed)
-        places = sample_index(
+        positions = sample_index(
             np.arange(consumed, consumed + 24), len(data.mixture.sources[0]), data.seed
         )
-        for i, place in enumerate(places.tolist()):
-            row = ids[place * 16 : place * 16 + 17].tolist()
+        for i, position in enumerate(positions.tolist()):
+            row = ids[position * 16 : position * 16 + 17].tolist()
             assert batch.tokens_BT[i].tolist() == row[:-1]
             assert batch.documents_BT is not None
             assert batch.positions_BT is not None
-            found = [
+            result = [
                 t[i].tolist() for t in (batch.targets_BT, batch.documents_BT, batch.positions_BT)
             ]
-            assert found == list(by_hand(row))
+            assert result == list(by_hand(row))
 
 
 def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
@@ -269,9 +269,9 @@ def test_evaluation_counts_each_window_once(
     packing: Packing, sequences: int, dp_size: int, microbatch: int
 ) -> None:
     stream = make_stream(13 * 8 + 5)
-    held_out = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
+    validation = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
     per_rank = [
-        list(evaluation_batches(held_out, sequences, r, dp_size, microbatch))
+        list(evaluation_batches(validation, sequences, r, dp_size, microbatch))
         for r in range(dp_size)
     ]
     assert len({tuple(b.tokens_BT.shape for b in rank) for rank in per_rank}) == 1
@@ -285,10 +285,10 @@ def test_evaluation_counts_each_window_once(
     assert tokens is not None
     assert targets is not None
     assert tokens[:windows].equal(expected[:, :-1])
-    wanted = expected[:, 1:].clone()
+    target = expected[:, 1:].clone()
     if packing == "documents":
-        wanted[expected[:, :-1] == SEPARATOR] = IGNORE_INDEX
-    assert targets[:windows].equal(wanted)
+        target[expected[:, :-1] == SEPARATOR] = IGNORE_INDEX
+    assert targets[:windows].equal(target)
     assert (targets[windows:] == IGNORE_INDEX).all()
     assert (together[2] is None) == (packing == "windows")
 
@@ -296,10 +296,10 @@ def test_evaluation_counts_each_window_once(
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
     stream = TokenStream([np.array([5, 6, 7, SEPARATOR], np.uint16)])
-    held_out = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
+    validation = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
     counted = 0
     for rank in range(2):
-        [batch] = evaluation_batches(held_out, 64, rank, 2, 4)
+        [batch] = evaluation_batches(validation, 64, rank, 2, 4)
         assert batch.tokens_BT.shape == (1, 8)
         if rank == 0:
             assert batch.tokens_BT[0, :4].tolist() == [5, 6, 7, SEPARATOR]
@@ -311,42 +311,52 @@ def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
 # ------------------------------------------------------------------ ahead
 
 
-class Noting(Loader):
+class RecordingLoader(Loader):
     """Notes who makes which batch, and cannot make the one at 72."""
 
-    def get_microbatches(self, *place: int) -> list[Batch]:
-        NOTED.append((place, threading.current_thread().name))
-        if place[0] == 72:
+    def get_microbatches(self, *position: int) -> list[Batch]:
+        CALLS.append((position, threading.current_thread().name))
+        if position[0] == 72:
             raise OSError("no such page")
-        return super().get_microbatches(*place)
+        return super().get_microbatches(*position)
 
 
-NOTED: list[tuple[tuple[int, ...], str]] = []
+CALLS: list[tuple[tuple[int, ...], str]] = []
 MAIN = threading.current_thread().name
 
 
-def ahead_of(stream: TokenStream) -> tuple[Prefetcher, Loader]:
-    NOTED.clear()
+def prefetch(stream: TokenStream) -> tuple[Prefetcher, Loader]:
+    CALLS.clear()
     plain: Any = loader(stream)
     same = {name: getattr(plain, name) for name in plain.__match_args__}
-    return Prefetcher(Noting(**same), torch.device("cpu"), use_thread=True), plain
+    return Prefetcher(RecordingLoader(**same), torch.device("cpu"), use_thread=True), plain
 
 
 def test_ahead_gives_what_is_asked_for() -> None:
-    """In order, back and forth, and with other replica groups; the next is made by the thread."""
-    ahead, plain = ahead_of(make_stream(3000))
-    asked = [(0, 0, 1), (24, 0, 1), (48, 0, 1), (240, 0, 1), (264, 1, 2), (288, 1, 2), (0, 0, 1)]
-    for place in asked:
-        assert equal(join(ahead.get_microbatches(*place)), join(plain.get_microbatches(*place)))
+    """In order, back and forth, and with replica groups; a thread prefetches the next."""
+    ahead, plain = prefetch(make_stream(3000))
+    requested = [
+        (0, 0, 1),
+        (24, 0, 1),
+        (48, 0, 1),
+        (240, 0, 1),
+        (264, 1, 2),
+        (288, 1, 2),
+        (0, 0, 1),
+    ]
+    for position in requested:
+        assert equal(
+            join(ahead.get_microbatches(*position)), join(plain.get_microbatches(*position))
+        )
     ahead.close()
-    by_main = [place for place, thread in NOTED if thread == MAIN]
+    by_main = [location for location, thread in CALLS if thread == MAIN]
     assert by_main == [(0, 0, 1), (240, 0, 1), (264, 1, 2), (0, 0, 1)]
-    by_thread = [place for place, thread in NOTED if thread == "weft-data"]
-    assert by_thread == [(consumed + 24, *groups) for consumed, *groups in asked]
+    by_thread = [location for location, thread in CALLS if thread == "weft-data"]
+    assert by_thread == [(consumed + 24, *groups) for consumed, *groups in requested]
 
 
 def test_ahead_error_is_raised_where_the_batch_is_asked_for() -> None:
-    ahead, plain = ahead_of(make_stream(3000))
+    ahead, plain = prefetch(make_stream(3000))
     ahead.get_microbatches(48, 0, 1)  # the one at 72 fails while this one is in use
     assert equal(
         join(ahead.get_microbatches(0, 0, 1)), join(plain.get_microbatches(0))
@@ -362,7 +372,7 @@ def test_ahead_close_leaves_no_thread() -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "weft-data"]
 
-    ahead, _ = ahead_of(make_stream(3000))
+    ahead, _ = prefetch(make_stream(3000))
     ahead.get_microbatches(0, 0, 1)
     assert threads() == ["weft-data"]
     ahead.close()

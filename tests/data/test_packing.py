@@ -48,8 +48,8 @@ def test_packing_is_best_fit_decreasing() -> None:
                 rooms[rooms.index(min(fitting))] -= length
             else:
                 rooms.append(30 - length)
-        found = [30 - lengths[row].sum() for row in rows_of(lengths, 30)]
-        assert sorted(found) == sorted(rooms)
+        result = [30 - lengths[row].sum() for row in rows_of(lengths, 30)]
+        assert sorted(result) == sorted(rooms)
 
 
 def test_packing_seed_alone_decides_the_rows() -> None:
@@ -61,9 +61,9 @@ def test_packing_seed_alone_decides_the_rows() -> None:
 
 def test_packing_many_documents_is_quick_and_tight() -> None:
     lengths = np.random.default_rng(0).lognormal(5.5, 1, 200_000).astype(int).clip(1, 4096)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     order, firsts = pack_best_fit(lengths, 4096, 0)
-    assert time.perf_counter() - began < 20  # 0.5 s on a quiet core
+    assert time.perf_counter() - start_time < 20  # 0.5 s on a quiet core
     assert lengths.sum() / (4096 * (len(firsts) - 1)) > 0.999
     assert len(order) == len(lengths)
 
@@ -71,53 +71,53 @@ def test_packing_many_documents_is_quick_and_tight() -> None:
 # --------------------------------------------------------------------------- rows
 
 
-def section(path: Path, tokenizer: Path, **more: Any) -> DataSection:
-    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | more
+def section(path: Path, tokenizer: Path, **extra: Any) -> DataSection:
+    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | extra
     return DataSection.model_validate(values)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    write_tokenizer(folder / "model", LLAMA)
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat")
+    write_tokenizer(directory / "model", LLAMA)
     lines = []
     for i in range(40):
         turns = [message("user", "it? " * (i % 7 + 1)), message("assistant", "is " * (i % 5 + 1))]
         lines.append({"messages": turns * (i % 3 + 1)})
-    write_lines(folder / "chat.jsonl", lines)
+    write_lines(directory / "chat.jsonl", lines)
     pairs = [
         {"prompt": "it " * (i % 5), "chosen": "is it " * (i + 1), "rejected": "was"}
         for i in range(12)
     ]
-    write_lines(folder / "pairs.jsonl", pairs)
-    return folder
+    write_lines(directory / "pairs.jsonl", pairs)
+    return directory
 
 
-def opened(folder: Path, name: str, **more: Any) -> tuple[Dataset, DataSection]:
-    chosen = section(folder / name, folder / "model/tokenizer.json", **more)
-    return prepare_data(chosen, folder / "cache"), chosen
+def open_prepared(data_dir: Path, name: str, **extra: Any) -> tuple[Dataset, DataSection]:
+    chosen = section(data_dir / name, data_dir / "model/tokenizer.json", **extra)
+    return prepare_data(chosen, data_dir / "cache"), chosen
 
 
-def everything(mixture: Mixture) -> Batch:
+def full_batch(mixture: Mixture) -> Batch:
     [samples] = mixture.sources
     return samples.get_batch(np.arange(len(samples)))
 
 
 def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """Tokens and targets of each document in a batch, without the filling."""
-    found = []
+    results = []
     assert batch.documents_BT is not None
     for tokens, targets, of in zip(*batch[:3], strict=True):
         for number in range(int(of.max()) + 1):
-            here = of == number
-            if (targets[here] != IGNORE_INDEX).any():
-                found.append((tokens[here].tolist(), targets[here].tolist()))
-    return found
+            mask = of == number
+            if (targets[mask] != IGNORE_INDEX).any():
+                results.append((tokens[mask].tolist(), targets[mask].tolist()))
+    return results
 
 
-def test_packing_rows_hold_each_conversation_once(folder: Path) -> None:
-    text, chosen = opened(folder, "chat.jsonl")
-    batch = everything(build_mixture(text, "train", 160, chosen, 3))
+def test_packing_rows_hold_each_conversation_once(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "chat.jsonl")
+    batch = full_batch(build_mixture(text, "train", 160, chosen, 3))
     store = text.sources[0].store
     stream, loss_mask = store.tokens("train"), store.loss_mask("train")
     assert loss_mask is not None
@@ -139,11 +139,11 @@ def test_packing_rows_hold_each_conversation_once(folder: Path) -> None:
             assert positions[of == number].tolist() == list(range(count))
 
 
-def test_packing_line_has_its_numbers(folder: Path) -> None:
-    text, chosen = opened(folder, "chat.jsonl")
+def test_packing_line_has_its_numbers(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
     rows = pack_split(store, "train", 160, chosen, 0)
-    batch = everything(build_mixture(text, "train", 160, chosen, 0))
+    batch = full_batch(build_mixture(text, "train", 160, chosen, 0))
     used = sum(len(tokens) for tokens, _ in documents(batch))
     assert rows.fill_fraction(160) == pytest.approx(used / (160 * len(rows)))
     assert rows.fill_fraction(160) > 0.9
@@ -153,19 +153,19 @@ def test_packing_line_has_its_numbers(folder: Path) -> None:
     assert f"{targets / store.manifest.train.tokens:.0%} are trained on" in line
 
 
-def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path) -> None:
-    text, chosen = opened(folder, "chat.jsonl")
+def test_packing_too_long_conversation_is_reported_by_file_and_line(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
     [problem] = check_conversations(store, 100, chosen)
     assert problem.key == "train.seq_len"
     writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
-    lines = (folder / "chat.jsonl").read_bytes().splitlines()
+    lines = (data_dir / "chat.jsonl").read_bytes().splitlines()
     long = {}
     for number, line in enumerate(lines, 1):
         [example] = parse_line(line, False)
-        [found] = writer.encode([writer.render_with_spans(example)])
-        if len(found.tokens) > 101:
-            long[number] = len(found.tokens) - 1
+        [result] = writer.encode([writer.render_with_spans(example)])
+        if len(result.tokens) > 101:
+            long[number] = len(result.tokens) - 1
     number, size = next(iter(long.items()))
     assert f"{len(long)} conversations:\n  chat.jsonl:{number}: {size} tokens\n" in problem.rule
     assert f"use {max(long.values())}" in problem.remedy
@@ -174,50 +174,50 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path
     skip = chosen.model_copy(update={"overlong": "skip"})
     assert check_conversations(store, 100, skip) == []
     index = store.index("train")
-    here = [line for _, _, line in index.tolist() if line in long]
+    local = [line for _, _, line in index.tolist() if line in long]
     rows = pack_split(store, "train", 100, skip, 0)
-    assert (rows.num_skipped, rows.num_truncated) == (len(here), 0)
-    assert len(rows.document_order) == len(index) - len(here)
-    assert f"; {len(here)} too long and skipped" in describe_packing(store, 100, skip, 0)
+    assert (rows.num_skipped, rows.num_truncated) == (len(local), 0)
+    assert len(rows.document_order) == len(index) - len(local)
+    assert f"; {len(local)} too long and skipped" in describe_packing(store, 100, skip, 0)
 
     truncate = chosen.model_copy(update={"overlong": "truncate"})
     rows = pack_split(store, "train", 100, truncate, 0)
-    assert (rows.num_skipped, rows.num_truncated) == (0, len(here))
+    assert (rows.num_skipped, rows.num_truncated) == (0, len(local))
     assert len(rows.document_order) == len(index)
-    batch = everything(build_mixture(text, "train", 100, truncate, 0))
-    assert sum(len(tokens) == 100 for tokens, _ in documents(batch)) >= len(here)
+    batch = full_batch(build_mixture(text, "train", 100, truncate, 0))
+    assert sum(len(tokens) == 100 for tokens, _ in documents(batch)) >= len(local)
     [problem] = check_conversations(store, 5, skip)
     assert "all" in problem.rule
 
 
-def test_packing_store_of_another_format_is_refused(folder: Path) -> None:
-    text, chosen = opened(folder, "chat.jsonl")
+def test_packing_store_of_another_format_is_refused(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
     [problem] = check_conversations(store, 1024, DataSection(path=str(store.path)))
     assert (problem.key, problem.remedy) == ("data.format", "use chat")
     assert check_conversations(store, 1024, chosen) == []
 
 
-def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
-    text, chosen = opened(folder, "pairs.jsonl", format="preferences")
+def test_packing_pairs_are_rows_of_two_answers(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     mixture = build_mixture(text, "train", 128, chosen, 0)
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
-    batch = everything(mixture)
+    batch = full_batch(mixture)
     store = text.sources[0].store
     assert len(batch.tokens_BT) == store.manifest.train.documents // 2
     writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
-    lines = (folder / "pairs.jsonl").read_bytes().splitlines()
+    lines = (data_dir / "pairs.jsonl").read_bytes().splitlines()
     for row, (_, _, number) in enumerate(store.index("train")[::2].tolist()):
         examples = parse_line(lines[number - 1], True)
-        for answer, found in enumerate(
+        for answer, result in enumerate(
             writer.encode([writer.render_with_spans(e) for e in examples])
         ):
             assert batch.documents_BT is not None
-            here = batch.documents_BT[row] == answer
-            assert batch.tokens_BT[row, here].tolist() == found.tokens[:-1].tolist()
-            targets = np.where(found.loss_mask, found.tokens, IGNORE_INDEX)[1:]
-            assert batch.targets_BT[row, here].tolist() == targets.tolist()
+            mask = batch.documents_BT[row] == answer
+            assert batch.tokens_BT[row, mask].tolist() == result.tokens[:-1].tolist()
+            targets = np.where(result.loss_mask, result.tokens, IGNORE_INDEX)[1:]
+            assert batch.targets_BT[row, mask].tolist() == targets.tolist()
     [problem] = check_conversations(store, 60, chosen)
     assert "pairs" in problem.rule
     skip = chosen.model_copy(update={"overlong": "skip"})
@@ -227,8 +227,8 @@ def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
     assert problem.key == "data.overlong"
 
 
-def test_packing_each_pair_carries_its_references(folder: Path) -> None:
-    text, chosen = opened(folder, "pairs.jsonl", format="preferences")
+def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     [pairs] = build_mixture(text, "train", 128, chosen, 0).sources
     assert isinstance(pairs, Pairs)
     known = torch.arange(2.0 * len(pairs)).view(-1, 2)
@@ -240,7 +240,7 @@ def test_packing_each_pair_carries_its_references(folder: Path) -> None:
         dp_size=1,
         microbatch_size=2,
     )
-    plain = everything(Mixture([pairs]))
+    plain = full_batch(Mixture([pairs]))
     for batch in loader.get_microbatches(0):
         for row, references in zip(batch.tokens_BT, batch.references_B2, strict=True):  # type: ignore[arg-type]
             [number] = (plain.tokens_BT == row).all(1).nonzero()[0].tolist()
@@ -250,14 +250,14 @@ def test_packing_each_pair_carries_its_references(folder: Path) -> None:
 # --------------------------------------------------------------------------- text, and mixtures
 
 
-def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_folder: Path) -> None:
-    chosen = DataSection(path=str(text_folder), vocab_size=512, packing="best_fit")
-    text = prepare_data(chosen, text_folder.parent / "best-fit")
+def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_dir: Path) -> None:
+    chosen = DataSection(path=str(text_dir), vocab_size=512, packing="best_fit")
+    text = prepare_data(chosen, text_dir.parent / "best-fit")
     mixture = build_mixture(text, "train", 512, chosen, 0)
     store = text.sources[0].store
     stream = store.tokens("train")
     tokens = stream.read_windows(np.array([0]), len(stream))[0]
-    batch = everything(mixture)
+    batch = full_batch(mixture)
     targets = batch.targets_BT[batch.targets_BT != IGNORE_INDEX]
     # Every token but the first of each document is a target, once.
     ends = np.flatnonzero(tokens == store.manifest.separator)
@@ -265,21 +265,21 @@ def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_folder: Pat
     assert np.array_equal(np.sort(targets.numpy()), np.sort(rest))
     assert len(ends) == store.manifest.train.documents
     longest = max(np.diff(ends, prepend=-1)) - 1
-    whole = everything(build_mixture(text, "train", int(longest), chosen, 0))
-    assert whole.documents_BT is not None
-    found = documents(whole)
-    assert len(found) == len(ends)
+    full = full_batch(build_mixture(text, "train", int(longest), chosen, 0))
+    assert full.documents_BT is not None
+    result = documents(full)
+    assert len(result) == len(ends)
     assert "full" in describe_packing(store, 512, chosen, 0)
 
 
-def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_path: Path) -> None:
+def test_packing_mixture_of_text_and_conversations_is_read(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("it is what it is\n" * 300)
-    tokenizer = folder / "model/tokenizer.json"
+    tokenizer = data_dir / "model/tokenizer.json"
     plain = DataSection(path=str(tmp_path / "plain.txt"), tokenizer=str(tokenizer))
     store = prepare_data(plain, tmp_path / "cache").sources[0].store
     mixed = DataSection.model_validate(
         {
-            "mixture": {str(folder / "chat.jsonl"): 3, str(store.path): 1},
+            "mixture": {str(data_dir / "chat.jsonl"): 3, str(store.path): 1},
             "tokenizer": str(tokenizer),
             "format": "chat",
         }
@@ -292,12 +292,12 @@ def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_pat
     assert batch.sources_B is not None
     assert batch.sources_B.tolist() == [0, 1, 0]
     assert batch.documents_BT is not None
-    alone = mixture.sources[0].get_batch(np.array([0, 1]))
-    for ours, theirs in zip(batch[:4], alone[:4], strict=True):
+    single = mixture.sources[0].get_batch(np.array([0, 1]))
+    for ours, theirs in zip(batch[:4], single[:4], strict=True):
         assert torch.equal(ours[[0, 2]], theirs)  # type: ignore[index]
 
 
-def test_packing_one_store_serves_each_row_length(folder: Path) -> None:
-    text, _ = opened(folder, "chat.jsonl")
-    assert opened(folder, "chat.jsonl", overlong="skip")[0].path == text.path
-    assert opened(folder, "chat.jsonl", validation_fraction=0.2)[0].path != text.path
+def test_packing_one_store_serves_each_row_length(data_dir: Path) -> None:
+    text, _ = open_prepared(data_dir, "chat.jsonl")
+    assert open_prepared(data_dir, "chat.jsonl", overlong="skip")[0].path == text.path
+    assert open_prepared(data_dir, "chat.jsonl", validation_fraction=0.2)[0].path != text.path

@@ -26,20 +26,20 @@ SHARD = 3000  # bytes of text: many shards
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
+    directory = tmp_path / "text"
+    directory.mkdir()
     for index in range(40):
         lines = [f"file {index}, line {line}: some words here\n" for line in range(25)]
-        (folder / f"{index:02d}.txt").write_text("".join(lines))
-    return folder
+        (directory / f"{index:02d}.txt").write_text("".join(lines))
+    return directory
 
 
 def section(path: Path, **changes: object) -> DataSection:
     return DataSection.model_validate({"path": str(path), "vocab_size": 300} | changes)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "lock"}
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
 
 
 def ids(store: Store, name: str) -> list[int]:
@@ -99,8 +99,10 @@ def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
 def test_prepare_second_time_tokenises_nothing(text: Path, tmp_path: Path) -> None:
     store = prepare_store(section(text), tmp_path / "cache")
     messages: list[str] = []
-    again = prepare_store(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
-    assert again == store
+    second_run = prepare_store(
+        section(text), tmp_path / "cache", lambda p: messages.append(p.message)
+    )
+    assert second_run == store
     assert messages == []  # nor read, while no file seems changed
     for file in text.iterdir():
         os.utime(file)
@@ -127,7 +129,7 @@ def test_prepare_each_deciding_key_makes_another_store(text: Path, tmp_path: Pat
 def test_prepare_killed_keeps_complete_shards(
     text: Path, tmp_path: Path, shards_before_death: int
 ) -> None:
-    undisturbed = prepare_store(section(text), tmp_path / "one", shard_bytes=SHARD)
+    reference_run = prepare_store(section(text), tmp_path / "one", shard_bytes=SHARD)
     kill = (
         "def die(progress):\n"
         "    [folder] = (cache / 'stores').glob('*') if (cache / 'stores').exists() else [cache]\n"
@@ -136,29 +138,28 @@ def test_prepare_killed_keeps_complete_shards(
         f"prepare_store(section, cache, die, shard_bytes={SHARD})\n"
     )
     assert in_subprocess(kill, text, tmp_path / "two").wait() == -signal.SIGKILL
-    folder = tmp_path / "two" / "stores" / undisturbed.path.name
-    assert not (folder / "store.json").exists()
-    complete = sorted(folder.glob("train-*.bin"))
+    directory = tmp_path / "two" / "stores" / reference_run.path.name
+    assert not (directory / "store.json").exists()
+    complete = sorted(directory.glob("train-*.bin"))
     assert len(complete) == shards_before_death
-    before = [file.stat() for file in [*complete, folder / "tokenizer.json"]]
-    # What a power cut may leave: a torn shard without receipt, one with a false receipt, and
-    # a temporary file.
-    torn = folder / f"train-{shards_before_death:05d}.bin"
+    before = [file.stat() for file in [*complete, directory / "tokenizer.json"]]
+    # A power cut may leave a torn shard without receipt, a false receipt, or a temporary file.
+    torn = directory / f"train-{shards_before_death:05d}.bin"
     torn.write_bytes(b"torn")
-    false = folder / f"train-{shards_before_death + 1:05d}.bin"
+    false = directory / f"train-{shards_before_death + 1:05d}.bin"
     false.write_bytes(complete[0].read_bytes()[:-2])
     false.with_suffix(".json").write_bytes(complete[0].with_suffix(".json").read_bytes())
-    (folder / "train-99999.bin.tmp").write_bytes(b"half")
+    (directory / "train-99999.bin.tmp").write_bytes(b"half")
 
     resumed = prepare_store(section(text), tmp_path / "two", shard_bytes=SHARD)
-    after = [file.stat() for file in [*complete, folder / "tokenizer.json"]]
+    after = [file.stat() for file in [*complete, directory / "tokenizer.json"]]
     same = [
         (a.st_ino, a.st_mtime_ns) == (b.st_ino, b.st_mtime_ns)
         for a, b in zip(before, after, strict=True)
     ]
     assert all(same)
-    assert contents(resumed.path) == contents(undisturbed.path)
-    assert resumed.fingerprint == undisturbed.fingerprint
+    assert contents(resumed.path) == contents(reference_run.path)
+    assert resumed.fingerprint == reference_run.fingerprint
 
 
 def test_prepare_by_processes_at_once_agrees(text: Path, tmp_path: Path) -> None:
@@ -167,17 +168,17 @@ def test_prepare_by_processes_at_once_agrees(text: Path, tmp_path: Path) -> None
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert len(set(outputs)) == 1
-    alone = prepare_store(section(text), tmp_path / "alone", shard_bytes=SHARD)
-    assert outputs[0].strip() == alone.fingerprint
-    assert contents(tmp_path / "cache" / "stores" / alone.path.name) == contents(alone.path)
+    single = prepare_store(section(text), tmp_path / "alone", shard_bytes=SHARD)
+    assert outputs[0].strip() == single.fingerprint
+    assert contents(tmp_path / "cache" / "stores" / single.path.name) == contents(single.path)
 
 
 def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: Path) -> None:
     # The store's name is known from another cache, and its lock is held here.
     name = prepare_store(section(text), tmp_path / "one").path.name
-    folder = tmp_path / "two" / "stores" / name
-    folder.mkdir(parents=True)
-    with (folder / "lock").open("w") as lock:
+    directory = tmp_path / "two" / "stores" / name
+    directory.mkdir(parents=True)
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waits = threading.Event()
 
@@ -190,10 +191,10 @@ def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: P
         )
         thread.start()
         assert waits.wait(30)
-        assert not (folder / "train-00000.bin").exists()
+        assert not (directory / "train-00000.bin").exists()
         fcntl.flock(lock, fcntl.LOCK_UN)
         thread.join(30)
-    assert (folder / "store.json").exists()
+    assert (directory / "store.json").exists()
 
 
 def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> None:
@@ -217,8 +218,8 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
     output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
     assert output.startswith("data.cache_dir=")
     assert "File too large" in output
-    [folder] = (tmp_path / "cache" / "stores").iterdir()
-    assert {f.name for f in folder.iterdir()} == {"lock", "tokenizer.json"}
+    [directory] = (tmp_path / "cache" / "stores").iterdir()
+    assert {f.name for f in directory.iterdir()} == {"lock", "tokenizer.json"}
 
 
 def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
@@ -258,14 +259,14 @@ def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) -> None:
-    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
-    train_tokenizer(["my own words, some of them here"], 280).save(str(mine))
+    local, other = tmp_path / "mine.json", tmp_path / "other.json"
+    train_tokenizer(["my own words, some of them here"], 280).save(str(local))
     train_tokenizer(["other"], 270).save(str(other))
-    store = prepare_store(section(text, tokenizer=str(mine)), tmp_path / "cache")
-    assert (store.path / "tokenizer.json").read_bytes() == mine.read_bytes()
+    store = prepare_store(section(text, tokenizer=str(local)), tmp_path / "cache")
+    assert (store.path / "tokenizer.json").read_bytes() == local.read_bytes()
 
     before = contents(store.path)
-    for tokenizer in ("train", str(mine)):
+    for tokenizer in ("train", str(local)):
         assert prepare_store(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
     assert [file.name for file in (tmp_path / "unused").iterdir()] == ["verified"]
     assert contents(store.path) == before

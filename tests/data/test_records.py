@@ -1,4 +1,4 @@
-"""Documents out of lines and rows: the same from every format, and every mistake with its place."""
+"""Documents from lines and rows: equal in every format, every mistake located."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | 
     """All of a file, in units of so many bytes; numbers count over the file."""
     file = stat_local_file(path, path.name)
     settings = {"field": "text", "invalid": "error"} | options
-    found: list[Document | InvalidRecord] = []
+    results: list[Document | InvalidRecord] = []
     for unit in split_file(file, detect_kind(file), size):
-        before = len(found)
-        for each in read_documents(unit, **settings):  # type: ignore[arg-type]
-            found.append(each._replace(number=before + each.number))
-    return found
+        before = len(results)
+        for document in read_documents(unit, **settings):  # type: ignore[arg-type]
+            results.append(document._replace(number=before + document.number))
+    return results
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -111,13 +111,13 @@ BAD_LINES = {
 def test_documents_bad_lines_are_faults(line: str, fault: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
-    first, found, last = read(path)
+    first, result, last = read(path)
     assert (first, last) == (Document(1, b"good"), Document(3, b"good"))
     if fault is None:  # empty ones are none, but no mistake
-        assert found == Document(2, b"")
+        assert result == Document(2, b"")
     else:
-        assert isinstance(found, InvalidRecord)
-        assert f"line {found.number}: {found.reason}".startswith(fault)
+        assert isinstance(result, InvalidRecord)
+        assert f"line {result.number}: {result.reason}".startswith(fault)
 
 
 def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
@@ -141,15 +141,15 @@ def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
 def test_documents_truncated_or_damaged_compression_is_a_fault(name: str, tmp_path: Path) -> None:
-    whole = lines_of([str(random.Random(n).random()) for n in range(30_000)])
+    full = lines_of([str(random.Random(n).random()) for n in range(30_000)])
     compress = gzip.compress if name.endswith("gz") else zstandard.compress
-    data = compress(whole)
+    data = compress(full)
     (tmp_path / name).write_bytes(data[: len(data) // 2])
     *good, last = read(tmp_path / name)
     assert isinstance(last, InvalidRecord)
     assert last.is_fatal
     assert "truncated" in last.reason
-    assert all(isinstance(each, Document) for each in good[:-1])
+    assert all(isinstance(item, Document) for item in good[:-1])
     # A cut is reported for its own line.
     assert last.number == len(good) + 1
     (tmp_path / name).write_bytes(b"this is no compressed file")

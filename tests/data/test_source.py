@@ -10,9 +10,9 @@ from weft.data.source_files import File
 
 
 def find_documents(path: str) -> tuple[File, ...]:
-    found = detect_source(path)
-    assert found.kind == "text"
-    return found.files
+    source = detect_source(path)
+    assert source.kind == "text"
+    return source.files
 
 
 def test_folder_is_walked_in_the_order_of_names_without_hidden_files(tmp_path: Path) -> None:
@@ -20,9 +20,9 @@ def test_folder_is_walked_in_the_order_of_names_without_hidden_files(tmp_path: P
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     os.mkfifo(tmp_path / "pipe")
-    found = find_documents(str(tmp_path))
-    assert [d.name for d in found] == ["B.txt", "a/c/d.txt", "b.txt", "b/z.txt"]
-    assert [d.size_bytes for d in found] == [len(d.name) for d in found]
+    result = find_documents(str(tmp_path))
+    assert [d.name for d in result] == ["B.txt", "a/c/d.txt", "b.txt", "b/z.txt"]
+    assert [d.size_bytes for d in result] == [len(d.name) for d in result]
 
 
 def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_unreadable_file_is_found_beforehand(tmp_path: Path) -> None:
 
 
 def test_runs_and_stores_below_the_text_are_not_text(tmp_path: Path) -> None:
-    """Otherwise a run in the current folder would train on its own logs."""
+    """Otherwise a run in the current directory would train on its own logs."""
     (tmp_path / "mine.txt").write_text("text\n")
-    for folder, marks in (("runs/demo", ["job.toml"]), ("cache/stores/ab", ["store.json"])):
-        made = tmp_path / folder
-        (made / "logs").mkdir(parents=True)
+    for directory, marks in (("runs/demo", ["job.toml"]), ("cache/stores/ab", ["store.json"])):
+        directory_path = tmp_path / directory
+        (directory_path / "logs").mkdir(parents=True)
         for name in [*marks, "tokenizer.json", "logs/rank-0.log"]:
-            (made / name).write_text("x\n")
+            (directory_path / name).write_text("x\n")
     assert [document.name for document in find_documents(str(tmp_path))] == ["mine.txt"]

@@ -1,4 +1,4 @@
-"""What a path names, and files in object stores: the same documents as from a disk."""
+"""Paths of data, and files in object stores: the same documents as from a disk."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def test_look_folder_kind_follows_its_files(
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx")
-    found = detect_source(str(tmp_path))
-    assert found.kind == kind
+    source = detect_source(str(tmp_path))
+    assert source.kind == kind
     if read is not None:
-        assert [file.name for file in found.files] == read
+        assert [file.name for file in source.files] == read
 
 
 def test_look_glob_names_what_it_matches(tmp_path: Path) -> None:
     for name in ("a/1.jsonl", "a/2.jsonl", "b/1.jsonl", "b/x.txt", "b/y.json", "b/.hidden.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx\n")
-    found = {
+    result = {
         pattern: [file.name for file in detect_source(str(tmp_path / pattern)).files]
         for pattern in ("*/*.jsonl", "a/*", "**/1.jsonl", "b/*.json")
     }
-    assert found == {
+    assert result == {
         "*/*.jsonl": ["a/1.jsonl", "a/2.jsonl", "b/1.jsonl"],
         "a/*": ["1.jsonl", "2.jsonl"],
         "**/1.jsonl": ["a/1.jsonl", "b/1.jsonl"],
@@ -99,36 +99,37 @@ def test_open_file_replaced_file_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ elsewhere
 
 
-def put(folder: str, files: dict[str, bytes]) -> str:
-    fs = fsspec.filesystem(folder.partition("://")[0])
+def put(directory: str, files: dict[str, bytes]) -> str:
+    fs = fsspec.filesystem(directory.partition("://")[0])
     for name, data in files.items():
-        fs.pipe_file(f"{folder}/{name}", data)
-    return folder
+        fs.pipe_file(f"{directory}/{name}", data)
+    return directory
 
 
 @pytest.fixture
 def every_format(tmp_path: Path) -> dict[str, bytes]:
     files = {}
     for name, write in WRITERS.items():
-        if name != "x.json":  # in a folder it would describe the others
+        if name != "x.json":  # in a directory it would describe the others
             write(tmp_path / name, TEXTS)
             files[name] = (tmp_path / name).read_bytes()
     return files
 
 
 def check_remote(url: str, files: dict[str, bytes], tmp_path: Path) -> None:
-    """All of a folder far away gives what it does on the disk."""
-    here = tmp_path / "here"
-    here.mkdir()
+    """A remote directory gives the same documents as a local one."""
+    directory = tmp_path / "here"
+    directory.mkdir()
     for name, data in files.items():
-        (here / name).write_bytes(data)
-    near = prepare_store(section(here), tmp_path / "near", shard_bytes=4000)
-    far = prepare_store(section(url), tmp_path / "far", shard_bytes=4000)
-    assert far.fingerprint == near.fingerprint
-    assert decoded(far, "train") == decoded(near, "train")
-    said: list[str] = []
+        (directory / name).write_bytes(data)
+    near = prepare_store(section(directory), tmp_path / "near", shard_bytes=4000)
+    distant = prepare_store(section(url), tmp_path / "far", shard_bytes=4000)
+    assert distant.fingerprint == near.fingerprint
+    assert decoded(distant, "train") == decoded(near, "train")
+    messages: list[str] = []
     assert (
-        prepare_store(section(url), tmp_path / "far", lambda p: said.append(p.message)) is not None
+        prepare_store(section(url), tmp_path / "far", lambda p: messages.append(p.message))
+        is not None
     )
     globbed = prepare_store(section(f"{url}/*.jsonl.gz"), tmp_path / "far")
     total = globbed.manifest.train.documents + globbed.manifest.validation.documents
@@ -148,55 +149,59 @@ def test_prepare_from_memory_store_equals_local_files(
 
 def test_check_path_each_mistake_of_a_url_is_reported(tmp_path: Path) -> None:
     url = put(f"memory://{uuid.uuid4().hex}", {"a.txt": b"x", "b.txt": b"x"})
-    for place, rule in (
+    for position, rule in (
         (url, "holds files of other formats: a.txt, b.txt"),
         (f"{url}/*.parquet", "holds no files"),
         ("nothing://x", "Protocol not known"),
         (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "must be on a local disk"),
     ):
-        [problem] = check_path(place)
+        [problem] = check_path(position)
         assert problem.key == "data.path"
         assert rule in problem.rule
 
 
 def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="pip install aiohttp")
-    folder = tmp_path / "web"
-    folder.mkdir()
-    write_lines(folder / "x.jsonl", texts(300))
+    directory = tmp_path / "web"
+    directory.mkdir()
+    write_lines(directory / "x.jsonl", texts(300))
     Handler = type(
         "Handler", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}
     )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Handler, directory=directory)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/x.jsonl"
-        far = prepare_store(section(url), tmp_path / "far")
-        assert far.fingerprint == prepare_store(section(folder), tmp_path / "near").fingerprint
+        distant = prepare_store(section(url), tmp_path / "far")
+        assert (
+            distant.fingerprint == prepare_store(section(directory), tmp_path / "near").fingerprint
+        )
     finally:
         server.shutdown()
         server.server_close()
 
 
 class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
-    """As much of S3 as reading takes: lists, heads, and ranges of objects; any key will do."""
+    """The part of S3 that reading needs: lists, heads and ranges; any key is accepted."""
 
     objects: ClassVar[dict[str, bytes]] = {}
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        asked = parse_qs(url.query)
+        requested = parse_qs(url.query)
         name = unquote(url.path).removeprefix("/data").removeprefix("/")
-        if "list-type" in asked:
-            self.answer(200, self.listed(asked).encode())
+        if "list-type" in requested:
+            self.answer(200, self.listed(requested).encode())
         elif name not in self.objects:
             self.answer(404, b"")
         else:
             data = self.objects[name]
             etag = {"ETag": f'"{hashlib.md5(data).hexdigest()}"'}
-            if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-                first, last = int(found[1]), min(int(found[2]), len(data) - 1)
+            if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                first, last = int(match[1]), min(int(match[2]), len(data) - 1)
                 etag["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
                 self.answer(206, data[first : last + 1], etag)
             else:
@@ -204,14 +209,14 @@ class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def listed(self, asked: dict[str, list[str]]) -> str:
-        prefix, delimiter = (asked.get(key, [""])[0] for key in ("prefix", "delimiter"))
-        keys, folders = [], set()
+    def listed(self, requested: dict[str, list[str]]) -> str:
+        prefix, delimiter = (requested.get(key, [""])[0] for key in ("prefix", "delimiter"))
+        keys, directories = [], set()
         for name in sorted(self.objects):
             if name.startswith(prefix):
                 inside, cut, _ = name.removeprefix(prefix).partition(delimiter or "\n")
                 if cut:
-                    folders.add(prefix + inside + cut)
+                    directories.add(prefix + inside + cut)
                 else:
                     keys.append(name)
         contents = "".join(
@@ -221,7 +226,8 @@ class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
             for key in keys
         )
         common = "".join(
-            f"<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>" for folder in folders
+            f"<CommonPrefixes><Prefix>{directory}</Prefix></CommonPrefixes>"
+            for directory in directories
         )
         return (
             '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'

@@ -1,4 +1,4 @@
-"""Text files: whether they are text, where they are cut, and what of them is held out."""
+"""Text files: detection of binary files, splitting, and the validation set."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def text_of(parts: list[DocumentPart]) -> str:
     return "".join(read_chunk(part.scan, *chunk) for part in parts for chunk in part.chunks())
 
 
-def write_documents(folder: Path, count: int, lines: int = 20) -> None:
+def write_documents(directory: Path, count: int, lines: int = 20) -> None:
     for index in range(count):
         text = "".join(f"document {index} line {line}\n" for line in range(lines))
-        (folder / f"{index:03d}.txt").write_text(text)
+        (directory / f"{index:03d}.txt").write_text(text)
 
 
 # ------------------------------------------------------------------ scanning
@@ -47,22 +47,22 @@ def test_pieces_make_up_the_text_and_never_cut_a_character(tmp_path: Path, newli
     alphabet = "a é€😀" + ("\n" if newlines else "")
     text = "".join(rng.choices(alphabet, k=CHUNK_BYTES * 3 // 2))
     (tmp_path / "x").write_bytes(text.encode())
-    [found] = scan_all(tmp_path)
-    assert found.error is None
-    train, validation = split_documents([found], 0.1)
+    [result] = scan_all(tmp_path)
+    assert result.error is None
+    train, validation = split_documents([result], 0.1)
     assert text_of(train) + text_of(validation) == text
-    chunks = list(DocumentPart(found, 0, found.cuts[-1]).chunks())
+    chunks = list(DocumentPart(result, 0, result.cuts[-1]).chunks())
     assert len(chunks) > 2
     assert all(end - begin <= CHUNK_BYTES for begin, end in chunks)
     if newlines:
-        assert all(read_chunk(found, *chunk).endswith("\n") for chunk in chunks[:-1])
+        assert all(read_chunk(result, *chunk).endswith("\n") for chunk in chunks[:-1])
 
 
 def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    [found] = scan_all(tmp_path)
-    assert read_chunk(found, found.cuts[0], found.cuts[-1]) == "one\r\ntwo\r\n"
-    assert found.text_bytes == 10
+    [result] = scan_all(tmp_path)
+    assert read_chunk(result, result.cuts[0], result.cuts[-1]) == "one\r\ntwo\r\n"
+    assert result.text_bytes == 10
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
 )
 def test_first_bad_byte_is_located(tmp_path: Path, data: bytes, offset: int, line: int) -> None:
     (tmp_path / "x").write_bytes(data)
-    [found] = scan_all(tmp_path)
-    assert found.error is not None
-    assert (found.error.offset, found.error.line) == (offset, line)
+    [result] = scan_all(tmp_path)
+    assert result.error is not None
+    assert (result.error.offset, result.error.line) == (offset, line)
 
 
 def test_character_over_a_block_border_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a" * (textfiles.BLOCK_BYTES - 2) + "😀é".encode())
-    [found] = scan_all(tmp_path)
-    assert found.error is None
+    [result] = scan_all(tmp_path)
+    assert result.error is None
 
 
 def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_invalid_utf8_is_replaced_or_skipped(tmp_path: Path) -> None:
 
 def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before\n")
-    [found] = scan_all(tmp_path)
+    [result] = scan_all(tmp_path)
     (tmp_path / "x").write_text("after, and longer\n")
     with pytest.raises(InvalidConfig, match="changed while"):
-        read_chunk(found, 0, 5)
+        read_chunk(result, 0, 5)
 
 
 def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_whole_documents_are_held_out_by_name(tmp_path: Path) -> None:
     # Chosen by a hash, not the first ones, and hardly different with one document more.
     assert sorted(ranges(validation)) != [f"{i:03d}.txt" for i in range(len(validation))]
     (tmp_path / "new.txt").write_text("new\n" * 100)
-    more = ranges(split_documents(scan_all(tmp_path), 0.1)[1]).keys()
-    assert len(more ^ ranges(validation).keys()) <= 3
+    larger = ranges(split_documents(scan_all(tmp_path), 0.1)[1]).keys()
+    assert len(larger ^ ranges(validation).keys()) <= 3
 
 
 def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
     scans = scan_all(tmp_path)
     train, validation = split_documents(scans, 0.1)
     assert len(train) == len(validation) == 5
-    for one, scanned in zip(range(5), scans, strict=True):
-        assert train[one].end == validation[one].begin
-        held = (validation[one].end - validation[one].begin) / scanned.text_bytes
+    for item, scanned in zip(range(5), scans, strict=True):
+        assert train[item].end == validation[item].begin
+        held = (validation[item].end - validation[item].begin) / scanned.text_bytes
         assert 0.09 < held < 0.2
-        assert text_of([train[one]]).endswith("\n")
+        assert text_of([train[item]]).endswith("\n")
     assert not set(text_of(train).splitlines()) & set(text_of(validation).splitlines())
 
 

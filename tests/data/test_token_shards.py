@@ -35,15 +35,15 @@ def test_encode_in_batches_changes_no_token(
     batch_bytes: int, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "BATCH_BYTES", batch_bytes)
-    told: list[int] = []
-    batches, odd, even = BatchEncoder(encoder, told.append), list[Tokens](), list[Tokens]()
+    counts: list[int] = []
+    batches, odd, even = BatchEncoder(encoder, counts.append), list[Tokens](), list[Tokens]()
     texts = [f"{number} some words" for number in range(9)]
     for number, text in enumerate(texts):
         batches.add(text, len(text), number % 3 == 2, odd if number % 2 else even)
     batches.flush()
-    assert sum(told) == sum(map(len, texts))
-    for first, found in ((0, even), (1, odd)):
-        for number, tokens in zip(range(first, 9, 2), found, strict=True):
+    assert sum(counts) == sum(map(len, texts))
+    for first, result in ((0, even), (1, odd)):
+        for number, tokens in zip(range(first, 9, 2), result, strict=True):
             ids = encoder.tokenizer.encode(texts[number], add_special_tokens=False).ids
             assert tokens.tolist() == ids + [encoder.separator] * (number % 3 == 2)
             assert tokens.dtype == encoder.dtype

@@ -96,29 +96,29 @@ def test_open_store_damage_is_named(store: Store) -> None:
 # --------------------------------------------------------------------------- content
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
-def opened(store: Store, cache: Path, force: bool = False) -> Store:
-    return open_verified_store(store.path, cache, silent, force)
+def open_copy(store: Store, cache: Path, force: bool = False) -> Store:
+    return open_verified_store(store.path, cache, ignore_progress, force)
 
 
 def rules(store: Store, cache: Path, force: bool = False) -> list[str]:
     with pytest.raises(InvalidConfig) as caught:
-        opened(store, cache, force)
+        open_copy(store, cache, force)
     assert all(problem.value == str(store.path) for problem in caught.value.problems)
     return [str(problem) for problem in caught.value.problems]
 
 
-def flip_a_bit(file: Path, place: int) -> None:
+def flip_a_bit(file: Path, path: int) -> None:
     data = bytearray(file.read_bytes())
-    data[place // 8] ^= 1 << place % 8
+    data[path // 8] ^= 1 << path % 8
     file.write_bytes(data)
 
 
 def flip_unseen(file: Path) -> None:
-    """As a failing disk does: the file's times stay."""
+    """Damage as by a failing disk: the file's times stay."""
     stat = file.stat()
     flip_a_bit(file, 0)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -127,19 +127,19 @@ def flip_unseen(file: Path) -> None:
 def test_open_verified_flipped_bit_names_shard_hashes_and_remedy(
     store: Store, tmp_path: Path
 ) -> None:
-    assert opened(store, tmp_path / "c") == store
+    assert open_copy(store, tmp_path / "c") == store
     rng = np.random.default_rng(0)
     files = [file for split in store.splits for file in split.files]
     for number in range(20):
         shard = files[number % len(files)]
-        place = int(rng.integers(8 * shard.size_bytes))
-        flip_a_bit(store.path / shard.file, place)
+        position = int(rng.integers(8 * shard.size_bytes))
+        flip_a_bit(store.path / shard.file, position)
         [rule] = rules(store, tmp_path / "c")
         assert f"{shard.file} is damaged: its content hash is " in rule
         assert f"store.json has {shard.xxh3}" in rule
         assert "prepare the data again" in rule
-        flip_a_bit(store.path / shard.file, place)
-    assert opened(store, tmp_path / "c") == store
+        flip_a_bit(store.path / shard.file, position)
+    assert open_copy(store, tmp_path / "c") == store
 
 
 def test_prepare_damaged_store_in_the_cache_is_refused(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_prepare_damaged_store_in_the_cache_is_refused(tmp_path: Path) -> None:
 
 def test_open_verified_second_open_reads_nothing(store: Store, tmp_path: Path) -> None:
     cache = tmp_path / "c"
-    opened(store, cache)
+    open_copy(store, cache)
     flip_unseen(store.path / "train-00001.bin")
-    assert opened(store, cache) == store  # nothing shows the damage but the content
+    assert open_copy(store, cache) == store  # nothing shows the damage but the content
     assert "train-00001.bin is damaged" in rules(store, cache, force=True)[0]
     assert "train-00001.bin is damaged" in rules(store, cache)[0]  # the good result is forgotten
 
@@ -167,7 +167,7 @@ def test_open_verified_another_file_of_the_same_size_is_read(
 ) -> None:
     file = store.path / "train-00001.bin"
     stat = file.stat()
-    opened(store, tmp_path / "c")
+    open_copy(store, tmp_path / "c")
     if change == "inode":
         replaced = tmp_path / "other"
         replaced.write_bytes(file.read_bytes())
@@ -184,7 +184,7 @@ def test_open_verified_while_another_process_checks_waits_and_reads_nothing(
     store: Store, tmp_path: Path
 ) -> None:
     cache, messages = tmp_path / "c", []
-    opened(store, cache)
+    open_copy(store, cache)
     [memory] = cache.glob("verified/*/verified.json")
     result = memory.read_bytes()
     memory.unlink()
@@ -196,7 +196,7 @@ def test_open_verified_while_another_process_checks_waits_and_reads_nothing(
         messages.append(progress.message)
 
     with ThreadPoolExecutor(1) as pool:
-        with lock_directory(memory.parent, silent, ""):
+        with lock_directory(memory.parent, ignore_progress, ""):
             waiting = pool.submit(open_verified_store, store.path, cache, report)
             while not messages:
                 time.sleep(0.01)
@@ -281,7 +281,7 @@ def test_data_verify_good_and_damaged_stores(
     assert other.startswith(f"{copy}: ")
     flip_unseen(copy / "train-00000.bin")
     flip_unseen(copy / "validation-00000.bin")
-    opened(Store(copy, store.manifest), tmp_path / "c")  # as remembered
+    open_copy(Store(copy, store.manifest), tmp_path / "c")  # as remembered
     assert main(["data", "verify", str(copy), str(store.path), *cache]) == 1
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -292,7 +292,7 @@ def test_data_verify_good_and_damaged_stores(
     assert lines[2].endswith("unchanged since they were prepared")
     assert "1 of 2 stores" in captured.err
     with pytest.raises(InvalidConfig):
-        opened(Store(copy, store.manifest), tmp_path / "c")
+        open_copy(Store(copy, store.manifest), tmp_path / "c")
 
 
 def test_data_verify_of_a_mixture_checks_its_stores(
@@ -312,15 +312,15 @@ def test_data_verify_bad_input_is_named(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "verify", str(tmp_path / "none"), str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("is not a prepared store, because it has no store.json") == 2
+    output = capsys.readouterr().err
+    assert output.count("is not a prepared store, because it has no store.json") == 2
     assert (
         main(["data", "verify", str(store.path), "--data.text_field", "x", "--data.cach", "y"]) == 2
     )
-    told = capsys.readouterr().err
-    assert 'data.text_field="x" has no effect' in told
-    assert told.startswith("weft: 2 problems")
-    assert "Did you mean 'data.cache_dir'?" in told
+    output = capsys.readouterr().err
+    assert 'data.text_field="x" has no effect' in output
+    assert output.startswith("weft: 2 problems")
+    assert "Did you mean 'data.cache_dir'?" in output
     with pytest.raises(SystemExit):
         main(["data", "verify"])
     (tmp_path / "m").mkdir()

@@ -49,8 +49,8 @@ def test_train_tokenizer_same_text_gives_the_same_json(tokenizer: Tokenizer) -> 
         "sys.stdout.buffer.write(train_tokenizer(TEXTS, 512).to_str().encode())\n"
     )
     root = str(Path(__file__).parents[2])
-    again = subprocess.run([sys.executable, "-c", code, root], capture_output=True, check=True)
-    assert again.stdout == tokenizer.to_str().encode()
+    second_run = subprocess.run([sys.executable, "-c", code, root], capture_output=True, check=True)
+    assert second_run.stdout == tokenizer.to_str().encode()
     assert train_tokenizer(TEXTS, 400).to_str() != tokenizer.to_str()
 
 
@@ -58,12 +58,12 @@ def test_literal_special_token_is_text(tokenizer: Tokenizer, tmp_path: Path) -> 
     text = f"before {END_OF_TEXT} after{END_OF_TEXT}"
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded, _ = load_tokenizer(tmp_path / "tokenizer.json")
-    for each in (tokenizer, loaded):
-        separator = find_separator(each, "")
-        assert separator == each.token_to_id(END_OF_TEXT)
-        ids = each.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    for item in (tokenizer, loaded):
+        separator = find_separator(item, "")
+        assert separator == item.token_to_id(END_OF_TEXT)
+        ids = item.encode_batch_fast([text], add_special_tokens=False)[0].ids
         assert separator not in ids
-        assert each.decode(ids) == text
+        assert item.decode(ids) == text
 
 
 def test_train_tokenizer_has_the_asked_vocabulary(tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ TEXTS = [f"document {number} of many, with some more words in it" for number in 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the user's ``mine.py``, in the current folder."""
+    """Write the user's ``mine.py`` into the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 

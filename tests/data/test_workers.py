@@ -13,49 +13,49 @@ from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.data.workers import Advance, parallel_map
 
 
-def doubled(number: int, advance: Advance) -> tuple[int, int]:
+def double(number: int, advance: Advance) -> tuple[int, int]:
     advance(number)
     return 2 * number, os.getpid()
 
 
-def refused_at_3(number: int, advance: Advance) -> int:
+def fail_at_3(number: int, advance: Advance) -> int:
     if number == 3:
         raise InvalidConfig(
             [ConfigError("data.path", "x", "is the third"), ConfigError("a", 1, "and more")]
         )
     for _ in range(600):
-        time.sleep(0.1)  # until it is told to stop
+        time.sleep(0.1)  # until it is stopped
         advance(1)
     return number
 
 
-def killed(number: int, advance: Advance) -> int:
+def kill_worker(number: int, advance: Advance) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
 
 
 def test_each_item_is_done_once_and_reported() -> None:
     for processes in (1, 2):
-        told: list[int] = []
-        found = dict(parallel_map(doubled, range(20), told.append, processes))
-        assert {place: result[0] for place, result in found.items()} == {
+        counts: list[int] = []
+        actual = dict(parallel_map(double, range(20), counts.append, processes))
+        assert {position: result[0] for position, result in actual.items()} == {
             n: 2 * n for n in range(20)
         }
-        assert sum(told) == sum(range(20))
-        assert {pid == os.getpid() for _, pid in found.values()} == {processes == 1}
+        assert sum(counts) == sum(range(20))
+        assert {pid == os.getpid() for _, pid in actual.values()} == {processes == 1}
 
 
 def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(InvalidConfig) as caught:
-        list(parallel_map(refused_at_3, [1, 3], lambda size: None, 2))
+        list(parallel_map(fail_at_3, [1, 3], lambda size: None, 2))
     assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - start_time < 50
 
 
 def test_each_killed_process_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
-        list(parallel_map(killed, [1, 2], lambda size: None, 2))
+        list(parallel_map(kill_worker, [1, 2], lambda size: None, 2))
 
 
 class Slow(list[int]):
@@ -69,4 +69,4 @@ class Slow(list[int]):
 
 def test_each_process_killed_during_submission_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
-        list(parallel_map(killed, Slow(range(30)), lambda size: None, 2))
+        list(parallel_map(kill_worker, Slow(range(30)), lambda size: None, 2))

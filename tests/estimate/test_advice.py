@@ -1,4 +1,4 @@
-"""What is advised helps as much as is said, and can be done."""
+"""Each advice is possible, and helps as much as predicted."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ slow = pytest.mark.slow
 
 
 def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machine, Device]:
-    """``text``: overrides, as ``train.microbatch_size=2 activation_checkpoint.mode=full``."""
+    """Plan a job; ``text``: overrides such as ``parallel.tp=2 parallel.pp=2``."""
     overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
-    here = Machine("cpu", devices=2)
-    plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
+    local_machine = Machine("cpu", devices=2)
+    plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: local_machine)
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     return plan.job, plan, machine, device
 
 
-def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
-    """What is predicted, what is advised, and what is predicted of a change."""
+def advise_recipe(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
+    """Return the forecast, its advice, and a function that forecasts a change."""
     job, plan, machine, device = planned(recipe, cluster, text)
     prediction = forecast(plan, machine, device)
 
-    def after(advice: Advice) -> Forecast:
+    def forecast_after(advice: Advice) -> Forecast:
         changed = apply_change(job, advice.change)
         assert changed is not None
         return forecast(resolve(changed, machine), machine, device)
 
-    return prediction, advise(plan, machine, device, prediction), after
+    return prediction, advise(plan, machine, device, prediction), forecast_after
 
 
-# --------------------------------------------------------------------------- what does not fit
+# # --- does not fit
 
 # The plan, and the first thing that is advised.
 REMEDIES = [
@@ -129,17 +129,17 @@ REMEDIES = [
 def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
     recipe: str, cluster: str, text: str, first: str | None
 ) -> None:
-    prediction, found, after = advised(recipe, cluster, text)
+    prediction, result, forecast_after = advise_recipe(recipe, cluster, text)
     assert prediction.fits is False
     if first is None:
-        assert found == []
+        assert result == []
         return
-    assert str(found[0]) == first
-    assert found[0].is_traced
-    told = after(found[0])
-    assert told.fits
-    assert told.needed_bytes == found[0].memory_bytes
-    assert prediction.step_seconds / told.step_seconds - 1 == pytest.approx(found[0].speedup)
+    assert str(result[0]) == first
+    assert result[0].is_traced
+    changed = forecast_after(result[0])
+    assert changed.fits
+    assert changed.needed_bytes == result[0].memory_bytes
+    assert prediction.step_seconds / changed.step_seconds - 1 == pytest.approx(result[0].speedup)
 
 
 # --------------------------------------------------------------------------- is it true?
@@ -178,55 +178,56 @@ FASTER = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("recipe", "cluster", "text"), FASTER)
 def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, text: str) -> None:
-    """What is estimated of a change is within 15 % of what a trace of the changed job says of its
-    speed, and within 25 % of the memory."""
-    prediction, found, after = advised(recipe, cluster, text)
-    assert found
-    for advice in found:
-        told = after(advice)
-        faster = prediction.step_seconds / told.step_seconds  # type: ignore[operator]
+    """Estimates are within 15 % of the traced speed, and within 25 % of the memory."""
+    prediction, result, forecast_after = advise_recipe(recipe, cluster, text)
+    assert result
+    for advice in result:
+        changed = forecast_after(advice)
+        faster = prediction.step_seconds / changed.step_seconds  # type: ignore[operator]
         assert math.log((1 + advice.speedup) / faster) == pytest.approx(0, abs=0.15), str(advice)
-        assert advice.memory_bytes == pytest.approx(told.needed_bytes, rel=0.25), str(advice)
+        assert advice.memory_bytes == pytest.approx(changed.needed_bytes, rel=0.25), str(advice)
 
 
 def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
-    """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
+    """As on a cluster, also on a machine where weft chooses the number of ranks."""
     text = {"model.num_layers": "2", "train.microbatch_size": "4", "train.global_batch_size": "8"}
     overrides = [
         ("run.nproc_per_node", "auto"),
         *text.items(),
     ]  # two ranks, but eight with rows of one
-    here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
-    plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
+    local_machine = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
+    plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: local_machine)
     assert (machine.world_size, plan.world_size) == (None, 2)
     device = match_device(machine.device_name)
     assert device is not None
     prediction = forecast(plan, machine, device)
-    found = advise(plan, machine, device, prediction)
-    assert found == advise(plan, replace(machine, world_size=2), device, prediction)
-    assert found
+    result = advise(plan, machine, device, prediction)
+    assert result == advise(plan, replace(machine, world_size=2), device, prediction)
+    assert result
 
 
-# --------------------------------------------------------------------------- what is possible
+# # --- possible changes
 
 
-def tried(cluster: str, text: str = "") -> list[dict[str, Any]]:
+def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
     _job, plan, machine, _ = planned("llama3-8b", cluster, text)
     return list(candidate_changes(plan, machine))
 
 
 def test_changes_are_only_those_that_the_device_supports() -> None:
-    """No float8 on A100, none without compilation, and asynchronous products with it only."""
+    """No float8 on A100 or without compilation; async TP with compilation only."""
     for cluster, float8 in (("1x8xA100-80GB", False), ("1x8xH100", True), ("1x8xB200", True)):
         for compiled in ("true", "false"):
-            found = tried(cluster, f"compile.enable={compiled} parallel.tp=2 parallel.dp_shard=4")
-            eights = [change for change in found if "precision.float8" in change]
-            alone = {"precision.float8": "tensorwise"}
-            together = alone if compiled == "true" else {"compile.enable": True} | alone
+            result = list_changes(
+                cluster, f"compile.enable={compiled} parallel.tp=2 parallel.dp_shard=4"
+            )
+            eights = [change for change in result if "precision.float8" in change]
+            case = {"precision.float8": "tensorwise"}
+            together = case if compiled == "true" else {"compile.enable": True} | case
             assert eights == ([together] if float8 else [])
-            (over,) = [change for change in found if "parallel.async_tp" in change]
+            (over,) = [change for change in result if "parallel.async_tp" in change]
             assert over.get("compile.enable", False) == (compiled == "false")
-    assert not any("parallel.async_tp" in change for change in tried("1x8xH100"))
+    assert not any("parallel.async_tp" in change for change in list_changes("1x8xH100"))
 
 
 def test_changes_differ_from_the_job() -> None:

@@ -10,7 +10,7 @@ import pytest
 from weft.estimate.allocator import MIB, CachingAllocator
 
 
-def after(*sizes: int) -> CachingAllocator:
+def allocate(*sizes: int) -> CachingAllocator:
     """An allocator that gave blocks of these sizes to storages 0, 1, 2 ..."""
     allocator = CachingAllocator()
     for storage, size in enumerate(sizes):
@@ -18,12 +18,12 @@ def after(*sizes: int) -> CachingAllocator:
     return allocator
 
 
-def places(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
-    """Of each live storage, where its block begins and ends."""
+def addresses(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
+    """Return the first and last address of the block of each live storage."""
     return {s: (b.start, b.start + b.size) for s, (_, b) in allocator.blocks.items()}
 
 
-# --------------------------------------------------------------------------- what is reserved
+# # --- reserved memory
 
 
 @pytest.mark.parametrize(
@@ -39,59 +39,59 @@ def places(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
     ],
 )
 def test_a_segment_is_as_large_as_the_pool_says(size: int, reserved: int) -> None:
-    assert after(size).reserved == reserved
+    assert allocate(size).reserved == reserved
 
 
 @pytest.mark.parametrize(("size", "taken"), [(1, 512), (512, 512), (513, 1024), (MIB - 1, MIB)])
 def test_sizes_are_rounded_up_to_512_bytes(size: int, taken: int) -> None:
-    start, end = places(after(size))[0]
+    start, end = addresses(allocate(size))[0]
     assert end - start == taken
 
 
 def test_rounding_decides_on_the_pool() -> None:
     """One byte below 10 MiB is rounded up to 10 MiB, which has its own segment."""
-    assert after(10 * MIB - 1).reserved == 10 * MIB
+    assert allocate(10 * MIB - 1).reserved == 10 * MIB
 
 
 def test_pools_do_not_share() -> None:
     """The rest of a large segment serves no small block, and the other way round."""
-    assert after(2 * MIB, 512).reserved == 22 * MIB
-    assert after(512, 2 * MIB).reserved == 22 * MIB
+    assert allocate(2 * MIB, 512).reserved == 22 * MIB
+    assert allocate(512, 2 * MIB).reserved == 22 * MIB
 
 
 # --------------------------------------------------------------------------- splitting
 
 
 def test_small_blocks_share_a_segment_to_the_last_512_bytes() -> None:
-    allocator = after(*[512] * 4096)
+    allocator = allocate(*[512] * 4096)
     assert allocator.reserved == 2 * MIB
     allocator.allocate(4096, 1)
     assert allocator.reserved == 4 * MIB
 
 
 def test_a_large_block_is_cut_if_more_than_a_mebibyte_remains() -> None:
-    allocator = after(9 * MIB, 9 * MIB)  # 2 MiB remain of the 20
-    assert places(allocator) == {0: (0, 9 * MIB), 1: (9 * MIB, 18 * MIB)}
+    allocator = allocate(9 * MIB, 9 * MIB)  # 2 MiB remain of the 20
+    assert addresses(allocator) == {0: (0, 9 * MIB), 1: (9 * MIB, 18 * MIB)}
     allocator.allocate(2, 2 * MIB)
     assert allocator.reserved == 20 * MIB
 
 
 def test_what_remains_of_a_large_block_is_lost_if_it_is_a_mebibyte() -> None:
-    allocator = after(9 * MIB, 5 * MIB, 5 * MIB)  # the third one gets the last MiB with it
-    assert places(allocator)[2] == (14 * MIB, 20 * MIB)
+    allocator = allocate(9 * MIB, 5 * MIB, 5 * MIB)  # the third one gets the last MiB with it
+    assert addresses(allocator)[2] == (14 * MIB, 20 * MIB)
     allocator.allocate(3, 2 * MIB)
     assert allocator.reserved == 40 * MIB
 
 
 def test_a_block_with_a_segment_to_itself_is_not_cut_for_its_rounding() -> None:
-    assert places(after(30 * MIB + MIB))[0] == (0, 32 * MIB)
+    assert addresses(allocate(30 * MIB + MIB))[0] == (0, 32 * MIB)
 
 
 # --------------------------------------------------------------------------- reuse
 
 
 def test_what_is_freed_is_used_again() -> None:
-    allocator = after(50 * MIB)
+    allocator = allocate(50 * MIB)
     allocator.free(0)
     assert allocator.reserved == 50 * MIB  # the driver gets nothing back
     allocator.allocate(1, 50 * MIB)
@@ -99,25 +99,25 @@ def test_what_is_freed_is_used_again() -> None:
 
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
-    allocator = after(60 * MIB, 40 * MIB, 50 * MIB)
+    allocator = allocate(60 * MIB, 40 * MIB, 50 * MIB)
     for storage in range(3):
         allocator.free(storage)
     allocator.allocate(3, 38 * MIB)
-    assert places(allocator)[3] == (60 * MIB, 98 * MIB)  # in the one of 40
+    assert addresses(allocator)[3] == (60 * MIB, 98 * MIB)  # in the one of 40
 
 
 def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
-    allocator = after(40 * MIB, 40 * MIB)
+    allocator = allocate(40 * MIB, 40 * MIB)
     allocator.free(1)
     allocator.free(0)
     allocator.allocate(2, 40 * MIB)
-    assert places(allocator)[2] == (0, 40 * MIB)
+    assert addresses(allocator)[2] == (0, 40 * MIB)
 
 
 def test_free_neighbors_grow_together() -> None:
-    """Whichever is freed last: three blocks of a segment become one, of all 18 MiB and the rest."""
+    """In any order of freeing, three blocks of a segment merge into one."""
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
-        allocator = after(6 * MIB, 6 * MIB, 6 * MIB)
+        allocator = allocate(6 * MIB, 6 * MIB, 6 * MIB)
         for storage in order:
             allocator.free(storage)
         allocator.allocate(3, 9 * MIB + 512)
@@ -126,7 +126,7 @@ def test_free_neighbors_grow_together() -> None:
 
 
 def test_a_live_block_between_keeps_free_ones_apart() -> None:
-    allocator = after(6 * MIB, 6 * MIB, 6 * MIB)
+    allocator = allocate(6 * MIB, 6 * MIB, 6 * MIB)
     allocator.free(0)
     allocator.free(2)
     allocator.allocate(3, 9 * MIB)  # 6 and 8 are free: neither is enough
@@ -134,7 +134,7 @@ def test_a_live_block_between_keeps_free_ones_apart() -> None:
 
 
 def test_segments_do_not_grow_together() -> None:
-    allocator = after(10 * MIB, 10 * MIB)
+    allocator = allocate(10 * MIB, 10 * MIB)
     allocator.free(0)
     allocator.free(1)
     allocator.allocate(2, 12 * MIB)
@@ -179,33 +179,32 @@ def test_the_peak_is_remembered() -> None:
     assert (allocator.reserved, allocator.peak) == (70 * MIB, 90 * MIB)
 
 
-# --------------------------------------------------------------------------- whatever comes
+# # --- random requests
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
-    """Blocks never overlap, hold what was asked for, and lie within what is reserved; and what is
-    all freed is in whole segments again."""
+    """Blocks never overlap, fit their requests, lie in segments, and merge when freed."""
     draw = random.Random(seed)
     capacity = draw.choice([None, 300 * MIB])
-    allocator, asked = CachingAllocator(capacity), dict[int, int]()
+    allocator, requested = CachingAllocator(capacity), dict[int, int]()
     for storage in range(1500):
         size = int(2 ** draw.uniform(0, 25))
         allocator.allocate(storage, size)
-        asked[storage] = size
-        while asked and draw.random() < len(asked) / 60:
-            gone = draw.choice(list(asked))
-            del asked[gone]
-            allocator.free(gone)
-        assert sum(asked.values()) <= allocator.reserved <= allocator.peak
+        requested[storage] = size
+        while requested and draw.random() < len(requested) / 60:
+            missing = draw.choice(list(requested))
+            del requested[missing]
+            allocator.free(missing)
+        assert sum(requested.values()) <= allocator.reserved <= allocator.peak
         by_pool: dict[int, list[tuple[int, int]]] = {}
         for number, (pool, block) in allocator.blocks.items():
-            assert block.size >= asked[number]
+            assert block.size >= requested[number]
             by_pool.setdefault(id(pool), []).append((block.start, block.start + block.size))
         for spans in by_pool.values():
             spans.sort()
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
-    for storage in asked:
+    for storage in requested:
         allocator.free(storage)
     for pool in (allocator.small, allocator.large):
         assert {start: size for size, start in pool.free_list} == pool.segments

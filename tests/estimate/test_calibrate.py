@@ -44,19 +44,19 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, Plan, Machine]:
     job, _, problems = read_job(recipe, list(overrides))
     assert not problems
-    where = parse_cluster("1x8xH100")
-    assert isinstance(where, Cluster)
-    machine = replace(cluster_machine(where), device_name="NVIDIA H100 80GB HBM3")
+    cluster = parse_cluster("1x8xH100")
+    assert isinstance(cluster, Cluster)
+    machine = replace(cluster_machine(cluster), device_name="NVIDIA H100 80GB HBM3")
     return job, resolve(job, machine), machine
 
 
-def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: Any) -> Path:
-    """The folder of a run that took so long for its steps."""
-    write_plan(folder, plan)
-    (folder / "job.toml").write_text(to_toml(job, "llama3-8b", job))
-    environment = json.loads((folder / "environment.json").read_text())
+def finished(directory: Path, job: Job, plan: Plan, seconds: list[float], **extra: Any) -> Path:
+    """Return the directory of a run with these step times."""
+    write_plan(directory, plan)
+    (directory / "job.toml").write_text(to_toml(job, "llama3-8b", job))
+    environment = json.loads((directory / "environment.json").read_text())
     environment["devices"] = ["NVIDIA H100 80GB HBM3"] * 8
-    (folder / "environment.json").write_text(json.dumps(environment | more))
+    (directory / "environment.json").write_text(json.dumps(environment | extra))
     records = [
         {
             "step": step,
@@ -67,8 +67,8 @@ def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: A
         }
         for step, each in enumerate(seconds, 1)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return folder
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return directory
 
 
 FEW: Overrides = [
@@ -80,39 +80,41 @@ FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
 
 
 def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
-    """The run's own time comes out; other layouts move as far; other devices do not move."""
+    """Calibration reproduces the run's time, and scales other layouts alike."""
     job, plan, machine = h100(*FEW)
     before = forecast(plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
     assert before.time_breakdown is not None
-    wanted = 1.3 * before.step_seconds
-    run = finished(tmp_path / "run", job, plan, [90.0, 80.0, wanted, 0.9 * wanted, 1.1 * wanted])
-    found = calibrate(read_run(run))
-    assert (found.device, found.parameter) == ("H100", "software")
-    assert found.seconds_before == pytest.approx(before.step_seconds)
-    assert found.seconds_after == pytest.approx(wanted, rel=1e-6)
-    hidden = before.time_breakdown.total() - before.time_breakdown["compute"]
-    # What does not compute is as fast as before.
-    assert found.value == pytest.approx(
-        before.time_breakdown["compute"] / (wanted - hidden), rel=0.02
+    expected = 1.3 * before.step_seconds
+    run = finished(
+        tmp_path / "run", job, plan, [90.0, 80.0, expected, 0.9 * expected, 1.1 * expected]
     )
-    path = save_calibration(found)
+    result = calibrate(read_run(run))
+    assert (result.device, result.parameter) == ("H100", "software")
+    assert result.seconds_before == pytest.approx(before.step_seconds)
+    assert result.seconds_after == pytest.approx(expected, rel=1e-6)
+    hidden = before.time_breakdown.total() - before.time_breakdown["compute"]
+    # Operations other than compute are as fast as before.
+    assert result.value == pytest.approx(
+        before.time_breakdown["compute"] / (expected - hidden), rel=0.02
+    )
+    path = save_calibration(result)
     assert path == user_cluster_files()[1]
     after = forecast(plan, machine, device_spec(plan, machine))
-    assert after.step_seconds == pytest.approx(wanted, rel=1e-3)
+    assert after.step_seconds == pytest.approx(expected, rel=1e-3)
     assert after.error < before.error
     h200 = replace(machine, device_name="NVIDIA H200", memory_bytes=None)
     known = device_spec(plan, h200)
     assert known is not None
     assert (known.software, known.calibrated) == (1.0, "")
     # It is fitted anew each time, and says how far off the last one was.
-    again = calibrate(read_run(run))
-    assert again.seconds_before == pytest.approx(wanted, rel=1e-3)
-    assert again.value == pytest.approx(found.value)
-    said = render_calibration(again, path)
-    assert str(run) in said
-    assert f"software = {found.value:.4g}" in said
-    assert "40.00 GiB measured" in said
+    recalibrated = calibrate(read_run(run))
+    assert recalibrated.seconds_before == pytest.approx(expected, rel=1e-3)
+    assert recalibrated.value == pytest.approx(result.value)
+    output = render_calibration(recalibrated, path)
+    assert str(run) in output
+    assert f"software = {result.value:.4g}" in output
+    assert "40.00 GiB measured" in output
 
 
 def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
@@ -123,10 +125,10 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     before = forecast(plan, machine, device_spec(plan, machine))
     assert before.step_seconds is not None
     run = finished(tmp_path / "run", job, plan, [2 * before.step_seconds] * 9)
-    found = calibrate(read_run(run))
-    assert found.parameter == "launch"
-    assert 1.5 * 12e-6 < found.value < 6 * 12e-6
-    assert found.seconds_after == pytest.approx(found.run.seconds, rel=1e-6)
+    result = calibrate(read_run(run))
+    assert result.parameter == "launch"
+    assert 1.5 * 12e-6 < result.value < 6 * 12e-6
+    assert result.seconds_after == pytest.approx(result.run.seconds, rel=1e-6)
 
 
 def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
@@ -142,9 +144,9 @@ def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
 
 
 def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
-    def problem(folder: Path) -> str:
+    def problem(directory: Path) -> str:
         with pytest.raises(InvalidConfig) as caught:
-            calibrate(read_run(folder))
+            calibrate(read_run(directory))
         return str(caught.value.problems[0])
 
     job, plan, _ = h100(*FEW)
@@ -162,7 +164,7 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_path: Path) -> None:
-    """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
+    """Without calibration no time is predicted for CPUs; with it this run's is."""
     pairs = [
         *SMALL,
         ("run.dir", "run"),
@@ -172,18 +174,18 @@ def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_pat
     words = [f"--{key}={value}" for key, value in [*pairs, ("monitor.log_interval", "1")]]
 
     def weft(*arguments: str) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*WEFT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     plan = ["plan", "demo", "--cluster", "1x2xCPU", *words, "--json"]
     assert json.loads(weft(*plan))["step_seconds"] is None
     weft("train", "demo", *words)
-    found = json.loads(weft("plan", "--calibrate", "run", "--json"))
-    assert found["device"] == CPU_DEVICE
-    assert found["step_seconds_after"] == pytest.approx(found["measured_step_seconds"], rel=1e-6)
+    result = json.loads(weft("plan", "--calibrate", "run", "--json"))
+    assert result["device"] == CPU_DEVICE
+    assert result["step_seconds_after"] == pytest.approx(result["measured_step_seconds"], rel=1e-6)
     prediction = json.loads(weft(*plan))
     assert prediction["step_seconds"] > 0
     assert any("CPU" in limit for limit in prediction["limits"])

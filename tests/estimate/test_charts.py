@@ -1,4 +1,4 @@
-"""The pictures show what was predicted: all of it, once, where and as long as it is."""
+"""The charts show the whole prediction, each part once and at the right scale."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ LAYOUTS: dict[str, Overrides] = {
         ("model.num_layers", "2"),
     ],
 }
-EVERY = [
+ALL = [
     pytest.param(name, marks=[pytest.mark.slow] if name == "ZBVZeroBubble" else [])
     for name in LAYOUTS
 ]
-PIPELINES = EVERY[:-1]
+PIPELINES = ALL[:-1]
 
 
 @lru_cache
@@ -67,12 +67,12 @@ def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
 
 
 @lru_cache
-def drawn(layout: str) -> ET.Element:
+def draw_layout(layout: str) -> ET.Element:
     return parsed(render_page(*predicted(layout)[1:], layout, "2 nodes of 8 H100"))
 
 
 def parsed(html: str) -> ET.Element:
-    """As XML, which is stricter than HTML."""
+    """Parse the page as XML, which is stricter than HTML."""
     doctype, rest = html.split("\n", 1)
     assert doctype == "<!DOCTYPE html>"
     return ET.fromstring(rest)
@@ -102,7 +102,7 @@ class Drawn(NamedTuple):
 
 def actions(svg: ET.Element) -> dict[tuple[int, str, int], list[Drawn]]:
     """Boxes by stage, kind and microbatch."""
-    found = defaultdict(list)
+    results = defaultdict(list)
     for group in svg.iter(f"{SVG}g"):
         rank = int((group.get("id") or "").removeprefix("pipeline-"))
         for box in group.iter(f"{SVG}rect"):
@@ -110,12 +110,12 @@ def actions(svg: ET.Element) -> dict[tuple[int, str, int], list[Drawn]]:
             assert name
             x = float(box.get("x", ""))
             placed = Drawn(rank, x, x + float(box.get("width", "")))
-            found[int(name[1]), name[2], int(name[3])].append(placed)
-    return found
+            results[int(name[1]), name[2], int(name[3])].append(placed)
+    return results
 
 
 def scale_of(svg: ET.Element) -> tuple[float, float]:
-    """Where the time axis begins, and its pixels per second."""
+    """Return the origin of the time axis, and its pixels per second."""
     marks = [
         (float(text.get("x", "")), float((text.text or "").removesuffix(" ms").replace(",", "")))
         for text in svg.iter(f"{SVG}text")
@@ -132,23 +132,23 @@ def scale_of(svg: ET.Element) -> tuple[float, float]:
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
     _, plan, _ = predicted(layout)
-    boxes = actions(picture(drawn(layout), "pipeline"))
+    boxes = actions(picture(draw_layout(layout), "pipeline"))
     table = plan.pipeline_schedule
-    assert all(len(places) == 1 for places in boxes.values())
-    assert {key: places[0].rank for key, places in boxes.items()} == {
+    assert all(len(positions) == 1 for positions in boxes.values())
+    assert {key: positions[0].rank for key, positions in boxes.items()} == {
         tuple(action): rank for rank, order in table.items() for action in order
     }
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
-    boxes = {key: at[0] for key, at in actions(picture(drawn(layout), "pipeline")).items()}
+    boxes = {key: at[0] for key, at in actions(picture(draw_layout(layout), "pipeline")).items()}
     rank_traces = defaultdict(list)
     for box in boxes.values():
         rank_traces[box.rank].append(box)
     slack = 0.03  # of rounding
-    for mine in rank_traces.values():
-        for before, after in itertools.pairwise(sorted(mine, key=lambda box: box.start)):
+    for traces in rank_traces.values():
+        for before, after in itertools.pairwise(sorted(traces, key=lambda box: box.start)):
             assert before.end <= after.start + slack
     last = max(stage for stage, _, _ in boxes)
     checked = 0
@@ -164,11 +164,11 @@ def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
-    """Which is the step but for what follows, and leaves its busiest rank the step's bubble."""
+    """The pipeline takes the step without its end, and idles the step's bubble."""
     _, _, prediction = predicted(layout)
     assert prediction.timeline is not None
     assert prediction.time_breakdown is not None
-    svg = picture(drawn(layout), "pipeline")
+    svg = picture(draw_layout(layout), "pipeline")
     zero, per_second = scale_of(svg)
     boxes = actions(svg)
     for span in prediction.timeline:
@@ -176,7 +176,7 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
         assert box.start == pytest.approx(zero + per_second * span.start, abs=0.2)
         assert box.end == pytest.approx(zero + per_second * span.end, abs=0.2)
     end = max(span.end for span in prediction.timeline)
-    last = max(box.end for places in boxes.values() for box in places)
+    last = max(box.end for positions in boxes.values() for box in positions)
     assert last == pytest.approx(zero + per_second * end, abs=0.2)
     busy: dict[int, float] = defaultdict(float)
     for span in prediction.timeline:
@@ -188,8 +188,8 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
 def test_page_of_many_actions_stays_small() -> None:
     _job, plan, prediction = predicted("Interleaved1F1B")
     table = build_schedule("1F1B", 32, 1, 256)
-    each = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
-    many = simulate_pipeline(table, each, 0.001)
+    item = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
+    many = simulate_pipeline(table, item, 0.001)
     assert len(many) == 32 * 512
     html = render_page(plan, replace(prediction, timeline=many), "many", "actions")
     assert len(html.encode()) < 2e6
@@ -206,10 +206,10 @@ def test_pipeline_chart_box_has_its_number_only_where_it_fits() -> None:
 # --------------------------------------------------------------------------- memory and time
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", ALL)
 def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     _, plan, prediction = predicted(layout)
-    svg = picture(drawn(layout), "memory")
+    svg = picture(draw_layout(layout), "memory")
     memory = prediction.memory
     bars = part(svg, "live")
     heights = [float(bar.get("height", "")) for bar in bars]
@@ -222,9 +222,9 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     stack = part(svg, "stack")
     sizes = {title(box).split(":")[0]: float(box.get("height", "")) for box in stack}
     assert sizes.keys() == prediction.gib_by_category().keys()
-    whole = sum(sizes.values())
+    full = sum(sizes.values())
     for name, size in prediction.gib_by_category().items():
-        assert sizes[name] / whole == pytest.approx(size * GIB / prediction.needed_bytes, rel=2e-3)
+        assert sizes[name] / full == pytest.approx(size * GIB / prediction.needed_bytes, rel=2e-3)
     peak = next(text.text for text in svg.iter(f"{SVG}text") if text.get("id") == "peak") or ""
     name, _ = title(bars[lives.index(max(lives))]).rsplit(": ", 1)
     assert peak.endswith(f"GiB: {name}")
@@ -240,46 +240,46 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
 def test_memory_chart_says_which_microbatches_it_has() -> None:
     _, plan, _ = predicted("none")
     assert plan.num_microbatches == 8
-    svg = picture(drawn("none"), "memory")
+    svg = picture(draw_layout("none"), "memory")
     assert "5 of 8 microbatches: the first and last ones" in (svg.findtext(f"{SVG}desc") or "")
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", ALL)
 def test_time_bar_parts_are_those_of_the_step(layout: str) -> None:
     _, _, prediction = predicted(layout)
     assert prediction.time_breakdown is not None
-    boxes = part(picture(drawn(layout), "time"), "time-step")
+    boxes = part(picture(draw_layout(layout), "time"), "time-step")
     widths = {title(box).split(":")[0]: float(box.get("width", "")) for box in boxes}
-    spent = {name: seconds for name, seconds in prediction.time_breakdown.items() if seconds > 0}
-    assert widths.keys() == spent.keys()
+    elapsed = {name: seconds for name, seconds in prediction.time_breakdown.items() if seconds > 0}
+    assert widths.keys() == elapsed.keys()
     total = prediction.time_breakdown.total()
     assert sum(widths.values()) == pytest.approx(1200, abs=0.1)
-    for name, seconds in spent.items():
+    for name, seconds in elapsed.items():
         assert widths[name] / 1200 == pytest.approx(seconds / total, abs=1e-4)
-    told = 0.0
+    milliseconds = 0.0
     for box in boxes:
-        found = re.search(r": ([\d,.]+) ms, ", title(box))
-        assert found
-        told += float(found[1].replace(",", ""))
-    assert told == pytest.approx(1000 * total, rel=0.01)
+        match = re.search(r": ([\d,.]+) ms, ", title(box))
+        assert match
+        milliseconds += float(match[1].replace(",", ""))
+    assert milliseconds == pytest.approx(1000 * total, rel=0.01)
 
 
 # --------------------------------------------------------------------------- ranks, page
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", ALL)
 def test_rank_chart_ranks_are_in_their_nodes(layout: str) -> None:
     _, plan, _ = predicted(layout)
-    svg = picture(drawn(layout), "ranks")
+    svg = picture(draw_layout(layout), "ranks")
     for node in range(2):
         boxes = part(svg, f"node-{node}")
         assert [title(box).split(",")[0] for box in boxes] == [
             f"rank {rank}" for rank in range(8 * node, 8 * node + 8)
         ]
         for rank, box in enumerate(boxes, 8 * node):
-            places = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
-            told = dict(text.split() for text in title(box).split(", ")[1:])
-            assert told == {a: str(i) for a, i in places.items() if plan.axis_sizes[a] > 1}
+            positions = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
+            labels = dict(text.split() for text in title(box).split(", ")[1:])
+            assert labels == {a: str(i) for a, i in positions.items() if plan.axis_sizes[a] > 1}
     fills = {
         box.get("fill"): title(box).partition("pp ")[2].split(",")[0]
         for node in range(2)
@@ -296,7 +296,7 @@ def test_rank_chart_of_many_nodes_shows_the_first() -> None:
     assert "126 more nodes continue the pattern" in text
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", ALL)
 def test_page_is_self_contained_and_readable(layout: str) -> None:
     html = render_page(*predicted(layout)[1:], "<recipe> & more", "a cluster")
     root = parsed(html)
@@ -312,8 +312,8 @@ def test_page_is_self_contained_and_readable(layout: str) -> None:
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
     for svg in root.iter(f"{SVG}svg"):
-        told = (svg.get("aria-labelledby") or "").split()
-        assert [svg[0].get("id"), svg[1].get("id")] == told
+        labels = (svg.get("aria-labelledby") or "").split()
+        assert [svg[0].get("id"), svg[1].get("id")] == labels
         assert svg[0].text
         assert svg[1].text
         everything_fits(svg)
@@ -343,8 +343,10 @@ def everything_fits(svg: ET.Element) -> None:
             assert -2 <= x <= x + length <= wide, element.text
             assert 9 <= y <= high, element.text
             for other_x, other_end, other_y in taken:
-                apart = abs(y - other_y) >= 11 or x >= other_end - 1 or x + length <= other_x + 1
-                assert apart, element.text
+                difference = (
+                    abs(y - other_y) >= 11 or x >= other_end - 1 or x + length <= other_x + 1
+                )
+                assert difference, element.text
             taken.append((x, x + length, y))
 
 
@@ -357,11 +359,11 @@ def test_page_of_a_plan_without_times_has_memory_and_ranks() -> None:
 
 @pytest.mark.parametrize("most", [3e-6, 0.07, 1.0, 19.9, 80.0, 32190.0])
 def test_ticks_are_round(most: float) -> None:
-    found = round_ticks(most, 10)
-    assert 4 <= len(found) <= 11
-    assert found[0] == 0
-    assert found[-1] <= most * (1 + 1e-9)
-    digits = found[1] / 10 ** math.floor(math.log10(found[1]) + 1e-9)
+    result = round_ticks(most, 10)
+    assert 4 <= len(result) <= 11
+    assert result[0] == 0
+    assert result[-1] <= most * (1 + 1e-9)
+    digits = result[1] / 10 ** math.floor(math.log10(result[1]) + 1e-9)
     assert round(digits, 6) in (1, 2, 5)
 
 

@@ -1,4 +1,4 @@
-"""The cost model: identities, limits and directions; and its errors on a few published runs."""
+"""The cost model: identities, limits, directions, and errors on published runs."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def seconds(layout: Layout, hardware: Hardware) -> float:
 
 
 def flops(step: Step) -> float:
-    """Of all microbatches of one rank of each stage."""
+    """Return FLOPs of all microbatches of one rank of each stage."""
     works = [w for stage in step.stages for w in (*stage.forward, *stage.backward)]
     return step.microbatches * sum(work.flops * count for work, count in works)
 
 
-# --------------------------------------------------------------------------- what is done
+# # --- operations of a step
 
 
 @pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
@@ -77,25 +77,27 @@ def test_sizes_are_the_models(preset: str) -> None:
     assert dims.params == llama.num_params(config)
     # FLOPs are the model's, but of attention only the half that a causal mask leaves: forward 1,
     # backward 2.5 instead of 2 times, for the kernel computes the scores again.
-    lay = replace(LAYOUT, microbatch=2, dp_shard=4)
+    layout = replace(LAYOUT, microbatch=2, dp_shard=4)
     weights = 6.0 * llama.num_matmul_params(config)
-    whole = llama.flops_per_token(config, lay.seq_len) - weights
-    tokens = lay.global_batch * lay.seq_len / lay.dp
-    assert flops(estimate_step(dims, lay)) / tokens == pytest.approx(weights + whole / 2 * 3.5 / 3)
+    full = llama.flops_per_token(config, layout.seq_len) - weights
+    tokens = layout.global_batch * layout.seq_len / layout.dp
+    assert flops(estimate_step(dims, layout)) / tokens == pytest.approx(
+        weights + full / 2 * 3.5 / 3
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_layout_loses_flops(name: str) -> None:
     """Ranks share the work: all of them together do what one would."""
-    lay = replace(LAYOUTS[name], activation_checkpoint="none")
-    ranks = lay.tp * lay.cp * lay.dp
+    layout = replace(LAYOUTS[name], activation_checkpoint="none")
+    ranks = layout.tp * layout.cp * layout.dp
     one = flops(estimate_step(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
-    assert ranks * flops(estimate_step(LLAMA_8B, lay)) == pytest.approx(one)
+    assert ranks * flops(estimate_step(LLAMA_8B, layout)) == pytest.approx(one)
 
 
 def test_recomputation_is_another_forward() -> None:
     plain, full = (replace(LAYOUT, activation_checkpoint=kind) for kind in ("none", "full"))
-    layers = [estimate_step(LLAMA_8B, lay).stages[0] for lay in (plain, full)]
+    layers = [estimate_step(LLAMA_8B, layout).stages[0] for layout in (plain, full)]
     forward = sum(work.flops * count for work, count in layers[0].forward[1:2])
     back = [sum(work.flops * count for work, count in stage.backward) for stage in layers]
     assert back[1] - back[0] == pytest.approx(forward)
@@ -119,7 +121,7 @@ def test_layers_of_stages_are_all_layers(layers: int, stages: int, expected: lis
     assert split_layers(layers, stages) == expected
 
 
-# --------------------------------------------------------------------------- what it costs
+# # --- seconds of operations
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -149,20 +151,20 @@ def test_tokens_of_a_rank_do_not_change_what_a_token_costs_much() -> None:
     assert 0.9 < 2 * big.m * big.k * big.n / rate / matmul_seconds(big, device) < 1
     small = Matmul(256, 256, 256)
     assert 2 * 256**3 / rate / matmul_seconds(small, device) < 0.1
-    # Of one row only the weights' way through memory counts.
+    # For one row only the memory traffic of the weights counts.
     thin = Matmul(1, 8192, 8192)
     assert matmul_seconds(thin, device) >= 2 * 8192**2 / device.bandwidth
 
 
 def test_an_all_reduce_is_both_its_halves() -> None:
     for ranks, stride in ((8, 1), (64, 1), (16, 8)):
-        halves, whole = (
+        halves, full = (
             sum(
                 collective_seconds(Collective(kind, 1e9, "dp", ranks, stride), h100()) for kind in k
             )  # type: ignore[arg-type]
             for k in (("all_gather", "reduce_scatter"), ("all_reduce",))
         )
-        assert whole == pytest.approx(halves - COLLECTIVE_LAUNCH)
+        assert full == pytest.approx(halves - COLLECTIVE_LAUNCH)
 
 
 def test_where_a_group_sits() -> None:
@@ -180,22 +182,22 @@ def test_where_a_group_sits() -> None:
 
 def test_a_prefetch_hides_as_far_as_it_can() -> None:
     compute = Work((Matmul(8192, 8192, 8192),))
-    alone = work_seconds(compute, h100()).total()
+    compute_seconds = work_seconds(compute, h100()).total()
     for size in (1e6, 1e8, 1e10):
         op = Collective("all_gather", size, "dp", 8, 1, "prefetch")
         taken = collective_seconds(op, h100())
         both = work_seconds(compute + Work(collectives=(op,)), h100())
-        assert both.total() == pytest.approx(max(alone + CONTENTION * taken, taken))
+        assert both.total() == pytest.approx(max(compute_seconds + CONTENTION * taken, taken))
         exposed = work_seconds(
             compute + Work(collectives=(op._replace(overlap="exposed"),)), h100()
         )
-        assert exposed.total() == pytest.approx(alone + taken)
+        assert exposed.total() == pytest.approx(compute_seconds + taken)
 
 
 def test_a_slow_host_is_waited_for() -> None:
-    spent = work_seconds(Work(kernels=1000), h100())
-    assert spent["host"] > 0
-    assert spent.total() == pytest.approx(1000 * 12e-6)
+    elapsed = work_seconds(Work(kernels=1000), h100())
+    assert elapsed["host"] > 0
+    assert elapsed.total() == pytest.approx(1000 * 12e-6)
 
 
 # --------------------------------------------------------------------------- pipelines
@@ -212,8 +214,8 @@ def makespan(
 def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) -> None:
     """(m + pp - 1)(f + b), the formula of both."""
     table = build_schedule(schedule, pp, 1, microbatches)
-    each = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
-    assert makespan(table, each) == 3 * (microbatches + pp - 1)
+    item = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
+    assert makespan(table, item) == 3 * (microbatches + pp - 1)
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 4])
@@ -221,15 +223,15 @@ def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
     pp, microbatches = 4, 8
     table = build_schedule("Interleaved1F1B", pp, stages_per_rank, microbatches)
     part = 1 / stages_per_rank
-    each = {(s, kind): part for s in range(pp * stages_per_rank) for kind in "FB"}
-    end = makespan(table, each)
+    item = {(s, kind): part for s in range(pp * stages_per_rank) for kind in "FB"}
+    end = makespan(table, item)
     assert end == pytest.approx(2 * microbatches + 2 * (pp - 1) * part)
 
 
 def test_hops_between_ranks_cost_time() -> None:
     table = build_schedule("1F1B", 4, 1, 4)
-    each = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
-    ends = [makespan(table, each, hop) for hop in (0.0, 0.5)]
+    item = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
+    ends = [makespan(table, item, hop) for hop in (0.0, 0.5)]
     # There and back once, for the first microbatch at least.
     assert ends[1] >= ends[0] + 2 * 3 * 0.5
 
@@ -241,10 +243,10 @@ def test_spans_timetable_with_a_deadlock_is_refused() -> None:
 
 
 def test_a_step_with_a_pipeline_has_its_bubble() -> None:
-    lay = replace(LAYOUTS["pp"], global_batch=64)
-    spent = step_seconds(estimate_step(LLAMA_8B, lay), h100())
-    share = spent["bubble"] / spent.total()
-    ideal = 3 / (lay.microbatches + 3)  # and the head's stage is the slowest
+    layout = replace(LAYOUTS["pp"], global_batch=64)
+    elapsed = step_seconds(estimate_step(LLAMA_8B, layout), h100())
+    share = elapsed["bubble"] / elapsed.total()
+    ideal = 3 / (layout.microbatches + 3)  # and the head's stage is the slowest
     assert ideal / 2 < share < 1.5 * ideal
     gpus = [seconds(LAYOUTS[name], h100()) for name in ("pp", "interleaved")]
     assert gpus[1] < gpus[0]
@@ -260,8 +262,8 @@ def gib(**changes: object) -> float:
 
 def test_memory_has_its_directions() -> None:
     kinds = ("none", "block", "selective", "full")
-    found = [gib(activation_checkpoint=kind) for kind in kinds]
-    assert found == sorted(found, reverse=True)
+    result = [gib(activation_checkpoint=kind) for kind in kinds]
+    assert result == sorted(result, reverse=True)
     assert gib(dp_shard=64) < gib(dp_shard=8) < gib(dp_shard=2)
     assert gib(microbatch=2) > gib() > gib(tp=8)
     assert gib(zero=2) > gib()
@@ -271,62 +273,65 @@ def test_memory_has_its_directions() -> None:
 
 
 def test_what_a_pipeline_keeps_beside_activations() -> None:
-    """Logits until they are joined, and a buffer for whatever a stage will ever receive."""
-    lay = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
-    whole, plain = (estimate_memory(LLAMA_8B, replace(lay, output_bytes=b), 3) for b in (2, 0))
-    assert whole["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
-    assert whole["activations"] == whole["temporaries"] == 0 < plain["activations"]
-    assert whole["state"] == plain["state"]
+    """Logits until they are joined, and a buffer for everything a stage will receive."""
+    layout = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
+    full, plain = (estimate_memory(LLAMA_8B, replace(layout, output_bytes=b), 3) for b in (2, 0))
+    assert full["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
+    assert full["activations"] == full["temporaries"] == 0 < plain["activations"]
+    assert full["state"] == plain["state"]
     assert estimate_memory(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == estimate_memory(
         LLAMA_8B, LAYOUT
     )
     hidden = 8192 * LLAMA_8B.hidden * 2
-    buffers = [estimate_memory(LLAMA_8B, lay, rank)["buffers"] / hidden for rank in range(4)]
-    # Of 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
+    buffers = [estimate_memory(LLAMA_8B, layout, rank)["buffers"] / hidden for rank in range(4)]
+    # 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
-    assert "buffers" not in estimate_memory(LLAMA_8B, replace(lay, recv_buffers=False))
+    assert "buffers" not in estimate_memory(LLAMA_8B, replace(layout, recv_buffers=False))
 
 
 def test_in_a_v_one_rank_has_both_tables() -> None:
     """The first stage and the last: embedding, head, and the logits."""
-    lay = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
-    first, *others = (estimate_memory(LLAMA_8B, lay, rank) for rank in range(4))
+    layout = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
+    first, *rest = (estimate_memory(LLAMA_8B, layout, rank) for rank in range(4))
     tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
-    for other in others:
+    for other in rest:
         assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
         assert first["temporaries"] > other["temporaries"]
         # Neither receives what nobody sends.
         assert first["buffers"] < other["buffers"]
     loop, v = (
-        estimate_step(LLAMA_8B, some).optimizer_work for some in (LAYOUTS["interleaved"], lay)
+        estimate_step(LLAMA_8B, subset).optimizer_work
+        for subset in (LAYOUTS["interleaved"], layout)
     )
     assert v.traffic_bytes - loop.traffic_bytes == pytest.approx(40 * tables / 2 / 8)
 
 
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
-    """With as many microbatches as ranks, a rank's second stage is through before its first."""
-    lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
-    twice = replace(lay, stages_per_rank=2, schedule="Interleaved1F1B")
+    """With as many microbatches as ranks, the second stage is through first."""
+    layout = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
+    twice = replace(layout, stages_per_rank=2, schedule="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
-    plain, interleaved = (estimate_memory(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))
+    plain, interleaved = (
+        estimate_memory(LLAMA_8B, subset, 1)["gathered"] for subset in (layout, twice)
+    )
     assert plain == (2 + 4) * 8 * layer
     assert interleaved == (2 + 4 / 2) * 8 * layer
     # Many microbatches later, both have gradients.
     many = estimate_memory(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
     assert many == plain
-    alone = replace(lay, pp=1, dp_shard=8, global_batch=16)
-    assert estimate_memory(LLAMA_8B, alone)["gathered"] == pytest.approx(
+    unpiped = replace(layout, pp=1, dp_shard=8, global_batch=16)
+    assert estimate_memory(LLAMA_8B, unpiped)["gathered"] == pytest.approx(
         6 * LLAMA_8B.params, rel=1e-4
     )
 
 
 def test_what_a_collective_reads_is_free_late() -> None:
-    """Two whole outputs of each layer of a stage, but of no more layers than the queue holds."""
+    """Two full outputs of each layer of a stage, but at most the queue's layers."""
     late = replace(LAYOUTS["tp"], uses_record_stream=True)
     layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
 
-    def waits(lay: Layout) -> float:
-        return estimate_memory(LLAMA_8B, lay)["late"] / layer
+    def waits(layout: Layout) -> float:
+        return estimate_memory(LLAMA_8B, layout)["late"] / layer
 
     assert waits(replace(late, pp=4, zero=2)) == LLAMA_8B.layers / 4
     assert waits(late) == pytest.approx(1024 / 70)
@@ -336,10 +341,10 @@ def test_what_a_collective_reads_is_free_late() -> None:
 
 
 def test_layers_as_they_are_dealt() -> None:
-    lay = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
+    layout = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)
-    assert seconds(lay, h100()) > seconds(LAYOUTS["pp"], h100())
-    assert flops(estimate_step(LLAMA_8B, lay)) == pytest.approx(
+    assert seconds(layout, h100()) > seconds(LAYOUTS["pp"], h100())
+    assert flops(estimate_step(LLAMA_8B, layout)) == pytest.approx(
         flops(estimate_step(LLAMA_8B, LAYOUTS["pp"]))
     )
 
@@ -355,8 +360,10 @@ def test_offloading_trades_memory_for_the_way_to_the_host() -> None:
 
 
 def test_hop_scattered_has_a_part_of_the_bytes() -> None:
-    lay = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
-    hops = [estimate_step(LLAMA_8B, replace(lay, scatter_p2p=some)).p2p for some in (False, True)]
+    layout = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
+    hops = [
+        estimate_step(LLAMA_8B, replace(layout, scatter_p2p=subset)).p2p for subset in (False, True)
+    ]
     assert hops[0]
     assert hops[1]
     assert hops[0].bytes == 4 * hops[1].bytes
@@ -376,14 +383,14 @@ def test_networks_are_curves() -> None:
 
 
 def test_users_add_and_change_devices(tmp_path: Path) -> None:
-    mine = tmp_path / "clusters.toml"
-    mine.write_text(
+    clusters_file = tmp_path / "clusters.toml"
+    clusters_file.write_text(
         '[devices."H100"]\nsustained = 0.7\n'
         '[devices."Lab H100"]\nlike = "H100"\nnetwork = "lab"\nmemory_gib = 64\n'
         "[networks.lab]\nbandwidth = 12e9\nlatency = 1e-5\nachieved = { 2 = 1.0 }\n"
     )
     shipped = Path(ROOT / "weft/plan/clusters.toml")
-    devices, networks = read_clusters(shipped, mine)
+    devices, networks = read_clusters(shipped, clusters_file)
     assert devices["H100"].sustained == 0.7
     assert devices["H100"].bf16 == get_device("H100").bf16
     lab = devices["Lab H100"]
@@ -404,13 +411,13 @@ PUBLISHED = (ROOT / "benchmarks/published_runs.csv").read_text().splitlines()
 
 
 def figures(rows: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """What the benchmark says of rows of published runs."""
+    """Return the benchmark's figures for rows of published runs."""
     file.write_text("\n".join([PUBLISHED[0], *rows]) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["plan_accuracy.py", str(file), "--json"])
         runpy.run_path(str(ROOT / "benchmarks/plan_accuracy.py"), run_name="__main__")
-    found: dict[str, float] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, float] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def test_published_runs_some_rows_are_predicted(
@@ -422,9 +429,9 @@ def test_published_runs_some_rows_are_predicted(
     odd[1][10] = "."
     odd[2][3] = "-1"
     odd[3] = ["torn"]
-    some = PUBLISHED[1::6]
-    found = figures([*some, *(",".join(row) for row in odd)], tmp_path / "runs.csv", capsys)
-    assert set(found) == {
+    subset = PUBLISHED[1::6]
+    result = figures([*subset, *(",".join(row) for row in odd)], tmp_path / "runs.csv", capsys)
+    assert set(result) == {
         "throughput_median_error",
         "throughput_p90_error",
         "throughput_median_error_calibrated",
@@ -437,26 +444,26 @@ def test_published_runs_some_rows_are_predicted(
         "rows",
         "skipped",
     }
-    assert (found["rows"], found["skipped"]) == (len(some), 4)
-    assert found["throughput_median_error"] < 0.07
-    assert found["throughput_p90_error"] < 0.2
-    assert found["memory_median_error"] < 0.04
-    assert found["fits_accuracy"] > 0.9
+    assert (result["rows"], result["skipped"]) == (len(subset), 4)
+    assert result["throughput_median_error"] < 0.07
+    assert result["throughput_p90_error"] < 0.2
+    assert result["memory_median_error"] < 0.04
+    assert result["fits_accuracy"] > 0.9
 
 
 @pytest.mark.slow
 def test_published_runs_have_the_figures_of_the_pages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = figures(PUBLISHED[1:], tmp_path / "runs.csv", capsys)
-    assert (found["rows"], found["skipped"]) == (293, 1)
-    prediction = {name: f"{100 * found[name]:.1f} %" for name in found if "error" in name}
+    result = figures(PUBLISHED[1:], tmp_path / "runs.csv", capsys)
+    assert (result["rows"], result["skipped"]) == (293, 1)
+    prediction = {name: f"{100 * result[name]:.1f} %" for name in result if "error" in name}
     for page in ("README.md", "docs/results.md", "docs/planner.md"):
         text = (ROOT / page).read_text()
         for name in ("throughput_median_error", "throughput_p90_error", "memory_median_error"):
             assert prediction[name] in text, (page, name, prediction[name])
     results = (ROOT / "docs/results.md").read_text()
     assert [value for value in prediction.values() if value not in results] == []
-    assert f"rank correlation in nine choice sets {found['rank_correlation']:.2f}" in results
-    assert f"loses {100 * found['top1_regret']:.1f} %" in results
-    assert f"{100 * found['fits_accuracy']:.1f} %" in results
+    assert f"rank correlation in nine choice sets {result['rank_correlation']:.2f}" in results
+    assert f"loses {100 * result['top1_regret']:.1f} %" in results
+    assert f"{100 * result['fits_accuracy']:.1f} %" in results

@@ -25,8 +25,8 @@ def eight() -> tuple[Job, Plan, Machine, Forecast, list[RankTrace]]:
         ("model.tied_embeddings", "false"),
         ("parallel.tp", "2"),
     ]
-    here = Machine("cpu", devices=2)
-    plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
+    local_machine = Machine("cpu", devices=2)
+    plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: local_machine)
     device = match_device(machine.device_name, machine.memory_bytes)
     rank_traces = trace_ranks(plan)
     return plan.job, plan, machine, price_traces(plan, machine, device, rank_traces), rank_traces
@@ -42,14 +42,14 @@ def lines_of(eight: Eight, prediction: Forecast, *advice: Advice) -> list[str]:
 
 def column(lines: list[str], head: str) -> dict[str, float]:
     """Names and numbers below a line that begins so."""
-    start = next(place for place, line in enumerate(lines) if line.startswith(head))
+    start = next(position for position, line in enumerate(lines) if line.startswith(head))
     cells = [line.split() for line in lines[start + 1 :]]
-    found = {}
+    results = {}
     for row in cells:
         if not row:
             break
-        found[row[0]] = float(row[1])
-    return found
+        results[row[0]] = float(row[1])
+    return results
 
 
 def test_screen_of_a_plan_that_fits_has_memory_speed_and_communication(eight: Eight) -> None:
@@ -66,21 +66,23 @@ def test_screen_of_a_plan_that_fits_has_memory_speed_and_communication(eight: Ei
     assert sum(memory.values()) == pytest.approx(prediction.needed_bytes / GIB, abs=0.05)
     collectives = column(lines, "communication per rank")
     assert collectives == {
-        axis: each.collectives for axis, each in prediction.communication.items()
+        axis: item.collectives for axis, item in prediction.communication.items()
     }
     assert not any(line.startswith("changes that") for line in lines)
 
 
 def test_screen_times_add_up_to_the_step(eight: Eight) -> None:
     lines = lines_of(eight, eight[3])
-    start = next(place for place, line in enumerate(lines) if "step time" in line)
+    start = next(position for position, line in enumerate(lines) if "step time" in line)
     at = lines[start].index("step time")
     rows = [line[at:].split() for line in lines[start + 1 :] if line[at:].strip()]
     rows = rows[: 1 + [row[0] for row in rows].index("total")]
-    told = [float(next(word for word in row if word[0].isdigit()).replace(",", "")) for row in rows]
+    report = [
+        float(next(word for word in row if word[0].isdigit()).replace(",", "")) for row in rows
+    ]
     assert eight[3].step_seconds is not None
-    assert told[-1] == pytest.approx(1000 * eight[3].step_seconds, abs=0.05)
-    assert sum(told[:-1]) == pytest.approx(told[-1], abs=0.05 * len(told))
+    assert report[-1] == pytest.approx(1000 * eight[3].step_seconds, abs=0.05)
+    assert sum(report[:-1]) == pytest.approx(report[-1], abs=0.05 * len(report))
 
 
 @pytest.mark.parametrize(

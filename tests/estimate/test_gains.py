@@ -24,6 +24,6 @@ def test_published_gains_are_predicted() -> None:
     assert len(gains) == 3
     for name, prediction in gains.items():
         published = prediction["published"].values()
-        for way in ("traced", "arithmetic"):
+        for variant in ("traced", "arithmetic"):
             low, high = min(published) - 0.1, max(published) + 0.1
-            assert low < prediction[way]["gain"] < high, (name, way)
+            assert low < prediction[variant]["gain"] < high, (name, variant)

@@ -1,4 +1,4 @@
-"""Before a run starts: does it fit?  And when memory runs out all the same: what is said."""
+"""The memory check before a run, and the message when memory runs out anyway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, train_rank
-from tests.test_extending import MINE
+from tests.test_extending import LOCAL
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
@@ -29,10 +29,10 @@ SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
 
 def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
     job, _, problems = read_job(recipe, list(overrides))
-    where = parse_cluster(cluster)
+    cluster_spec = parse_cluster(cluster)
     assert not problems
-    assert isinstance(where, Cluster)
-    return job, resolve(job, cluster_machine(where)), cluster_machine(where)
+    assert isinstance(cluster_spec, Cluster)
+    return job, resolve(job, cluster_machine(cluster_spec)), cluster_machine(cluster_spec)
 
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
@@ -67,10 +67,10 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     assert expected.by == "a trace"
     rows[1] = ("train.microbatch_size", "96")
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
-    said = refused(job, plan, machine)
-    assert said.startswith("memory does not fit: rank 0 needs ")
-    assert "for activations" in said or "for temporaries" in said or "for allocator" in said
-    key, value = said.split("Use --")[1].split(" (")[0].split()
+    output = refused(job, plan, machine)
+    assert output.startswith("memory does not fit: rank 0 needs ")
+    assert "for activations" in output or "for temporaries" in output or "for allocator" in output
+    key, value = output.split("Use --")[1].split(" (")[0].split()
     changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
     predict_run(*changed[1:], force=False)
     forced, warning = predict_run(plan, machine, force=True)
@@ -86,8 +86,8 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     machine = Machine("cpu", devices=8, memory_bytes=2 * 2**30)
     plan = resolve(job, machine)
     assert plan.world_size == 2
-    said = refused(job, plan, machine)
-    key, value = said.split("Use --")[1].split(" (")[0].split()
+    output = refused(job, plan, machine)
+    key, value = output.split("Use --")[1].split(" (")[0].split()
     job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
     expected, _ = predict_run(resolve(job, machine), machine, force=False)
     assert expected is not None
@@ -111,7 +111,7 @@ def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
 
 # No fake tensor has a value.
 FORWARD = "        return self.out"
-ODD = MINE.replace(FORWARD, "        assert tokens_BT.sum().item() >= 0\n" + FORWARD)
+ODD = LOCAL.replace(FORWARD, "        assert tokens_BT.sum().item() >= 0\n" + FORWARD)
 
 
 def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
@@ -119,9 +119,9 @@ def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
 ) -> None:
     (tmp_path / "odd_model.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
-    mine = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
-    mine += [("data.vocab_size", "512"), ("train.seq_len", "32")]
-    job, _, problems = read_job("demo", mine)
+    model_overrides = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
+    model_overrides += [("data.vocab_size", "512"), ("train.seq_len", "32")]
+    job, _, problems = read_job("demo", model_overrides)
     assert not problems
     machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
     expected, warning = predict_run(resolve(job, machine), machine, force=False)
@@ -138,31 +138,33 @@ def test_train_plan_that_cannot_fit_is_refused(
     """Nothing is prepared, nothing is left."""
     wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
     wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
-    places = ["--run.dir", "run", "--data.cache_dir", "cache"]
+    positions = ["--run.dir", "run", "--data.cache_dir", "cache"]
     monkeypatch.chdir(tmp_path)
     assert (
-        main(["train", "demo", *places, *wide, "--run.device", "cpu", "--run.nproc_per_node", "2"])
+        main(
+            ["train", "demo", *positions, *wide, "--run.device", "cpu", "--run.nproc_per_node", "2"]
+        )
         == 2
     )
-    said = capsys.readouterr().err
-    assert "1 problem, nothing was started:\n  memory does not fit: rank " in said
+    output = capsys.readouterr().err
+    assert "1 problem, nothing was started:\n  memory does not fit: rank " in output
     assert list(tmp_path.iterdir()) == []
 
 
 # --------------------------------------------------------------------------- in the run
 
 
-def train_with_little_memory(overrides: Overrides, store: str, more: int) -> None:
+def train_with_little_memory(overrides: Overrides, store: str, extra: int) -> None:
     """In no more address space than there is now, and ``more``."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmSize"):
-            limit = int(line.split()[1]) * 1024 + more
+            limit = int(line.split()[1]) * 1024 + extra
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     train_rank(overrides, store)
 
 
 @pytest.mark.parametrize(
-    ("more", "keys", "told"),
+    ("extra", "keys", "report"),
     [
         (
             200 * 2**20,
@@ -181,17 +183,17 @@ def train_with_little_memory(overrides: Overrides, store: str, more: int) -> Non
     ],
 )
 def test_out_of_memory_is_explained(
-    tmp_path: Path, store_path: Path, more: int, keys: Overrides, told: list[str]
+    tmp_path: Path, store_path: Path, extra: int, keys: Overrides, report: list[str]
 ) -> None:
     (tmp_path / PREDICTION).write_text('{"memory_gib": 1.25}')
     job: Overrides = [("run.dir", str(tmp_path)), *keys]
     with pytest.raises(RankError) as caught:
-        run_ranks(train_with_little_memory, 1, job, str(store_path), more, timeout=120)
-    said = str(caught.value)
-    assert "OutOfMemory: out of memory: the peak of this rank is " in said
-    assert "the plan predicts 1.25 GiB" in said
-    for part in told:
-        assert part in said
+        run_ranks(train_with_little_memory, 1, job, str(store_path), extra, timeout=120)
+    message = str(caught.value)
+    assert "OutOfMemory: out of memory: the peak of this rank is " in message
+    assert "the plan predicts 1.25 GiB" in message
+    for part in report:
+        assert part in message
 
 
 def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_path: Path) -> None:
@@ -204,10 +206,8 @@ def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_
 
 
 def test_gib_shared_storage_is_counted_once() -> None:
-    whole = torch.zeros(2**18)
-    assert (
-        storage_gib([whole, whole[:100], whole.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
-    )
+    full = torch.zeros(2**18)
+    assert storage_gib([full, full[:100], full.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
 
 
 def test_knobs_offer_only_possible_changes() -> None:

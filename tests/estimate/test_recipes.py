@@ -1,5 +1,4 @@
-"""Every shipped recipe fits on the cluster that it is made for: by arithmetic, and traced as
-`weft plan` does it."""
+"""Every shipped recipe fits on its cluster: by arithmetic, and by a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
     "llama3-8b-qlora": [("train.global_batch_size", "1")],
     "moe-demo": [],
 }
-# On CPUs, of experts, or not trained whole: of these arithmetic does not tell.
+# Arithmetic does not decide for recipes on CPUs, with experts, or with partly frozen weights.
 NO_ARITHMETIC = {
     "demo",
     "three-servers-small",
@@ -43,8 +42,7 @@ def planned(recipe: str) -> tuple[Job, Plan, Machine]:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
-    """Its keys agree, its layout and schedule are possible, and arithmetic, which is rougher than a
-    trace, sees nothing far off."""
+    """Keys agree, layout and schedule are possible, and arithmetic finds no excess."""
     _job, plan, machine = planned(recipe)
     expected = estimate_run(plan, machine)
     assert (expected is None) == (recipe in NO_ARITHMETIC)

@@ -1,4 +1,4 @@
-"""What the planner says of a run stands beside what the run measured, of a run that was trained."""
+"""The report shows the planner's prediction beside the measurements of a run."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ PIPELINE = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple[Path, str]:
     """A run of a pipeline of two ranks, and what its command said."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    pairs = [*SMALL, *PIPELINE, ("run.dir", str(folder)), ("data.path", str(store_path))]
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    pairs = [*SMALL, *PIPELINE, ("run.dir", str(run_dir)), ("data.path", str(store_path))]
     words = [word for key, value in pairs for word in (f"--{key}", value)]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "weft.cli", "train", "demo", *words],
         capture_output=True,
         text=True,
@@ -53,32 +53,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple
         check=False,
         env=os.environ | {"NO_COLOR": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return run_dir, completed.stdout
 
 
 def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
-    folder, said = trained
-    assert f"report: {folder / REPORT_FILE}" in said
-    page = (folder / REPORT_FILE).read_text()
+    directory, output = trained
+    assert f"report: {directory / REPORT_FILE}" in output
+    page = (directory / REPORT_FILE).read_text()
     assert '<span class="state finished">finished</span>' in page
-    assert f'id="fact-loss">{records(folder)[-1]["loss"]:.4f}<' in page
+    assert f'id="fact-loss">{records(directory)[-1]["loss"]:.4f}<' in page
     assert "<code>weft report</code>" in page  # six steps are not worth a forecast
 
 
 def test_report_predicted_memory_is_of_the_runs_plan(
     trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = trained
-    assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / REPORT_FILE}\n"
-    page = (folder / REPORT_FILE).read_text()
-    _job, plan, machine = replan_run(folder, "run")
+    directory, _ = trained
+    assert main(["report", str(directory)]) == 0
+    assert capsys.readouterr().out == f"{directory / REPORT_FILE}\n"
+    page = (directory / REPORT_FILE).read_text()
+    _job, plan, machine = replan_run(directory, "run")
     assert (plan.pp, plan.world_size) == (2, 2)
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert machine.memory_bytes == pytest.approx(pages * page_bytes)
     prediction = forecast(plan, machine, None)
-    measured = records(folder)[-1]["memory_peak_gib"]
+    measured = records(directory)[-1]["memory_peak_gib"]
     predicted = prediction.recorded_bytes / GIB
     row = "".join(
         f'<td class="number">{text}</td>'
@@ -92,9 +92,9 @@ def test_report_predicted_memory_is_of_the_runs_plan(
     assert 'class="limit measured"' in page
 
 
-def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
+def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
     """Traces in which action n of rank r begins at 1000 step + 10 n + r milliseconds."""
-    (folder / "spans").mkdir(exist_ok=True)
+    (directory / "spans").mkdir(exist_ok=True)
     for rank, order in plan.pipeline_schedule.items():
         events: list[dict[str, Any]] = []
         for step in steps:
@@ -104,25 +104,27 @@ def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
                 ts = 1_700_000_000_000_000 + 1_000_000 * step + 10_000 * n + 1000 * rank
                 events.append({"name": "", "ph": "X", "ts": ts, "dur": 5000, "args": args})
         text = "[\n" + ",\n".join(json.dumps(event) for event in events)
-        (folder / "spans" / f"rank-{rank}.json").write_text(text[: len(text) - cut * rank])
+        (directory / "spans" / f"rank-{rank}.json").write_text(text[: len(text) - cut * rank])
 
 
 def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
-    _, plan, _ = replan_run(folder, "run")
-    # What the run itself has noted: on each rank its actions, in their order.
-    found = measured_timeline(folder, plan)
-    assert found is not None
-    assert found[0] == 6
+    directory, _ = trained
+    _, plan, _ = replan_run(directory, "run")
+    # The run recorded the actions of each rank, in their order.
+    result = measured_timeline(directory, plan)
+    assert result is not None
+    assert result[0] == 6
     for rank, order in plan.pipeline_schedule.items():
-        mine = sorted((s for s in found[1] if s.rank == rank), key=lambda span: span.start)
-        assert [span[1:4] for span in mine] == [tuple(action) for action in order]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+        spans_of_rank = sorted(
+            (s for s in result[1] if s.rank == rank), key=lambda span: span.start
+        )
+        assert [span[1:4] for span in spans_of_rank] == [tuple(action) for action in order]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans_of_rank))
     # Step 3 was done again after a failure, and the end of rank 1's step 6 is not written.
-    spans(plan, [1, 2, 3, 3, 4, 5, 6], folder, cut=200)
-    found = measured_timeline(folder, plan)
-    assert found is not None
-    step, drawn = found
+    spans(plan, [1, 2, 3, 3, 4, 5, 6], directory, cut=200)
+    result = measured_timeline(directory, plan)
+    assert result is not None
+    step, drawn = result
     assert step == 5
     table = plan.pipeline_schedule
     expected = {
@@ -131,27 +133,27 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
         for n, action in enumerate(order)
     }
     assert {s[:4]: s[4:] for s in drawn} == expected
-    by_heading = dict(prediction_sections([RunReader(folder)]))
+    by_heading = dict(prediction_sections([RunReader(directory)]))
     svg = by_heading["Pipeline schedule, measured in step 5"]
     page = render_document("", svg).decode().replace("pipeline-measured", "pipeline")
     boxes = actions(picture(parsed(page), "pipeline"))
     assert len(boxes) == sum(map(len, table.values()))
-    (folder / "spans" / "rank-1.json").unlink()
-    assert measured_timeline(folder, plan) is None
+    (directory / "spans" / "rank-1.json").unlink()
+    assert measured_timeline(directory, plan) is None
 
 
 def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
+    directory, _ = trained
     for steps, compute in (("2-3", 0.1), ("12-13", 0.3)):
         rank_traces = [
             {"rank": 0, "steps": 2, "seconds": {"compute": compute, "pp": 0.05}},
             {"rank": 1, "steps": 2, "seconds": {"compute": 0.1, "host": 0.05}},
             {"rank": 2, "error": "no trace"},
         ]
-        (folder / "traces" / f"step-{steps}").mkdir(parents=True)
-        summary = folder / "traces" / f"step-{steps}" / "summary.json"
+        (directory / "traces" / f"step-{steps}").mkdir(parents=True)
+        summary = directory / "traces" / f"step-{steps}" / "summary.json"
         summary.write_text(json.dumps({"ranks": rank_traces, "predicted": None}))
-    by_heading = dict(prediction_sections([RunReader(folder)]))
+    by_heading = dict(prediction_sections([RunReader(directory)]))
     drawn = by_heading["Time breakdown of a step, measured: step-12-13"]
     assert "Of 250 ms, 80.0% is compute" in drawn
     assert "pp: exposed communication: 25.0 ms, 10.0%" in drawn
@@ -163,23 +165,23 @@ def test_sections_without_a_forecast_say_why(
 ) -> None:
     (tmp_path / "odd_of_mine.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
-    mine = [("model.kind", "odd_of_mine:FAMILY"), ("model.preset", "small")]
-    job, base, problems = read_job("demo", [*mine, ("train.seq_len", "32")])
+    spans_of_rank = [("model.kind", "odd_of_mine:FAMILY"), ("model.preset", "small")]
+    job, base, problems = read_job("demo", [*spans_of_rank, ("train.seq_len", "32")])
     job = replace(job, data={"vocab_size": 512})
     assert not problems
-    folder = tmp_path / "run"
-    write_plan(folder, resolve(job, Machine("cpu", devices=1, world_size=1)))
-    (folder / "job.toml").write_text(to_toml(job, "demo", base))
-    ((_, told),) = prediction_sections([RunReader(folder)])
-    assert told.startswith("<p>This run cannot be predicted: ")
-    gone = (folder / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
-    (folder / "job.toml").write_text(gone)
-    ((_, told),) = prediction_sections([RunReader(folder)])
-    assert "This run cannot be planned again: model.kind=&quot;gone_by_now:FAMILY&quot;" in told
+    run_dir = tmp_path / "run"
+    write_plan(run_dir, resolve(job, Machine("cpu", devices=1, world_size=1)))
+    (run_dir / "job.toml").write_text(to_toml(job, "demo", base))
+    ((_, report),) = prediction_sections([RunReader(run_dir)])
+    assert report.startswith("<p>This run cannot be predicted: ")
+    missing = (run_dir / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
+    (run_dir / "job.toml").write_text(missing)
+    ((_, report),) = prediction_sections([RunReader(run_dir)])
+    assert "This run cannot be planned again: model.kind=&quot;gone_by_now:FAMILY&quot;" in report
 
 
 def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
-    ((heading, content),) = prediction_sections([RunReader(folder), RunReader(folder)])
+    directory, _ = trained
+    ((heading, content),) = prediction_sections([RunReader(directory), RunReader(directory)])
     assert heading == "Predicted and measured"
     assert content.count("memory of the fullest rank, GiB") == 2

@@ -55,8 +55,10 @@ SMALL: Overrides = [
 
 
 def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
-    here = Machine("cpu", devices=2)
-    plan, machine = plan_recipe("demo", [*SMALL, *overrides], [], cluster, lambda device: here)
+    local_machine = Machine("cpu", devices=2)
+    plan, machine = plan_recipe(
+        "demo", [*SMALL, *overrides], [], cluster, lambda device: local_machine
+    )
     return plan.job, plan, machine
 
 
@@ -69,15 +71,15 @@ def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
     return list(enumerate_candidates(dims, base, plan, machine))
 
 
-def with_room(machine: Machine, gib: float) -> Machine:
+def with_memory(machine: Machine, gib: float) -> Machine:
     return replace(machine, memory_bytes=OUTSIDE_ALLOCATOR["cuda"] + int(gib * 2**30))
 
 
 def check_sums(result: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:
     """Check that every candidate was considered once, and has a reason."""
     reported = [
-        *(each.candidate for each in result.best),
-        *(each.candidate for each in result.rejected),
+        *(item.candidate for item in result.best),
+        *(item.candidate for item in result.rejected),
     ]
     assert result.num_considered == len(reported)
     assert Counter(map(key_of, reported)) == Counter(
@@ -95,10 +97,12 @@ def key_of(candidate: Candidate) -> str:
 
 @pytest.fixture(scope="module")
 def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
-    """Two H100 with little memory, searched in this process as where there is one core:
-    `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
+    """Search two H100 with little memory in this process, as on one core.
+
+    `test_plan_search_winner_has_its_forecast_when_planned_again` traces in processes.
+    """
     job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
-    machine = with_room(machine, 4.7)
+    machine = with_memory(machine, 4.7)
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: 1)
@@ -117,11 +121,11 @@ def test_search_every_layout_is_ranked_or_has_a_reason(tight: Tight) -> None:
 
 def test_search_best_layouts_fit_and_are_sorted_by_speed(tight: Tight) -> None:
     result, machine = tight[3], tight[2]
-    seconds = [each.prediction.step_seconds for each in result.best]
+    seconds = [item.prediction.step_seconds for item in result.best]
     assert seconds == sorted(seconds)  # type: ignore[type-var]
     assert machine.memory_bytes is not None
-    assert all(each.prediction.fits for each in result.best)
-    assert all(each.prediction.needed_bytes <= machine.memory_bytes for each in result.best)
+    assert all(item.prediction.fits for item in result.best)
+    assert all(item.prediction.needed_bytes <= machine.memory_bytes for item in result.best)
     assert {item.reason for item in result.rejected} == {"memory", "rule", "slower"}
 
 
@@ -132,7 +136,7 @@ def test_search_winner_keeps_the_recipes_precision(tight: Tight) -> None:
     assert precisions == {"none", "tensorwise"}
     assert result.winner is not None
     assert result.winner.job.precision.float8 == "none"
-    own = [each for each in result.best if each.candidate.precision == "none"]
+    own = [item for item in result.best if item.candidate.precision == "none"]
     assert own[0] is result.winner
     assert 0 < len(own) <= TRACED_OWN
 
@@ -147,10 +151,10 @@ def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tigh
     ranked = lines[3 : 3 + len(result.best)]
     assert result.winner is not None
     assert [line.split()[0].endswith("*") for line in ranked] == [
-        each is result.winner for each in result.best
+        entry is result.winner for entry in result.best
     ]
-    for line, each in zip(ranked, result.best, strict=True):
-        assert line.endswith(describe_layout(each.candidate.layout))
+    for line, item in zip(ranked, result.best, strict=True):
+        assert line.endswith(describe_layout(item.candidate.layout))
     assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(result.rejected)
 
 
@@ -164,12 +168,12 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert head[1] == "# weft plan demo --cluster 1x2xH100 --search"
     assert "GiB on the fullest rank" in head[2]
-    again, _, problems = read_job(str(path))
+    reread, _, problems = read_job(str(path))
     assert not problems
     assert result.winner is not None
     expected = flatten(result.winner.job) | {"run.cluster": "1x2xH100"}
-    assert flatten(again) == expected
-    prediction = trace_candidate((again, machine))
+    assert flatten(reread) == expected
+    prediction = trace_candidate((reread, machine))
     assert not isinstance(prediction, searching.TraceFailure)
     assert (prediction.step_seconds, prediction.needed_bytes) == (
         result.winner.prediction.step_seconds,
@@ -181,7 +185,7 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
 def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tight: Tight) -> None:
     """If no estimate fits, the smallest candidate is traced."""
     job, plan, machine = tight[:3]
-    machine = with_room(machine, 1.0)
+    machine = with_memory(machine, 1.0)
     result = search(plan, machine)
     check_sums(result, job, plan, machine)
     assert result.best == ()
@@ -191,7 +195,7 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
     assert "no layout fits" in render_search(result)
 
 
-# --------------------------------------------------------------------------- what is tried
+# # --- candidates
 
 
 def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
@@ -207,11 +211,12 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
 
     # Estimates near zero claim that all fit; none does.
     wrong = [
-        replace(c, seconds=float(place), memory_bytes=2.0**28) for place, c in enumerate(subset)
+        replace(c, seconds=float(position), memory_bytes=2.0**28)
+        for position, c in enumerate(subset)
     ]
     room = 2.0**29
     best, rejected = searching.trace_best(
-        job, with_room(machine, 0.5), wrong, room, 2, trace, lambda text: None
+        job, with_memory(machine, 0.5), wrong, room, 2, trace, lambda text: None
     )
     assert best == []
     assert sum(tried) <= MAX_TRACED // 3
@@ -236,7 +241,7 @@ def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str
         cluster, ("precision.float8", own), ("precision.float8_small", "true")
     )
     if cluster == "1x2xMI300X":
-        expected = precisions(plan, machine)  # whatever the table says of it
+        expected = precisions(plan, machine)  # with any table
         assert expected[0] == "none"
     assert precisions(plan, machine) == expected
 
@@ -315,10 +320,12 @@ def test_search_unknown_device_or_schedule_file_is_refused(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("cluster", "gib"), [("1x2xH100", 4.7), ("1x4xA100-80GB", 3.5)])
 def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
-    """Every possible layout in the recipe's precision is traced: the winner is the fastest of
-    them, or as good as it, and what was told to need too much memory does."""
+    """Trace every possible layout: the winner is the fastest or as good as it.
+
+    Every layout that the search rejects for memory does need too much.
+    """
     job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
-    machine = with_room(machine, gib)
+    machine = with_memory(machine, gib)
     result = search(plan, machine)
     check_sums(result, job, plan, machine)
     assert result.winner is not None
@@ -347,18 +354,17 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
-    """The best of three thousand layouts of Llama 3.1 405B, with the prediction that its recipe
-    gives when it is planned again."""
-    here = Machine("cpu", devices=2)
-    plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
+    """The best of three thousand layouts of 405B has the same forecast in a new plan."""
+    local_machine = Machine("cpu", devices=2)
+    plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: local_machine)
     result = search(plan, machine)
     assert result.num_considered > 2000
     assert result.winner is not None
     assert len(result.best) >= TRACED_OWN
     path = tmp_path / "best.toml"
     path.write_text(render_recipe(result, plan.job, "llama3-405b", "64x8xH100"), "utf-8")
-    again = plan_recipe(str(path), [], [], None, lambda device: here)
-    prediction = trace_candidate((again[0].job, again[1]))
+    reread = plan_recipe(str(path), [], [], None, lambda device: local_machine)
+    prediction = trace_candidate((reread[0].job, reread[1]))
     assert not isinstance(prediction, searching.TraceFailure)
     assert prediction.step_seconds == result.winner.prediction.step_seconds
     assert prediction.needed_bytes == result.winner.prediction.needed_bytes
@@ -378,7 +384,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
     options = ["--cluster", "1x1xA100-80GB", "--search", "--json", "--write", str(best)]
     assert main(["plan", "demo", *keys, *options]) == 0
     result = json.loads(capsys.readouterr().out)
-    (winner,) = (each for each in result["best"] if each["winner"])
+    (winner,) = (item for item in result["best"] if item["winner"])
     assert winner is not None
     assert all(item["why"] and item["detail"] for item in result["lost"])
     options = ["--json", "--report", str(page)]
@@ -390,7 +396,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--cluster", "8xH100", "--search"], '--cluster="8xH100" is not a cluster'),
         (["--cluster", "1x8xH999", "--search"], "has an unknown device"),
@@ -399,11 +405,13 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
         (["--search", "--rank-map"], "not allowed with"),
     ],
 )
-def test_plan_search_wrong_options_are_refused(options: list[str], told: str, capsys: Any) -> None:
+def test_plan_search_wrong_options_are_refused(
+    options: list[str], message: str, capsys: Any
+) -> None:
     keys = [text for name, value in SMALL for text in (f"--{name}", value)]
     try:
         status = main(["plan", "demo", *keys, *options])
     except SystemExit as stop:
         status = int(stop.code or 0)
     assert status == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A fake rank does what a real one does, and a step is what its extrapolation says."""
+"""A fake rank does the same as a real one, and extrapolation equals a full step."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def small(layout: str) -> Overrides:
     rows = ranks
     for axis in ("pp", "tp", "cp"):
         rows //= int(chosen.get(f"parallel.{axis}", 1))
-    each = int(chosen.get("train.microbatch_size", "1").replace("auto", "1"))
+    item = int(chosen.get("train.microbatch_size", "1").replace("auto", "1"))
     stages = 3 if "stages_per_rank=3" in layout else 2 if "parallel.pp" in chosen else 1
-    # As many microbatches as show what adds up over them, or what waits in a pipeline.
+    # Enough microbatches to show sums over them, and waiting in a pipeline.
     microbatches = 4 if stages > 1 else 2 if rows > 1 else 1
     return [
         ("model.num_layers", str(2 * stages)),
         ("model.tied_embeddings", "false"),
         ("train.microbatch_size", "1"),
-        ("train.global_batch_size", str(rows * each * microbatches)),
+        ("train.global_batch_size", str(rows * item * microbatches)),
         *overrides,
     ]
 
 
 def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
-    """What this rank does in its first step."""
+    """Return the record of this rank's first step."""
     job = small_job(*small(layout))
     plan = plan_here(job)
     if mode is None:
@@ -97,9 +97,9 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
 
 
 def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
+    """``{"all_gather tp": (20, 81920)}``: collectives and bytes, by kind and axis."""
     groups = find_comm_groups(op_trace, mesh)
-    found: dict[str, tuple[int, int]] = {}
+    results: dict[str, tuple[int, int]] = {}
     for event in op_trace.events:
         if event.call is None or not event.call.group:
             continue
@@ -107,9 +107,9 @@ def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
         if event.call.name in ("send", "recv") and size == GREETING:
             continue
         key = f"{event.call.name} {groups[event.call.group].axis}"
-        number, total = found.get(key, (0, 0))
-        found[key] = number + 1, total + size
-    return found
+        number, total = results.get(key, (0, 0))
+        results[key] = number + 1, total + size
+    return results
 
 
 def peak_bytes(op_trace: OpTrace) -> int:
@@ -122,7 +122,7 @@ def peak_bytes(op_trace: OpTrace) -> int:
 
 
 def step(built: Built, job: Job, plan: Plan) -> None:
-    """Without a look at it."""
+    """Return the step's peak without inspecting it."""
     built.train_step.forward_backward(empty_batches(plan))
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     params = [param for _, param in trainable_parameters(built.model_parts)]
@@ -133,23 +133,23 @@ def step(built: Built, job: Job, plan: Plan) -> None:
 
 def real_ranks(layouts: list[str]) -> StepRecords:
     gc.freeze()  # each step begins with a collection
-    found = {}
+    results = {}
     for layout in layouts:
-        found[layout] = step_record(layout)
+        results[layout] = step_record(layout)
         clear_mesh_cache()
-    return found
+    return results
 
 
 def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
-    """Of two processes each is one end of the world."""
+    """Return both ranks of a world of two processes."""
     gc.freeze()
     rank = dist.get_rank() * (ranks - 1)
     dist.destroy_process_group()
-    found = {}
+    results = {}
     for layout in layouts:
         with fake_world(rank, ranks) as mode:
-            found[layout] = step_record(layout, mode)
-    return found
+            results[layout] = step_record(layout, mode)
+    return results
 
 
 def layouts_of_size(ranks: int) -> list[str]:
@@ -178,13 +178,13 @@ assert set(EACH_METHOD) <= set(layouts_of_size(2))
         pytest.param(3, layouts_of_size(3), id="3"),
         pytest.param(
             2,
-            [each for each in layouts_of_size(2) if each not in EACH_METHOD],
+            [item for item in layouts_of_size(2) if item not in EACH_METHOD],
             id="2-more",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             4,
-            [each for each in layouts_of_size(4) if each not in LARGER_RINGS],
+            [item for item in layouts_of_size(4) if item not in LARGER_RINGS],
             id="4",
             marks=pytest.mark.slow,
         ),
@@ -193,7 +193,7 @@ assert set(EACH_METHOD) <= set(layouts_of_size(2))
     ],
 )
 def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) -> None:
-    """FLOPs and exchanges are the same, and peaks within 3 %, for the whole equivalence matrix."""
+    """FLOPs and collectives are equal, and peaks within 3 %, for the whole matrix."""
     fake = run_ranks(fake_ranks, 2, layouts, ranks, timeout=800)
     wrong = []
     for _ in range(3):  # on a busy machine gloo's threads give memory back late
@@ -202,7 +202,7 @@ def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) 
             (layout, prediction[layout], expected[layout])
             for layout in layouts
             for prediction, expected in ((fake[0], real[0]), (fake[1], real[-1]))
-            if not alike(prediction[layout], expected[layout])
+            if not is_equal(prediction[layout], expected[layout])
         ]
         layouts = sorted({layout for layout, _, _ in wrong})
         if not layouts:
@@ -210,7 +210,7 @@ def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) 
     assert not wrong
 
 
-def alike(extrapolated: dict[str, Any], reference: dict[str, Any]) -> bool:
+def is_equal(extrapolated: dict[str, Any], reference: dict[str, Any]) -> bool:
     exact = extrapolated | {"peak": 0} == reference | {"peak": 0}
     return exact and abs(extrapolated["peak"] / reference["peak"] - 1) <= 0.03
 
@@ -224,7 +224,7 @@ LARGER = [
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
     (5, 5, "dp_shard2 optim.name=muon"),
 ]
-MORE = [
+EXTRA = [
     (9, 6, "dp_shard2"),
     (9, 6, "tp2"),
     (7, 1, "cp2 cp_method=allgather"),
@@ -246,7 +246,7 @@ MORE = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
-    # More stages than torch's runtime keeps gathered by itself.
+    # More stages than torch's runtime keeps gathered.
     (32, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]
 
@@ -254,9 +254,9 @@ MORE = [
 def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
     ranks, overrides = parse(layout)
     machine = Machine("cpu", devices=2, world_size=ranks)
-    more: Overrides = [*BASE, *overrides, ("model.num_layers", str(blocks))]
-    rows = resolve(small_job(*more), machine).dp_size * microbatches
-    job = small_job(*more, ("train.global_batch_size", str(rows)))
+    extra: Overrides = [*BASE, *overrides, ("model.num_layers", str(blocks))]
+    rows = resolve(small_job(*extra), machine).dp_size * microbatches
+    job = small_job(*extra, ("train.global_batch_size", str(rows)))
     return job, resolve(job, machine)
 
 
@@ -278,13 +278,15 @@ def flops_of(trace: RankTrace) -> float:
 
 @pytest.mark.parametrize(
     ("blocks", "microbatches", "layout"),
-    [*LARGER, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+    [*LARGER, *(pytest.param(*tensor, marks=pytest.mark.slow) for tensor in EXTRA)],
 )
 def test_traces_extrapolated_step_equals_the_whole_step(
     blocks: int, microbatches: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLOPs, exchanges and live bytes are exact; but a pipeline's actions have another order in
-    the recording: messages and gathered weights may be let go, or made, one action on."""
+    """FLOPs, collectives and live bytes are exact, the order of actions is not.
+
+    Messages and gathered weights may be freed, or allocated, one action later.
+    """
     _job, plan = planned(layout, blocks, microbatches)
     short = trace_ranks(plan)
     for extrapolated, full in zip(short, traced_whole(plan, monkeypatch), strict=True):
@@ -296,8 +298,8 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         a, b = simulate_memory(extrapolated, caching=False), simulate_memory(full, caching=False)
         assert a.reserved == pytest.approx(b.reserved, rel=0.01)
         for name, size in b.live_bytes.items():
-            some = max(8192, late * sum(b.live_bytes.values()))
-            assert a.live_bytes[name] == pytest.approx(size, rel=0.003, abs=some), name
+            subset = max(8192, late * sum(b.live_bytes.values()))
+            assert a.live_bytes[name] == pytest.approx(size, rel=0.003, abs=subset), name
 
 
 def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:

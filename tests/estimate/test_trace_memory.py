@@ -1,4 +1,4 @@
-"""What storages are used for."""
+"""Categories of traced storages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from weft.plan.resolve import resolve
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: str) -> None:
-    """Whole and in float32 where they wait for their reduction, whatever half of a backward pass
-    made them: on two shards as many bytes as both moments of a shard."""
+    """Accumulated gradients are unsharded float32, with split backward passes too.
+
+    On two shards they take as many bytes as both moments of a shard.
+    """
     ranks, overrides = parse(
         f"dp_shard2 tp2 pp2 pipeline.schedule={schedule} precision.compute_dtype=bfloat16"
         " gradient_sync=step model.num_layers=6 train.microbatch_size=1 train.global_batch_size=8"

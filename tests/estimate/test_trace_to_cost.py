@@ -1,4 +1,4 @@
-"""What is priced of a trace."""
+"""Prices of traced operations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from weft.plan.resolve import resolve
 def test_pricer_optimizer_reads_and_writes_each_state_once(
     states: str, least: float, most: float
 ) -> None:
-    """Of each parameter, whatever number of operators an update is made of."""
+    """The optimizer reads each parameter, for any number of operators in its update."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
     job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
-    where = parse_cluster("1x2xH100")
+    cluster = parse_cluster("1x2xH100")
     assert not problems
-    assert isinstance(where, Cluster)
-    plan = resolve(job, cluster_machine(where))
+    assert isinstance(cluster, Cluster)
+    plan = resolve(job, cluster_machine(cluster))
     pricer = TracePricer(trace_ranks(plan)[0], pricing_options(plan, get_device("H100")))
     swept = pricer.price_optimizer().traffic_bytes / (plan.num_params / 2)
     assert least <= swept <= most

@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels, and what the compiler makes for it.
+"""Tests that need a GPU: its kernels, and code that the compiler makes for it.
 
 python -m pytest tests/gpu
 """
@@ -52,12 +52,12 @@ def test_attention_on_cuda_equals_float64_on_the_cpu(documents: bool) -> None:
         out = attend(q, k, v, document_mask(numbers.to(CUDA)) if documents else None)
         upstream = torch.randn_like(out)
         grads = torch.autograd.grad(out, (q, k, v), upstream)
-    exact = [each.detach().double().cpu().requires_grad_() for each in (q, k, v)]
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (q, k, v)]
     expected = attend(*exact, document_mask(numbers) if documents else None)  # type: ignore[arg-type]
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
     theirs = torch.autograd.grad(expected, exact, upstream.double().cpu())
-    for mine, other in zip(grads, theirs, strict=True):
-        assert (mine.double().cpu() - other).norm() < 0.01 * other.norm()
+    for local, other in zip(grads, theirs, strict=True):
+        assert (local.double().cpu() - other).norm() < 0.01 * other.norm()
 
 
 def test_attention_takes_a_flash_kernel() -> None:
@@ -95,19 +95,19 @@ def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
-    """The tensor cores' products, and the same rounding with products in high precision."""
+    """The tensor cores' products equal the same rounding with high-precision products."""
     linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)
     upstream = torch.randn(2, 64, 256, device=CUDA, dtype=torch.bfloat16)
-    found = []
+    results = []
     for emulate in (False, True):
         model = nn.Sequential(copy.deepcopy(linear))
         apply_float8(model, recipe, ["0"], emulate)
-        given = x.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
         run: Any = torch.compile(model, fullgraph=True) if compiled and not emulate else model
-        out = run(given)
-        found.append((out, *torch.autograd.grad(out, (given, model[0].weight), upstream)))
-    for real, emulated in zip(*found, strict=True):
+        out = run(inputs)
+        results.append((out, *torch.autograd.grad(out, (inputs, model[0].weight), upstream)))
+    for real, emulated in zip(*results, strict=True):
         assert (real - emulated).norm() < 0.01 * emulated.norm()
 
 
@@ -166,7 +166,7 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
 
     from tests.small import losses
 
-    found = {}
+    results = {}
     for device in ("cpu", "cuda"):
         pairs = [
             *SMALL,
@@ -180,8 +180,8 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
         command = [sys.executable, "-m", "weft.cli", "train", "demo"]
         command += [word for key, value in pairs for word in (f"--{key}", value)]
         subprocess.run(command, check=True, timeout=300)
-        found[device] = losses(tmp_path / device)
-    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)
+        results[device] = losses(tmp_path / device)
+    assert results["cuda"] == pytest.approx(results["cpu"], rel=2e-3)
 
 
 def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
         warnings.simplefilter("always")
 
         def count_waits(step: int) -> None:
-            begun.append(sum("synchronizing" in str(each.message) for each in waits))
+            begun.append(sum("synchronizing" in str(wait.message) for wait in waits))
 
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA

@@ -1,4 +1,4 @@
-"""Qwen3 and Mistral: equal to transformers', true to their tables, the same in every layout."""
+"""Qwen3 and Mistral: equal to transformers', true to their tables, in any layout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "max_seq_len": 64,
 }
-OTHERS = ["qwen3", "mistral"]
-EACH = [(kind, tied) for kind in OTHERS for tied in (False, True)]
+OTHER_CASES = ["qwen3", "mistral"]
+EACH = [(kind, tied) for kind in OTHER_CASES for tied in (False, True)]
 TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -43,7 +43,7 @@ def config_of(kind: str, **changes: Any) -> Any:
     return config
 
 
-def filled(kind: str, config: Any) -> nn.Module:
+def build_filled(kind: str, config: Any) -> nn.Module:
     """A model with large random weights, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = FAMILIES[kind].build(config)
@@ -57,14 +57,14 @@ def transformers_twin(kind: str, config: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tree = to_hf_config(FAMILIES[kind], config, "float32")
-    made = AutoConfig.for_model(tree.pop("model_type"), **tree)
-    return AutoModelForCausalLM.from_config(made)  # type: ignore[no-any-return]
+    created = AutoConfig.for_model(tree.pop("model_type"), **tree)
+    return AutoModelForCausalLM.from_config(created)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "tied"), EACH)
 def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
     config = config_of(kind, tied_embeddings=tied)
-    model, twin = filled(kind, config), transformers_twin(kind, config)
+    model, twin = build_filled(kind, config), transformers_twin(kind, config)
     named = get_hf_mapping(FAMILIES[kind]).hf_name
     theirs = dict(twin.named_parameters())
     assert {n: p.shape for n, p in theirs.items()} == {
@@ -86,7 +86,7 @@ def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
         torch.testing.assert_close(parameter.grad, gradient, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", OTHER_CASES)
 def test_from_config_written_by_transformers_is_understood(kind: str) -> None:
     config = config_of(kind)
     written = json.loads(transformers_twin(kind, config).config.to_json_string())  # type: ignore[union-attr,operator]
@@ -95,7 +95,7 @@ def test_from_config_written_by_transformers_is_understood(kind: str) -> None:
 
 def test_the_norms_of_queries_and_keys_matter() -> None:
     config = config_of("qwen3")
-    model = filled("qwen3", config)
+    model = build_filled("qwen3", config)
     tokens = torch.arange(32).unsqueeze(0)
     with torch.no_grad():
         before: Tensor = model(tokens)
@@ -109,7 +109,7 @@ def test_the_norms_of_queries_and_keys_matter() -> None:
 @pytest.mark.parametrize(
     ("kind", "preset", "count"),
     [
-        # Of the weights on the Hub, a tied embedding once.
+        # A tied embedding counts once in the weights on the Hub.
         ("qwen3", "0.6b", 596_049_920),
         ("qwen3", "1.7b", 1_720_574_976),
         ("qwen3", "4b", 4_022_468_096),
@@ -135,13 +135,13 @@ def test_parameter_counts_of_presets_equal_the_published_weights(
 
 
 def test_the_report_s_counts_without_embeddings() -> None:
-    """Of Qwen3's model cards, in billions."""
+    """The numbers of Qwen3's model cards, in billions."""
     published = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
     for preset, billions in published.items():
         config: Any = FAMILIES["qwen3"].presets[preset]
         table = config.vocab_size * config.dim
-        found = FAMILIES["qwen3"].num_params(config) - table * (2 - config.tied_embeddings)
-        assert found / 1e9 == pytest.approx(billions, rel=0.02)
+        result = FAMILIES["qwen3"].num_params(config) - table * (2 - config.tied_embeddings)
+        assert result / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize(("kind", "tied"), EACH)
@@ -150,14 +150,14 @@ def test_flops_equal_the_counted_ones(kind: str, tied: bool) -> None:
     tokens = torch.arange(32).expand(3, 32)
     # The counter does not know CPU's flash attention; the plain kernel is made of products.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        filled(kind, config)(tokens).sum().backward()
+        build_filled(kind, config)(tokens).sum().backward()
     assert counter.get_total_flops() == (
         FAMILIES[kind].flops_per_token(config, 32) * tokens.numel()
     )
     assert num_matmul_params(config) > 0
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", OTHER_CASES)
 def test_tables_cover_every_parameter_exactly_once(kind: str) -> None:
     family = FAMILIES[kind]
     with torch.device("meta"):
@@ -204,11 +204,11 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
         ("train.global_batch_size", "4"),
     ]
 
-    def here(section: RunSection) -> Machine:
+    def local_machine(section: RunSection) -> Machine:
         return Machine("cpu", devices=2)
 
     recipe = "llama3-8b"
-    plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", here)
-    seen = forecast(plan, machine, device_spec(plan, machine))
+    plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", local_machine)
+    prediction = forecast(plan, machine, device_spec(plan, machine))
     assert plan.num_params == 8_190_735_360
-    assert seen.step_seconds
+    assert prediction.step_seconds

@@ -15,10 +15,10 @@ from weft.models.hf_mapping import detect_family, from_hf_config, param_shapes, 
 from weft.models.llama import PRESETS, Llama, LlamaConfig
 
 LLAMA = FAMILIES["llama"]
-EVERY = [SMALL, TIED, SCALED, *PRESETS.values()]
+ALL = [SMALL, TIED, SCALED, *PRESETS.values()]
 
 
-@pytest.mark.parametrize("config", EVERY)
+@pytest.mark.parametrize("config", ALL)
 def test_to_config_and_from_config_are_inverse(config: LlamaConfig) -> None:
     assert from_hf_config(LLAMA, to_hf_config(LLAMA, config, "bfloat16")) == (config, [])
 
@@ -206,7 +206,7 @@ def test_kind_of_a_config_is_its_family() -> None:
 
 
 def test_the_published_llama_is_the_preset() -> None:
-    """So the recipes of 8B go on from its weights: what its config.json says on the hub."""
+    """The config.json on the hub agrees, so the 8B recipes continue from its weights."""
     tree = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -285,6 +285,6 @@ def test_from_config_number_that_no_model_has_is_refused(field: str, value: obje
     assert config is not None, problems
     config, problems = from_hf_config(family, tree | {field: value})
     assert config is None
-    [problem] = [each for each in problems if each.key == f"config.json {field}"]
+    [problem] = [problem for problem in problems if problem.key == f"config.json {field}"]
     assert "must be a" in problem.rule
     assert " from " in problem.rule

@@ -152,13 +152,13 @@ def test_document_mask_is_causal_and_inside_the_document() -> None:
     assert mask.dtype == torch.bool
     for row, ids in enumerate(documents):
         for query in range(5):
-            for seen in range(5):
-                allowed = seen <= query and ids[seen] == ids[query]
-                assert mask[row, 0, query, seen].item() is allowed
+            for key_position in range(5):
+                allowed = key_position <= query and ids[key_position] == ids[query]
+                assert mask[row, 0, query, key_position].item() is allowed
 
 
 def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as on CUDA, by its reference; it refuses gradients on CPU, which that has."""
+    """FlexAttention's reference has gradients on CPU and equals CUDA's rule."""
     from torch.nn.attention import flex_attention as private
 
     assert private._validate_device
@@ -172,9 +172,9 @@ def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) 
     documents = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
     blocks = document_block_mask(documents)
     assert blocks.sparsity() > 37  # of 4 x 4 blocks of 128 those above the diagonal, and more
-    found = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
-    grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in found]
+    result = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
+    torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
+    grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in result]
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 

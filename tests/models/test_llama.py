@@ -1,4 +1,4 @@
-"""Llama: equal to transformers', right under packing, and described truly by its tables."""
+"""Llama: equal to transformers', correct with packing, described by its tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SCALED = SMALL.model_copy(update={"rope_scaling": True, "rope_original_context":
 TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def filled(config: LlamaConfig) -> Llama:
+def build_filled(config: LlamaConfig) -> Llama:
     """A model with large random weights, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = Llama(config)
@@ -89,7 +89,7 @@ def transformers_twin(model: Llama) -> nn.Module:
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED], ids=["plain", "tied", "scaled"])
 def test_logits_and_gradients_equal_transformers(config: LlamaConfig) -> None:
-    model = filled(config)
+    model = build_filled(config)
     twin = transformers_twin(model)
     tokens = random_tokens(2, 65)
     inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
@@ -110,7 +110,7 @@ def test_logits_and_gradients_equal_transformers(config: LlamaConfig) -> None:
 def test_scaling_matters_in_that_comparison() -> None:
     tokens = random_tokens(1, 64)
     with torch.no_grad():
-        difference = (filled(SCALED)(tokens) - filled(SMALL)(tokens)).abs().max()
+        difference = (build_filled(SCALED)(tokens) - build_filled(SMALL)(tokens)).abs().max()
     assert difference > 0.1
 
 
@@ -124,15 +124,15 @@ def test_a_packed_row_equals_its_documents_alone(restart: bool) -> None:
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0)
     positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0) if restart else None
 
-    packed = filled(SMALL)
+    packed = build_filled(SMALL)
     logits = packed(row, documents, positions)
     logits.square().sum().backward()
 
-    alone = filled(SMALL)
-    parts = [alone(part) for part in row.split(lengths, dim=1)]
+    single = build_filled(SMALL)
+    parts = [single(part) for part in row.split(lengths, dim=1)]
     torch.testing.assert_close(logits, torch.cat(parts, dim=1), **TOLERANCE)
     sum(part.square().sum() for part in parts).backward()
-    expected = gradients(alone)
+    expected = gradients(single)
     for name, gradient in gradients(packed).items():
         scale = expected[name].abs().max()
         torch.testing.assert_close(gradient / scale, expected[name] / scale, **TOLERANCE)
@@ -142,7 +142,7 @@ def test_rows_of_a_batch_have_their_own_documents_and_positions() -> None:
     tokens = random_tokens(2, 12)
     documents = torch.tensor([[0] * 12, [0] * 4 + [1] * 8])
     positions = torch.stack([torch.arange(12), torch.cat([torch.arange(4), torch.arange(8)])])
-    model = filled(SMALL)
+    model = build_filled(SMALL)
     with torch.no_grad():
         logits = model(tokens, documents, positions)
         torch.testing.assert_close(logits[:1], model(tokens[:1]), **TOLERANCE)
@@ -150,7 +150,7 @@ def test_rows_of_a_batch_have_their_own_documents_and_positions() -> None:
 
 
 def test_positions_choose_the_angles() -> None:
-    model = filled(SCALED)
+    model = build_filled(SCALED)
     positions = torch.tensor([[0, 5, 9], [3, 4, 60]])
     frequencies = rope_frequencies(SCALED.head_dim, SCALED.rope_theta, SCALED.scaling)
     angles = positions[..., None] * frequencies
@@ -159,15 +159,15 @@ def test_positions_choose_the_angles() -> None:
     assert torch.equal(sin, torch.cat((angles.sin(), angles.sin()), -1))
     with torch.no_grad():
         tokens = random_tokens(2, 3)
-        far = (model(tokens, positions_BT=positions) - model(tokens)).abs().max()
-    assert far > 0.01
+        distant = (model(tokens, positions_BT=positions) - model(tokens)).abs().max()
+    assert distant > 0.01
 
 
 def test_later_tokens_do_not_change_earlier_logits() -> None:
     tokens = random_tokens(1, 16)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % SMALL.vocab_size
-    model = filled(SMALL)
+    model = build_filled(SMALL)
     with torch.no_grad():
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :10], after[:, :10], **TOLERANCE)
@@ -176,7 +176,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 def test_a_row_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match=r"65 tokens, which exceeds model\.max_seq_len=64"):
-        filled(SMALL)(random_tokens(1, 65))
+        build_filled(SMALL)(random_tokens(1, 65))
 
 
 # --------------------------------------------------------------------------- devices, dtypes
@@ -202,8 +202,8 @@ def test_tables_are_not_saved() -> None:
 
 def test_bfloat16_keeps_float32_tables_and_is_near_float32() -> None:
     tokens = random_tokens(2, 64)
-    expected = filled(SCALED)
-    model = filled(SCALED).to(torch.bfloat16)
+    expected = build_filled(SCALED)
+    model = build_filled(SCALED).to(torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.rope_cos_SJ.dtype == torch.float32
     assert torch.equal(model.rope_cos_SJ, expected.rope_cos_SJ)
@@ -226,7 +226,7 @@ def sharded_step(config: LlamaConfig) -> tuple[Tensor, dict[str, Tensor]]:
         fully_shard(block)
     fully_shard(model)
     model.to_empty(device="cpu")
-    values = dict(filled(config).named_parameters())
+    values = dict(build_filled(config).named_parameters())
     for name, parameter in model.named_parameters():
         shards = values[name].detach().chunk(dist.get_world_size())
         parameter.data.to_local().copy_(shards[dist.get_rank()])  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ def sharded_step(config: LlamaConfig) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("config", [SCALED, TIED], ids=["untied", "tied"])
 def test_fully_sharded_equals_one_process(config: LlamaConfig) -> None:
     results = run_ranks(sharded_step, 2, config)
-    model = filled(config)
+    model = build_filled(config)
     tokens = random_tokens(2, 33)
     logits = model(tokens[:, :-1])
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -277,7 +277,7 @@ def test_tied_embeddings_are_one_parameter_and_count_once() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
 def test_flops_equal_the_counted_ones(config: LlamaConfig) -> None:
-    model = filled(config)
+    model = build_filled(config)
     tokens = random_tokens(3, 32)
     # The counter does not know CPU's flash attention; the plain kernel is made of products.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -331,23 +331,23 @@ def test_only_gains_and_embeddings_do_not_decay() -> None:
     parameters = dict(Llama(SMALL).named_parameters())
     for pattern in NO_DECAY:
         assert any(fnmatchcase(name, pattern) for name in parameters)
-    kept = {name for name in parameters if not has_weight_decay(name)}
+    remaining = {name for name in parameters if not has_weight_decay(name)}
     gains = {name for name, parameter in parameters.items() if parameter.ndim == 1}
-    assert kept == gains | {"embed_tokens.weight"}
+    assert remaining == gains | {"embed_tokens.weight"}
 
 
 def test_blocks_are_the_layers_in_order() -> None:
     config = SMALL.model_copy(update={"num_layers": 12})  # "10" sorts before "2"
     model = Llama(config)
-    found = blocks(model)
-    assert all(isinstance(block, LlamaBlock) for block in found)
-    assert found == [model.get_submodule(f"layers.{i}") for i in range(12)]
+    result = blocks(model)
+    assert all(isinstance(block, LlamaBlock) for block in result)
+    assert result == [model.get_submodule(f"layers.{i}") for i in range(12)]
 
 
 # --------------------------------------------------------------------------- choosing
 
 
-def shown(problems: list[ConfigError]) -> dict[str, str]:
+def messages_by_key(problems: list[ConfigError]) -> dict[str, str]:
     assert len({problem.key for problem in problems}) == len(problems)
     return {problem.key: str(problem) for problem in problems}
 
@@ -374,7 +374,7 @@ def test_every_bad_override_is_reported_at_once() -> None:
     }
     config, problems = resolve_model("llama", "toy", overrides)
     assert config is None
-    text = shown(problems)
+    text = messages_by_key(problems)
     fine = {"model.num_heads", "model.rope_scaling"}
     assert set(text) == {f"model.{name}" for name in overrides} - fine
     assert text["model.num_layer"].endswith("is not a known key. Did you mean 'model.num_layers'?")
@@ -416,16 +416,18 @@ def test_impossible_heads_name_the_possible_ones(overrides: dict[str, Any], expe
 
 def test_the_echo_of_a_problem_is_not_shown() -> None:
     _, problems = resolve_model("llama", "8b", {"num_heads": 7})
-    assert set(shown(problems)) == {"model.num_heads"}  # 8 key heads do not divide 7 either
+    assert set(messages_by_key(problems)) == {
+        "model.num_heads"
+    }  # 8 key heads do not divide 7 either
     _, problems = resolve_model("llama", "8b", {"num_heads": "7", "num_kv_heads": 5})
-    assert set(shown(problems)) == {"model.num_heads"}
+    assert set(messages_by_key(problems)) == {"model.num_heads"}
 
 
 def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
     config, problems = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
     assert config is None
-    assert "Did you mean 'toy'?" in shown(problems)["model.preset"]
-    assert set(shown(problems)) == {"model.preset", "model.dimm"}
+    assert "Did you mean 'toy'?" in messages_by_key(problems)["model.preset"]
+    assert set(messages_by_key(problems)) == {"model.preset", "model.dimm"}
 
 
 @pytest.mark.parametrize(
@@ -449,13 +451,13 @@ def test_load_family_unknown_name_is_refused(kind: str, rule: str) -> None:
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
-    (own_folder / "my_llama.py").write_text(
+def test_load_family_of_the_user_is_built(own_dir: Path) -> None:
+    (own_dir / "my_llama.py").write_text(
         "from dataclasses import replace\n"
         "from weft.models import FAMILIES\n"
         "from weft.models.llama import PRESETS\n"
@@ -471,8 +473,8 @@ def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
         load_family("my_llama:FAMLY")
 
 
-def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_folder: Path) -> None:
-    (own_folder / "my_required.py").write_text(
+def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_dir: Path) -> None:
+    (own_dir / "my_required.py").write_text(
         "from dataclasses import replace\n"
         "from weft.config.schema import Section\n"
         "from weft.models import FAMILIES\n"
@@ -483,12 +485,12 @@ def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_fol
         "FAMILY = replace(FAMILIES['llama'], config=Config, presets=presets)\n"
     )
     _, problems = resolve_model("my_required:FAMILY", "smal", {"depth": "1"})
-    assert set(shown(problems)) == {"model.preset", "model.depth"}
+    assert set(messages_by_key(problems)) == {"model.preset", "model.depth"}
 
 
 @pytest.mark.parametrize("line", ["import surely_not_installed", "1 / 0", "def broken(:"])
-def test_load_family_error_of_the_user_is_reported(own_folder: Path, line: str) -> None:
-    (own_folder / "my_broken.py").write_text(line + "\n")
+def test_load_family_error_of_the_user_is_reported(own_dir: Path, line: str) -> None:
+    (own_dir / "my_broken.py").write_text(line + "\n")
     with pytest.raises(InvalidConfig, match=r"cannot be imported: (Module|ZeroDiv|Syntax)"):
         load_family("my_broken:FAMILY")
 

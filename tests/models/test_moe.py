@@ -1,4 +1,4 @@
-"""The mixture of experts on one process, against a loop over tokens and against transformers."""
+"""Mixture of experts in one process, against a loop over tokens and transformers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def config(**changes: Any) -> MoeConfig:
     return MoeConfig(**TINY | changes)
 
 
-def one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
-    """What a layer computes, token by token and expert by expert."""
+def apply_one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
+    """Compute the layer token by token and expert by expert."""
     c, out = layer.router.config, []
     experts = layer.experts
     for x_D in x_ND:
@@ -92,13 +92,13 @@ def test_moe_layer_equals_a_loop_over_tokens(changes: dict[str, Any]) -> None:
     x_BTD = torch.randn(2, 7, 32, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(2, 7, 32, dtype=torch.float64)
     inputs = [x_BTD, *layer.parameters()]
-    got = layer(x_BTD)
-    wanted = one_by_one(layer, x_BTD.flatten(0, 1)).view_as(x_BTD)
+    actual = layer(x_BTD)
+    expected = apply_one_by_one(layer, x_BTD.flatten(0, 1)).view_as(x_BTD)
     # The router computes in float32.
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
     for ours, theirs in zip(
-        torch.autograd.grad((got * weights).sum(), inputs),
-        torch.autograd.grad((wanted * weights).sum(), inputs, materialize_grads=True),
+        torch.autograd.grad((actual * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs, materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -110,8 +110,8 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     x_ND = torch.randn(20, 32)
     before, weights = layer.router(x_ND)
     layer.router.expert_bias += 3.0  # of all: nothing changes
-    again, same = layer.router(x_ND)
-    assert torch.equal(before, again)
+    second, same = layer.router(x_ND)
+    assert torch.equal(before, second)
     assert torch.equal(weights, same)
     layer.router.expert_bias[4] += 1.0  # no probability is as large
     chosen, weights = layer.router(x_ND)
@@ -130,14 +130,14 @@ def test_grouped_linear_equals_a_loop_over_experts(
     torch.manual_seed(0)
     x_RD = torch.randn(sum(counts), widths[0], dtype=getattr(torch, dtype), requires_grad=True)
     weight_EFD = torch.randn(4, widths[1], widths[0], dtype=x_RD.dtype, requires_grad=True)
-    got = grouped_linear(x_RD, weight_EFD, torch.tensor(counts))
+    actual = grouped_linear(x_RD, weight_EFD, torch.tensor(counts))
     rows = [F.linear(x, w) for x, w in zip(x_RD.split(counts), weight_EFD, strict=True)]
-    wanted = torch.cat(rows)
-    torch.testing.assert_close(got, wanted)
-    grad = torch.randn_like(got)
+    expected = torch.cat(rows)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(actual)
     for ours, theirs in zip(
-        torch.autograd.grad(got, (x_RD, weight_EFD), grad),
-        torch.autograd.grad(wanted, (x_RD, weight_EFD), grad),
+        torch.autograd.grad(actual, (x_RD, weight_EFD), grad),
+        torch.autograd.grad(expected, (x_RD, weight_EFD), grad),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
@@ -153,7 +153,7 @@ def test_sizes_of_fake_tensors_are_balanced() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
-    """Qwen3's mixture of experts there, with the same weights: logits and every gradient."""
+    """Logits and all gradients equal transformers' Qwen3 MoE with the same weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     c = config(dense_layers=0, renormalize=renormalize)
@@ -191,9 +191,9 @@ def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
     ours.load_state_dict(state | biases)
     tokens_BT = torch.randint(0, c.vocab_size, (2, 20))
     weights = torch.randn(2, 20, c.vocab_size)
-    mine, other = ours(tokens_BT), theirs(tokens_BT).logits
-    torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)
-    (mine * weights).sum().backward()
+    local, other = ours(tokens_BT), theirs(tokens_BT).logits
+    torch.testing.assert_close(local, other, rtol=0, atol=2e-6)
+    (local * weights).sum().backward()
     (other * weights).sum().backward()
     pairs = {
         "layers.1.mlp.router.weight": theirs.model.layers[1].mlp.gate.weight.grad,
@@ -202,8 +202,8 @@ def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
         "embed_tokens.weight": theirs.model.embed_tokens.weight.grad,
     }
     grads = {name: param.grad for name, param in ours.named_parameters()}
-    for name, wanted in pairs.items():
-        torch.testing.assert_close(grads[name], wanted, rtol=1e-4, atol=1e-4, msg=name)
+    for name, expected in pairs.items():
+        torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
 # --------------------------------------------------------------------------- tables and sizes

@@ -1,4 +1,4 @@
-"""A bad step on one rank: skipped, rewound or computed again on all, and nothing else changes."""
+"""A bad step on one rank is skipped, rewound or repeated on all, and nothing else."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ PIPELINE: Overrides = [
 def faults(*several: dict[str, Any]) -> Overrides:
     """Faults of the gradients on rank 1, where nothing else is said."""
     tables = []
-    for one in several:
-        fields = {"site": "gradients", "rank": 1} | one
+    for item in several:
+        fields = {"site": "gradients", "rank": 1} | item
         tables.append(", ".join(f"{k} = {v!r}".replace("'", '"') for k, v in fields.items()))
     return [("resilience.faults", f"[{', '.join(f'{{{table}}}' for table in tables)}]")]
 
@@ -50,10 +50,10 @@ def bad(kind: str, *passings: int, **fields: Any) -> list[dict[str, Any]]:
     return [{"kind": kind, "passing": passing, **fields} for passing in passings]
 
 
-def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> dict[str, Any]:
+def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> dict[str, Any]:
     """Train; every tensor of the last checkpoint."""
-    run_ranks(train_rank, ranks, [("run.dir", str(folder)), *overrides], str(store), timeout=120)
-    return newest_state(folder)
+    run_ranks(train_rank, ranks, [("run.dir", str(directory)), *overrides], str(store), timeout=120)
+    return newest_state(directory)
 
 
 def train_without_updates(overrides: Overrides, store: str, left_out: list[int]) -> None:
@@ -77,8 +77,8 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
-def anomalies(folder: Path) -> list[dict[str, Any]]:
-    return [one for record in records(folder) for one in record.get("anomalies", [])]
+def anomalies(directory: Path) -> list[dict[str, Any]]:
+    return [item for record in records(directory) for item in record.get("anomalies", [])]
 
 
 # --------------------------------------------------------------------------- skip
@@ -107,22 +107,22 @@ def anomalies(folder: Path) -> list[dict[str, Any]]:
 def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
     layout: Overrides, kind: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """The run ends as one in which that update is left out, and tells what it did."""
-    again = faults(*bad(kind, 8, 9))  # when it is computed again, too
-    skipped = run(tmp_path / "a", store_path, 2, *SKIP, *layout, *again)
-    (told,) = anomalies(tmp_path / "a")
+    """The run equals one without that update, and reports the skipped step."""
+    second_fault = faults(*bad(kind, 8, 9))  # when it is computed again, too
+    skipped = run(tmp_path / "a", store_path, 2, *SKIP, *layout, *second_fault)
+    (event,) = anomalies(tmp_path / "a")
     overrides = [("run.dir", str(tmp_path / "b")), *STEPS, *layout]
     run_ranks(train_without_updates, 2, overrides, str(store_path), [8], timeout=120)
     assert same(skipped, newest_state(tmp_path / "b"))
-    assert (told["step"], told["first_sample"], told["last_sample"]) == (8, 56, 63)
-    assert (told["what"], told["action"]) == ("gradient norm", "skip")
-    assert told["cause"] == "persistent"
+    assert (event["step"], event["first_sample"], event["last_sample"]) == (8, 56, 63)
+    assert (event["what"], event["action"]) == ("gradient norm", "skip")
+    assert event["cause"] == "persistent"
     before = [record["grad_norm"] for record in records(tmp_path / "a")[:7]]
-    assert min(before) <= told["median"] <= max(before)
+    assert min(before) <= event["median"] <= max(before)
     if kind == "nan":
-        assert told["value"] == told["again"] == "nan"
+        assert event["value"] == event["again"] == "nan"
     else:
-        assert told["value"] > told["median"] + 100 * (max(before) - min(before))
+        assert event["value"] > event["median"] + 100 * (max(before) - min(before))
     assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 13))
     assert (records(tmp_path / "a")[7]["grad_norm"] is None) == (kind == "nan")
 
@@ -133,7 +133,7 @@ def test_skip_in_the_first_steps_judges_only_nan(store_path: Path, tmp_path: Pat
     only_nan = ("resilience.spike_threshold", "1e9")
     change = faults(*bad("nan", 1, 2, 3, 4))
     state = run(tmp_path / "a", store_path, 2, *SKIP, only_nan, *change)
-    assert [told["step"] for told in anomalies(tmp_path / "a")] == [1, 2]
+    assert [event["step"] for event in anomalies(tmp_path / "a")] == [1, 2]
     overrides = [("run.dir", str(tmp_path / "b")), *STEPS]
     run_ranks(train_without_updates, 2, overrides, str(store_path), [1, 2])
     assert same(state, newest_state(tmp_path / "b"))
@@ -144,7 +144,7 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
     """Ten may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)
-    assert [told["step"] for told in anomalies(tmp_path / "a")] == list(range(2, 12))
+    assert [event["step"] for event in anomalies(tmp_path / "a")] == list(range(2, 12))
     with pytest.raises(RankError, match="the 9 steps before it were skipped") as caught:
         run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.max_anomalies", "9"))
     assert "in step 11" in str(caught.value)
@@ -155,22 +155,22 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
 def test_skip_in_a_resumed_run_is_decided_the_same(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """Resumed right after a skipped step, it skips a spike that only the old window can tell."""
-    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
+    """Resumed right after a skip, it skips a spike that only the saved window detects."""
+    all_overrides = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     first = bad("nan", 6, 7, rank=0)
-    whole = faults(*first, *bad("corrupt", 10, 11, rank=0))
-    straight = run(tmp_path / "a", store_path, ranks, *every, *whole)
-    assert [told["step"] for told in anomalies(tmp_path / "a")] == [6, 9]
+    full = faults(*first, *bad("corrupt", 10, 11, rank=0))
+    straight = run(tmp_path / "a", store_path, ranks, *all_overrides, *full)
+    assert [event["step"] for event in anomalies(tmp_path / "a")] == [6, 9]
     # The window is not poisoned: what comes after is judged by what was accepted before.
-    assert all(told["median"] < 10 for told in anomalies(tmp_path / "a"))
+    assert all(event["median"] < 10 for event in anomalies(tmp_path / "a"))
 
     killed = [*first, {"site": "step", "kind": "kill", "passing": 7, "rank": 0}]
     with pytest.raises(RankError, match="SIGKILL"):
-        run(tmp_path / "b", store_path, ranks, *every, *faults(*killed))
+        run(tmp_path / "b", store_path, ranks, *all_overrides, *faults(*killed))
     saved = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
     assert (saved["step"], saved["samples"], saved["anomaly_state"]["in_a_row"]) == (6, 48, 1)
-    more = faults(*killed, *bad("corrupt", 3, 4, rank=0))
-    resumed = run(tmp_path / "b", store_path, ranks, *every, *more)
+    extra = faults(*killed, *bad("corrupt", 3, 4, rank=0))
+    resumed = run(tmp_path / "b", store_path, ranks, *all_overrides, *extra)
     assert same(resumed, straight)
     assert anomalies(tmp_path / "b") == anomalies(tmp_path / "a")
     watches = [
@@ -182,12 +182,12 @@ def test_skip_in_a_resumed_run_is_decided_the_same(
 
 @pytest.mark.slow
 def test_skip_window_is_restored_in_another_layout(store_path: Path, tmp_path: Path) -> None:
-    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
+    all_overrides = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     killed = {"site": "step", "kind": "kill", "passing": 7, "rank": 0}
     with pytest.raises(RankError, match="SIGKILL"):
-        run(tmp_path, store_path, 2, *every, *faults(killed))
-    run(tmp_path, store_path, 1, *every, *faults(killed, *bad("corrupt", 2, 3, rank=0)))
-    assert [told["step"] for told in anomalies(tmp_path)] == [8]
+        run(tmp_path, store_path, 2, *all_overrides, *faults(killed))
+    run(tmp_path, store_path, 1, *all_overrides, *faults(killed, *bad("corrupt", 2, 3, rank=0)))
+    assert [event["step"] for event in anomalies(tmp_path)] == [8]
 
 
 # --------------------------------------------------------------------------- rewind
@@ -195,12 +195,12 @@ def test_skip_window_is_restored_in_another_layout(store_path: Path, tmp_path: P
 
 def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Path) -> None:
     state = run(tmp_path / "a", store_path, 2, *REWIND, *faults(*bad("nan", 8, 9)))
-    (told,) = anomalies(tmp_path / "a")
-    assert (told["step"], told["action"], told["back_to"]) == (8, "rewind", 5)
-    assert (told["first_sample"], told["last_sample"]) == (40, 63)
+    (event,) = anomalies(tmp_path / "a")
+    assert (event["step"], event["action"], event["back_to"]) == (8, "rewind", 5)
+    assert (event["first_sample"], event["last_sample"]) == (40, 63)
     assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 13))
 
-    # Another run, cut off after step 5, whose checkpoint is told that it has seen 64 samples.
+    # Another run, cut after step 5, whose checkpoint claims 64 consumed samples.
     cut = faults({"site": "step", "kind": "kill", "passing": 6})
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path / "b", store_path, 2, *REWIND, *cut)
@@ -219,15 +219,18 @@ def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Pa
     with pytest.raises(RankError, match="rewound 2 times to the same checkpoint"):
         run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
     # The one that ended the run is the failure.
-    assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
+    assert [anomaly["step"] for anomaly in anomalies(tmp_path)] == [8, 6]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
 
 
 def test_rewind_twice_to_one_checkpoint_records_both(store_path: Path, tmp_path: Path) -> None:
     # Step 8 twice, and then step 6 twice.
     run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 8, 9, 10, 11)))
-    found = [(one["step"], one["back_to"], one["last_sample"]) for one in anomalies(tmp_path)]
-    assert found == [(8, 5, 63), (6, 5, 71)]
+    result = [
+        (anomaly["step"], anomaly["back_to"], anomaly["last_sample"])
+        for anomaly in anomalies(tmp_path)
+    ]
+    assert result == [(8, 5, 63), (6, 5, 71)]
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 13))
 
 
@@ -243,14 +246,14 @@ def test_rewind_without_a_checkpoint_stops_the_run(store_path: Path, tmp_path: P
 def test_transient_fault_is_reported_and_leaves_no_trace(
     layout: Overrides, store_path: Path, tmp_path: Path
 ) -> None:
-    undisturbed = run(tmp_path / "a", store_path, 2, *SKIP, *layout)
+    reference_run = run(tmp_path / "a", store_path, 2, *SKIP, *layout)
     state = run(tmp_path / "b", store_path, 2, *SKIP, *layout, *faults(*bad("flip", 8)))
-    assert same(state, undisturbed)
+    assert same(state, reference_run)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert not anomalies(tmp_path / "a")
-    (told,) = anomalies(tmp_path / "b")
-    assert (told["cause"], told["action"], told["ranks"]) == ("transient", "none", [1])
-    assert told["step"] == 8
+    (event,) = anomalies(tmp_path / "b")
+    assert (event["cause"], event["action"], event["ranks"]) == ("transient", "none", [1])
+    assert event["step"] == 8
 
 
 # --------------------------------------------------------------------------- stop
@@ -283,7 +286,7 @@ def accept(watch: AnomalyDetector, values: list[float]) -> None:
 
 
 def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of each step does not pile up for ever."""
+    """Events of skipped steps do not accumulate forever."""
     monkeypatch.setattr(anomaly, "MAX_UNCHECKED", 5)
     stop, fine, bad = watch(on_anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
 
@@ -331,18 +334,18 @@ def test_watch_state_round_trip_is_exact() -> None:
 
 
 def level_changes() -> tuple[int, str]:
-    """How many steps are skipped after a lasting change, and what is said in the end."""
-    here = watch(max_anomalies=5)
-    accept(here, [2.0 + 0.01 * (i % 5) for i in range(16)])
+    """Return the number of skipped steps after a lasting change, and the last message."""
+    detector = watch(max_anomalies=5)
+    accept(detector, [2.0 + 0.01 * (i % 5) for i in range(16)])
     skipped = 0
 
     reduced = torch.tensor([3.0, 2.0], dtype=torch.float64)
     result = StepResult(reduced, reduced, reduced[1])
     try:
         while skipped < 100:
-            suspicion = here.check(skipped, result)
+            suspicion = detector.check(skipped, result)
             assert suspicion is not None
-            assert here.classify(suspicion, result, result).action == "skip"
+            assert detector.classify(suspicion, result, result).action == "skip"
             skipped += 1
     except AnomalyError as error:
         return skipped, str(error)
@@ -350,7 +353,7 @@ def level_changes() -> tuple[int, str]:
 
 
 def test_watch_lasting_change_of_level_stops_the_run() -> None:
-    ((skipped, said),) = run_ranks(level_changes, 1)
+    ((skipped, messages),) = run_ranks(level_changes, 1)
     assert skipped == 5
-    assert "the loss is 3, and the 5 steps before it were skipped" in said
-    assert "raise --resilience.spike_threshold" in said
+    assert "the loss is 3, and the 5 steps before it were skipped" in messages
+    assert "raise --resilience.spike_threshold" in messages

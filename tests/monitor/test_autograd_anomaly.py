@@ -1,4 +1,4 @@
-"""NaN that the backward pass makes is told with its operator, its layer and its place."""
+"""A NaN from the backward pass is reported with operator, layer and source line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL: Overrides = [
     ("debug.autograd_anomaly", "true"),
 ]
 # The slope of the root at zero is infinite: forward is as it was, backward is 0 times infinity.
-MINE = """
+LOCAL = """
 from dataclasses import replace
 from weft.models import FAMILIES
 
@@ -45,7 +45,7 @@ FAMILY = replace(FAMILIES["llama"], build=build)
 def test_nan_in_backward_names_operator_and_layer(
     layout: str, store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_nan.py").write_text(MINE)
+    (tmp_path / "own_nan.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     ranks, overrides = parse(f"{layout} model.kind=own_nan:FAMILY")
     with pytest.raises(RankError) as caught:
@@ -55,12 +55,12 @@ def test_nan_in_backward_names_operator_and_layer(
             MODEL + overrides + [("run.dir", str(tmp_path))],
             str(store_path),
         )
-    said = str(caught.value)
-    place = f"{tmp_path}/own_nan.py:7"
+    message = str(caught.value)
+    path = f"{tmp_path}/own_nan.py:7"
     assert (
         "BackwardNaN: MulBackward0 of layers.2 produces NaN in the backward pass; "
-        f"its forward call is at {place}" in said
-    ), said
+        f"its forward call is at {path}" in message
+    ), message
 
 
 class Root(nn.Module):
@@ -82,9 +82,9 @@ def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
         nn.init.ones_(layer.weight)
     with pytest.raises(BackwardNaN) as caught, trace_backward_nan(layers, [2]):
         step()
-    said = str(caught.value)
-    assert said.startswith("AddmmBackward0 of third produces NaN")
-    assert said.endswith("in the forward pass the output of second has NaN or Inf")
+    message = str(caught.value)
+    assert message.startswith("AddmmBackward0 of third produces NaN")
+    assert message.endswith("in the forward pass the output of second has NaN or Inf")
 
 
 def test_naming_backward_other_errors_are_unchanged() -> None:

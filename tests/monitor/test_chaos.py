@@ -1,7 +1,7 @@
-"""Killed at any moment, again and again, and gone on with on another number of ranks.
+"""Kill a run at random moments, and resume it on another number of ranks.
 
-In canonical order the weights do not depend on the number of ranks, so that all that happened on
-the way must end in the bits of one process that nobody disturbed.
+With `train.world_size_invariant` the weights do not depend on the number of ranks. So the
+result must be bit-equal to an uninterrupted run of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CANONICAL = ("train.world_size_invariant", "true")
 
 
 def train_until_killed(
-    overrides: Overrides, store: str, doomed: list[int], seconds: float, seen: str
+    overrides: Overrides, store: str, doomed: list[int], seconds: float, observed: str
 ) -> None:
     """Train; the ranks ``doomed`` die after so many seconds, wherever they are."""
     rank = this_rank().rank
@@ -44,12 +44,12 @@ def train_until_killed(
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    note_batches(seen)
+    note_batches(observed)
     train_rank(overrides, store)
 
 
 def note_batches(path: str) -> None:
-    """From now on a line for each row that this rank trains on: its place in the run, its hash."""
+    """Record a line for each row that this rank trains on: its position and its hash."""
 
     class Noting(Loader):
         def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
@@ -57,89 +57,89 @@ def note_batches(path: str) -> None:
             rows = torch.cat([batch.tokens_BT for batch in batches])
             first = consumed + self.dp_rank * len(rows)
             with open(path, "a", encoding="utf-8") as file:
-                for place, row in enumerate(rows, first):
-                    file.write(f"{place} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
+                for position, row in enumerate(rows, first):
+                    file.write(f"{position} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
             return batches
 
     run.Loader = Noting  # type: ignore[misc]
 
 
-def noted(path: Path) -> dict[int, set[str]]:
-    """What was ever read at each place of the run."""
-    places: dict[int, set[str]] = {}
+def read_notes(path: Path) -> dict[int, set[str]]:
+    """Return the hashes that were read at each position of the run."""
+    positions: dict[int, set[str]] = {}
     for line in path.read_text().splitlines():
-        place, digest = line.split()
-        places.setdefault(int(place), set()).add(digest)
-    return places
+        position, digest = line.split()
+        positions.setdefault(int(position), set()).add(digest)
+    return positions
 
 
 @pytest.fixture(scope="module")
-def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
-    call = (overrides, str(store_path), [], 0.0, str(folder / "seen"))
+def reference_run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    overrides = [*JOB, CANONICAL, ("run.dir", str(directory / "run"))]
+    call = (overrides, str(store_path), [], 0.0, str(directory / "seen"))
     run_ranks(train_until_killed, 1, *call)
-    return folder
+    return directory
 
 
-def check(folder: Path, undisturbed: Path) -> None:
-    state, expected = newest_state(folder / "run"), newest_state(undisturbed / "run")
+def check(directory: Path, reference_run: Path) -> None:
+    state, expected = newest_state(directory / "run"), newest_state(reference_run / "run")
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
-    ours, theirs = records(folder / "run"), records(undisturbed / "run")
+    ours, theirs = records(directory / "run"), records(reference_run / "run")
     assert [r["step"] for r in ours] == list(range(1, STEPS + 1))
     assert [(r["tokens"], r["loss"]) for r in ours] == [(r["tokens"], r["loss"]) for r in theirs]
     # At each place of the run there was never another sample than in the undisturbed one.
-    assert noted(folder / "seen") == noted(undisturbed / "seen")
-    assert not list((folder / "run/checkpoints").glob(".tmp-*"))
+    assert read_notes(directory / "seen") == read_notes(reference_run / "seen")
+    assert not list((directory / "run/checkpoints").glob(".tmp-*"))
 
 
-def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
+def chaos(source: random.Random, kills: int, directory: Path, store: Path) -> int:
     """Train under random kills; starts that were needed."""
-    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
+    overrides = [*JOB, CANONICAL, ("run.dir", str(directory / "run"))]
     newest = starts = 0
     while newest < STEPS:
         starts += 1
         ranks = source.choice([1, 2, 3])
         doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
         seconds = source.uniform(0.0, 1.5) if starts <= kills else 1e9
-        how = [
+        mode = [
             ("checkpoint.async_save", source.choice(["true", "false"])),
-            ("checkpoint.local_dir", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.local_dir", source.choice(["off", str(directory / "node")])),
             ("checkpoint.local_interval", "1"),
         ]
-        call = ([*overrides, *how], str(store), doomed, seconds, str(folder / "seen"))
+        call = ([*overrides, *mode], str(store), doomed, seconds, str(directory / "seen"))
         try:
             run_ranks(train_until_killed, ranks, *call, timeout=120)
         except RankError as error:
             if "SIGKILL" not in str(error):
                 raise
-        found = list_checkpoints(folder / "run/checkpoints")
-        now = checkpoint_step(found[-1]) if found else 0
+        result = list_checkpoints(directory / "run/checkpoints")
+        now = checkpoint_step(result[-1]) if result else 0
         assert now >= newest, "a committed checkpoint was lost"
-        assert all(read_manifest(path)["samples"] == 6 * checkpoint_step(path) for path in found)
+        assert all(read_manifest(path)["samples"] == 6 * checkpoint_step(path) for path in result)
         newest = now
     return starts
 
 
 def test_train_killed_at_random_ends_with_the_same_bits(
-    store_path: Path, tmp_path: Path, undisturbed: Path
+    store_path: Path, tmp_path: Path, reference_run: Path
 ) -> None:
     assert chaos(random.Random(1), 6, tmp_path, store_path) > 4
-    check(tmp_path, undisturbed)
+    check(tmp_path, reference_run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_train_hundred_kills_end_with_the_same_bits(
-    store_path: Path, tmp_path: Path, undisturbed: Path
+    store_path: Path, tmp_path: Path, reference_run: Path
 ) -> None:
     source, kills, runs = random.Random(2), 0, 0
     while kills < 100:
-        folder = tmp_path / f"{runs}"
-        folder.mkdir()
-        kills += chaos(source, 100, folder, store_path) - 1
+        directory = tmp_path / f"{runs}"
+        directory.mkdir()
+        kills += chaos(source, 100, directory, store_path) - 1
         runs += 1
-        check(folder, undisturbed)
+        check(directory, reference_run)
     print(f"{kills} kills in {runs} runs")
 
 
@@ -151,20 +151,26 @@ def test_train_hundred_kills_end_with_the_same_bits(
 def test_train_changing_number_of_ranks_reads_the_same_samples(
     mode: Any, store_path: Path, tmp_path: Path
 ) -> None:
-    """4 -> 2 -> 3: the same batches in the same order; in canonical order the same bits."""
+    """4 -> 2 -> 3 ranks: the same batches in the same order, and equal bits."""
     job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch_size", "12")]
     job.append(("checkpoint.interval", "1"))
-    alone, changing = tmp_path / "alone", tmp_path / "changing"
-    for folder in (alone, changing):
-        folder.mkdir()
-    call = ([*job, ("run.dir", str(alone / "run"))], str(store_path), [], 0.0, str(alone / "seen"))
+    single, changing = tmp_path / "alone", tmp_path / "changing"
+    for directory in (single, changing):
+        directory.mkdir()
+    call = (
+        [*job, ("run.dir", str(single / "run"))],
+        str(store_path),
+        [],
+        0.0,
+        str(single / "seen"),
+    )
     run_ranks(train_until_killed, 1, *call)
     for part, ranks in enumerate((4, 2, 3)):
         # Each incarnation fails before its fourth step, but for the last one.
         faults = ['{site = "step", passing = 4, kind = "raise"}'] * min(part + 1, 2)
-        some = [*job, ("run.dir", str(changing / "run"))]
-        some.append(("resilience.faults", f"[{', '.join(faults)}]"))
-        call = (some, str(store_path), [], 0.0, str(changing / "seen"))
+        subset = [*job, ("run.dir", str(changing / "run"))]
+        subset.append(("resilience.faults", f"[{', '.join(faults)}]"))
+        call = (subset, str(store_path), [], 0.0, str(changing / "seen"))
         if part == 2:
             run_ranks(train_until_killed, ranks, *call)
         else:
@@ -173,12 +179,12 @@ def test_train_changing_number_of_ranks_reads_the_same_samples(
             assert (
                 checkpoint_step(list_checkpoints(changing / "run/checkpoints")[-1]) == 3 * part + 3
             )
-    assert noted(changing / "seen") == noted(alone / "seen")
-    assert set(noted(alone / "seen")) == set(range(9 * 12))
-    ours, theirs = records(changing / "run"), records(alone / "run")
+    assert read_notes(changing / "seen") == read_notes(single / "seen")
+    assert set(read_notes(single / "seen")) == set(range(9 * 12))
+    ours, theirs = records(changing / "run"), records(single / "run")
     assert [r["tokens"] for r in ours] == [r["tokens"] for r in theirs]
     if mode:
-        state, expected = newest_state(changing / "run"), newest_state(alone / "run")
+        state, expected = newest_state(changing / "run"), newest_state(single / "run")
         assert all(state[name].equal(tensor) for name, tensor in expected.items())
         assert [r["loss"] for r in ours] == [r["loss"] for r in theirs]
     else:

@@ -1,4 +1,4 @@
-"""Runs whose every value is finite, and which are lost all the same; and those that are not."""
+"""Detection of runs that diverge with finite values, and no false alarms."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ GUESS = math.log(50_000)  # 10.82
 Curve = Callable[[int], tuple[float, float]]  # of a step: loss, gradient norm
 
 
-def judged(curve: Curve, steps: int, every: int = 10, guess: float | None = GUESS) -> list[int]:
+def find_divergence(
+    curve: Curve, steps: int, interval: int = 10, guess: float | None = GUESS
+) -> list[int]:
     """The steps of the records at which a divergence begins."""
     detector = DivergenceDetector(guess)
     noise = random.Random(0)
     begins = []
-    for step in [1, *range(every, steps + 1, every)]:
+    for step in [1, *range(interval, steps + 1, interval)]:
         loss, norm = curve(step)
         if norm:  # a model that is dead gives the same loss for any batch
             loss *= 1 + 0.03 * noise.gauss(0, 1)
-        found = detector.check(step, loss, norm, step == steps)
-        if found is not None and found.begins:
+        result = detector.check(step, loss, norm, step == steps)
+        if result is not None and result.begins:
             begins.append(step)
     return begins
 
@@ -57,10 +59,10 @@ HEALTHY: dict[str, tuple[Curve, int]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-@pytest.mark.parametrize("every", [1, 10])
-def test_divergence_healthy_run_is_not_reported(name: str, every: int) -> None:
+@pytest.mark.parametrize("interval", [1, 10])
+def test_divergence_healthy_run_is_not_reported(name: str, interval: int) -> None:
     curve, steps = HEALTHY[name]
-    assert judged(curve, steps, every) == []
+    assert find_divergence(curve, steps, interval) == []
 
 
 LOST: dict[str, tuple[Curve, int]] = {
@@ -76,25 +78,25 @@ LOST: dict[str, tuple[Curve, int]] = {
 
 
 @pytest.mark.parametrize("name", LOST)
-@pytest.mark.parametrize("every", [1, 10])
-def test_divergence_lost_run_is_reported_once(name: str, every: int) -> None:
+@pytest.mark.parametrize("interval", [1, 10])
+def test_divergence_lost_run_is_reported_once(name: str, interval: int) -> None:
     curve, begins = LOST[name]
-    (found,) = judged(curve, 4000, every)
-    assert begins <= found <= begins + 40
+    (result,) = find_divergence(curve, 4000, interval)
+    assert begins <= result <= begins + 40
 
 
 @pytest.mark.parametrize("curve", [curve for curve, _ in LOST.values()])
 def test_divergence_other_objectives_are_not_judged(curve: Curve) -> None:
-    assert judged(curve, 4000, guess=None) == []
+    assert find_divergence(curve, 4000, guess=None) == []
 
 
 def test_divergence_short_run_needs_fewer_records() -> None:
     def check(losses: Sequence[float]) -> bool:
         detector = DivergenceDetector(GUESS)
-        found = [
+        result = [
             detector.check(10 * n, loss, 1.0, n == len(losses) - 1) for n, loss in enumerate(losses)
         ]
-        return found[-1] is not None
+        return result[-1] is not None
 
     assert check([GUESS, 33.0])
     assert check([GUESS, 9.0, 33.0, 31.0])
@@ -106,10 +108,10 @@ def test_divergence_resumed_run_knows_it_from_its_record() -> None:
     """From its last record, which a rewind may have taken back."""
     detector = DivergenceDetector(GUESS)
     detector.restore({"step": 500, "best_loss": 3.0, "diverged_since": 450})
-    found = detector.check(510, 9.0, 1.0, False)
-    assert found is not None
-    assert (found.since, found.begins, found.best) == (450, False, 3.0)
-    assert "the lowest was 3.00, and guessing gives 10.82" in str(found)
+    result = detector.check(510, 9.0, 1.0, False)
+    assert result is not None
+    assert (result.since, result.begins, result.best) == (450, False, 3.0)
+    assert "the lowest was 3.00, and guessing gives 10.82" in str(result)
     detector.restore({"step": 400, "best_loss": 3.0})
     assert detector.check(410, 9.0, 1.0, False) is None
 
@@ -144,8 +146,8 @@ def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_pat
     assert "Try a lower --optim.lr" in out
     last = records(tmp_path)[-1]
     assert last["diverged_since"] < 60
-    (event,) = [one for one in read_event_log(tmp_path)[0] if one["kind"] == "divergence"]
+    (event,) = [item for item in read_event_log(tmp_path)[0] if item["kind"] == "divergence"]
     assert event["text"].startswith("diverged: ")
     (tmp_path / "job.toml").write_text("[train]\nsteps = 60\n")
-    state, why = RunReader(tmp_path).state(0.0, running=False)
-    assert (state, why) == ("finished", f"diverged since step {last['diverged_since']}")
+    state, reason = RunReader(tmp_path).state(0.0, running=False)
+    assert (state, reason) == ("finished", f"diverged since step {last['diverged_since']}")

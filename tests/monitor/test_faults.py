@@ -1,4 +1,4 @@
-"""A fault at every site of a save, on either rank: nothing is lost, and nothing is left."""
+"""A fault at every site of a save, on either rank: nothing is lost or left behind."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def fault(**fields: Any) -> Overrides:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(folder))], str(store_path))
-    return newest_state(folder)
+def reference_run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(directory))], str(store_path))
+    return newest_state(directory)
 
 
-def check_end(folder: Path, undisturbed: dict[str, torch.Tensor], steps: int) -> None:
-    state = newest_state(folder)
-    assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
-    names = sorted(os.listdir(folder / "checkpoints"))
+def check_end(directory: Path, reference_run: dict[str, torch.Tensor], steps: int) -> None:
+    state = newest_state(directory)
+    assert all(state[name].equal(tensor) for name, tensor in reference_run.items())
+    names = sorted(os.listdir(directory / "checkpoints"))
     assert [name for name in names if not name.startswith("lease-")] == [
         f"step-{steps - 2:08}",
         f"step-{steps:08}",
@@ -69,44 +69,44 @@ VISIBLE = ["checkpoint.renamed", "checkpoint.delete", "checkpoint.deleting", "ch
 
 
 @pytest.mark.parametrize(
-    ("places", "background"),
+    ("positions", "background"),
     [
         (KILLED_OFTEN, "true"),
-        *(pytest.param(PLACES, each, marks=pytest.mark.slow) for each in ("true", "false")),
+        *(pytest.param(PLACES, tensor, marks=pytest.mark.slow) for tensor in ("true", "false")),
     ],
     ids=["often-background", "all-background", "all-foreground"],
 )
 def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
-    places: list[tuple[str, int]], background: str, store_path: Path, tmp_path: Path
+    positions: list[tuple[str, int]], background: str, store_path: Path, tmp_path: Path
 ) -> None:
     """Each start resumes from what the one before has left, and dies at the next site."""
     # Two checkpoints are there before the first death, so that each save deletes one.
-    steps = 4 + 2 * sum(site in VISIBLE for site, _ in places) + 2
+    steps = 4 + 2 * sum(site in VISIBLE for site, _ in positions) + 2
     job: Overrides = [*STEPS, ("train.steps", f"{steps}")]
     job += [("checkpoint.async_save", background)]
-    straight, folder = tmp_path / "straight", tmp_path / "run"
+    straight, run_dir = tmp_path / "straight", tmp_path / "run"
     run_ranks(train_rank, 2, [*job, ("run.dir", str(straight))], str(store_path))
     expected = 4
-    for number, (site, rank) in enumerate(places):
+    for number, (site, rank) in enumerate(positions):
         # The first start comes to its third save; what is deleted, is deleted from there on.
         first = 1 if "delet" in site else 3
         change = fault(site=site, rank=rank, passing=1 if number else first)
-        overrides = [*job, ("run.dir", str(folder)), *change]
+        overrides = [*job, ("run.dir", str(run_dir)), *change]
         with pytest.raises(RankError, match=f"rank {rank} of 2 .*SIGKILL"):
             run_ranks(train_rank, 2, overrides, str(store_path))
         # The step is there as soon as it is visible.
         expected += 2 * (site in VISIBLE)
-        newest = checkpoint_step(list_checkpoints(folder / "checkpoints")[-1])
+        newest = checkpoint_step(list_checkpoints(run_dir / "checkpoints")[-1])
         assert newest == expected, site
-        (folder / "logs/fault-0.happened").unlink()
-    run_ranks(train_rank, 2, [*job, ("run.dir", str(folder))], str(store_path))
-    check_end(folder, newest_state(straight), steps)
+        (run_dir / "logs/fault-0.happened").unlink()
+    run_ranks(train_rank, 2, [*job, ("run.dir", str(run_dir))], str(store_path))
+    check_end(run_dir, newest_state(straight), steps)
 
 
-def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
-    """What is shown goes to a file."""
+def train_and_record_output(overrides: Overrides, store: str, output_path: str) -> None:
+    """The output goes to a file."""
     job = small_job(*overrides)
-    with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
+    with open(f"{output_path}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
         train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
@@ -125,20 +125,25 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     ],
 )
 def test_save_failure_is_reported_and_training_continues(
-    site: str, rank: int, error: str, store_path: Path, tmp_path: Path, undisturbed: dict[str, Any]
+    site: str,
+    rank: int,
+    error: str,
+    store_path: Path,
+    tmp_path: Path,
+    reference_run: dict[str, Any],
 ) -> None:
     passing = 1 if "delet" in site else 3
     change = fault(site=site, rank=rank, passing=passing, kind="error", error=error)
-    folder = tmp_path / "run"
-    overrides = [*STEPS, ("run.dir", str(folder)), *change]
-    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
-    said = (tmp_path / "said-0").read_text()
-    assert os.strerror(getattr(errno, error)) in said
-    assert "training continues without this checkpoint" in said
+    run_dir = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run_dir)), *change]
+    run_ranks(train_and_record_output, 2, overrides, str(store_path), str(tmp_path / "said"))
+    text = (tmp_path / "said-0").read_text()
+    assert os.strerror(getattr(errno, error)) in text
+    assert "training continues without this checkpoint" in text
     assert "warning" not in (tmp_path / "said-1").read_text()
-    state = newest_state(folder)
-    assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
-    assert not [name for name in os.listdir(folder / "checkpoints") if name.startswith(".tmp")]
+    state = newest_state(run_dir)
+    assert all(state[name].equal(tensor) for name, tensor in reference_run.items())
+    assert not [name for name in os.listdir(run_dir / "checkpoints") if name.startswith(".tmp")]
 
 
 def test_last_save_one_failed_write_is_tried_again(store_path: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Garbled run directories: every reader shows what is readable, or names the file and why."""
+"""Garbled run directories: readers show the readable part, or name the file."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SECONDS = 60  # for all readers of a directory; one that waits in a pipe needs f
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> Path:
+def intact_run(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> Path:
     """The directory of a real run."""
-    folder = tmp_path_factory.mktemp("sound") / "run"
-    run_ranks(_train, 1, [*STEPS, ("run.dir", str(folder))], str(store_path), str(folder))
-    assert all((folder / name).is_file() for name in FILES)
-    return folder
+    run_dir = tmp_path_factory.mktemp("sound") / "run"
+    run_ranks(_train, 1, [*STEPS, ("run.dir", str(run_dir))], str(store_path), str(run_dir))
+    assert all((run_dir / name).is_file() for name in FILES)
+    return run_dir
 
 
 STEPS: Overrides = [
@@ -55,18 +55,18 @@ STEPS: Overrides = [
 
 
 def _train(overrides: Overrides, store: str, run: str) -> None:
-    folder, job = Path(run), small_job(*overrides)
+    directory, job = Path(run), small_job(*overrides)
     base, text = read_job("demo", SMALL)[0], open_dataset(store)
-    folder.mkdir()
+    directory.mkdir()
     expected = RunPrediction("a trace", 1.0, {"weights": 0.5}, 0.1, {"computing": 0.1})
-    write_run_files(folder, job, base, "demo", text, expected)
+    write_run_files(directory, job, base, "demo", text, expected)
     train(plan_here(job), text, this_rank(), Console(quiet=True))
-    log_path(folder, 0).parent.mkdir(exist_ok=True)
-    write_error(folder, 0, RuntimeError("planted"), sys.stderr)  # type: ignore[arg-type]
+    log_path(directory, 0).parent.mkdir(exist_ok=True)
+    write_error(directory, 0, RuntimeError("planted"), sys.stderr)  # type: ignore[arg-type]
 
 
 @contextmanager
-def in_time(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
     def ring(number: int, frame: object) -> None:
         raise AssertionError(f"it took longer than {seconds} s")
 
@@ -79,59 +79,59 @@ def in_time(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def show(folder: Path) -> bytes:
+def show_in_report(directory: Path) -> bytes:
     """The page without what the planner says, which takes seconds."""
-    return report_page([RunReader(folder)])
+    return report_page([RunReader(directory)])
 
 
-def read_all(folder: Path, sound: Path) -> None:
-    """What a start that resumes reads of the run, and a comparison."""
-    describe_changes(folder, small_job())
-    last_logged_step(folder)
-    tail = read_tail(folder / "metrics.jsonl", 6)
+def read_all(directory: Path, intact_run: Path) -> None:
+    """Read the run as a resuming start and a comparison do."""
+    describe_changes(directory, small_job())
+    last_logged_step(directory)
+    tail = read_tail(directory / "metrics.jsonl", 6)
     timer = StepTimer(tail.last, SpanWriter(None, 0))
     timer.rewind(6, tail.last, tail.current)
     timer.close()
-    read_prediction(folder)
-    read_error_reports(folder)
+    read_prediction(directory)
+    read_error_reports(directory)
     for read in (
-        lambda: read_records(folder / "metrics.jsonl"),
-        lambda: measure_trial(0, 0, 0, folder, read_json(folder / "plan.json")),
+        lambda: read_records(directory / "metrics.jsonl"),
+        lambda: measure_trial(0, 0, 0, directory, read_json(directory / "plan.json")),
     ):
-        why = ""
+        reason = ""
         try:
             read()
         except WeftError as error:
-            why = str(error)
-        assert not why or str(folder) in why
+            reason = str(error)
+        assert not reason or str(directory) in reason
     for name in ("metrics.jsonl", "statistics.jsonl"):
-        JsonlFile(folder / name, 6, lambda text: None).close()
+        JsonlFile(directory / name, 6, lambda text: None).close()
 
 
-def commands(folder: Path, sound: Path) -> Iterator[list[str]]:
-    yield ["diff", str(folder), str(sound)]
-    yield ["diff", str(sound), str(folder)]
-    yield ["hang", str(folder)]
-    yield ["rollback", str(folder), "12"]
+def commands(directory: Path, intact_run: Path) -> Iterator[list[str]]:
+    yield ["diff", str(directory), str(intact_run)]
+    yield ["diff", str(intact_run), str(directory)]
+    yield ["hang", str(directory)]
+    yield ["rollback", str(directory), "12"]
 
 
-def check(case: Case, sound: Path, to: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = garbled(sound, case, to)
+def check(case: Case, intact_run: Path, to: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = garbled(intact_run, case, to)
     page = b""
-    if os.path.lexists(folder / "job.toml") or os.path.lexists(folder / "metrics.jsonl"):
-        page = show(folder)
-    path = folder / case.file
+    if os.path.lexists(directory / "job.toml") or os.path.lexists(directory / "metrics.jsonl"):
+        page = show_in_report(directory)
+    path = directory / case.file
     is_other = os.path.lexists(path) and not path.is_file() and "dangling" not in case.name
     if is_other and case.file.count("/") == 0:
-        shown = ("job.toml", "plan.json", "environment.json", "metrics.jsonl", "events.jsonl")
-        assert (f"{case.file} cannot be read: ".encode() in page) == (case.file in shown)
-    for command in commands(folder, sound):
+        shown_files = ("job.toml", "plan.json", "environment.json", "metrics.jsonl", "events.jsonl")
+        assert (f"{case.file} cannot be read: ".encode() in page) == (case.file in shown_files)
+    for command in commands(directory, intact_run):
         capsys.readouterr()
         status = main(command)
-        said = capsys.readouterr().err
-        differ = status == 1 and not said and command[0] == "diff"
-        assert status == 0 or differ or folder.name in said, (command, said)
-    read_all(folder, sound)
+        output = capsys.readouterr().err
+        differ = status == 1 and not output and command[0] == "diff"
+        assert status == 0 or differ or directory.name in output, (command, output)
+    read_all(directory, intact_run)
 
 
 SAMPLE = 12
@@ -139,19 +139,19 @@ SAMPLE = 12
 
 @pytest.mark.parametrize("case", CASES[:SAMPLE], ids=lambda case: case.name)
 def test_readers_of_a_damaged_run_name_the_file_or_show_the_rest(
-    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, intact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with in_time(SECONDS):
-        check(case, sound, tmp_path / "garbled", capsys)
+    with time_limit(SECONDS):
+        check(case, intact_run, tmp_path / "garbled", capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[SAMPLE:], ids=lambda case: case.name)
 def test_readers_of_every_damaged_run_name_the_file_or_show_the_rest(
-    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, intact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with in_time(SECONDS):
-        check(case, sound, tmp_path / "garbled", capsys)
+    with time_limit(SECONDS):
+        check(case, intact_run, tmp_path / "garbled", capsys)
 
 
 PLANNED = ("job.toml", "plan.json", "environment.json", "tokenizer.json", "spans/rank-0.json")
@@ -162,18 +162,18 @@ PLANNED = ("job.toml", "plan.json", "environment.json", "tokenizer.json", "spans
     "case", [case for case in CASES if case.file in PLANNED], ids=lambda case: case.name
 )
 def test_report_and_generate_of_a_damaged_run_name_the_directory(
-    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, intact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By ``weft report``, with what the planner says, and by generate and evaluate."""
-    folder = garbled(sound, case, tmp_path / "garbled")
-    with in_time(2 * SECONDS):
-        assert main(["report", str(folder)]) == 0
-        assert (folder / REPORT_FILE).exists()
-        words: list[Any] = [["generate", str(folder), "--prompt", "a", "--max-tokens", "1"]]
+    """Read it with ``weft report``, prediction included, with generate and evaluate."""
+    directory = garbled(intact_run, case, tmp_path / "garbled")
+    with time_limit(2 * SECONDS):
+        assert main(["report", str(directory)]) == 0
+        assert (directory / REPORT_FILE).exists()
+        words: list[Any] = [["generate", str(directory), "--prompt", "a", "--max-tokens", "1"]]
         for command in words:
             capsys.readouterr()
             status = main(command)
-            assert status == 0 or str(folder) in capsys.readouterr().err
+            assert status == 0 or str(directory) in capsys.readouterr().err
 
 
 def test_cases_of_damage_are_many_and_unique() -> None:

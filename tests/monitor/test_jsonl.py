@@ -27,8 +27,10 @@ from weft.monitor.jsonl import (
 Records = list[dict[str, Any]]
 
 
-def make(path: Path, steps: range, **more: Any) -> list[bytes]:
-    lines = [json.dumps({"step": step, "loss": 1 / step} | more).encode() + b"\n" for step in steps]
+def make(path: Path, steps: range, **extra: Any) -> list[bytes]:
+    lines = [
+        json.dumps({"step": step, "loss": 1 / step} | extra).encode() + b"\n" for step in steps
+    ]
     path.write_bytes(b"".join(lines))
     return lines
 
@@ -68,11 +70,11 @@ def test_drop_later_of_damaged_lines_only_keeps_every_byte(tmp_path: Path) -> No
     lines = make(path, range(1, 45))
     bad = [line[:-3] + b"\n" for line in lines[:38]]
     path.write_bytes(b"".join([*bad, *lines[38:]]))
-    said: list[str] = []
-    JsonlFile(path, 10, said.append).close()
+    messages: list[str] = []
+    JsonlFile(path, 10, messages.append).close()
     assert path.read_bytes() == b""
     assert damaged_path(path).read_bytes() == b"".join(bad)
-    assert said == [f"warning: {path}: 38 damaged lines were moved to metrics.damaged.jsonl"]
+    assert messages == [f"warning: {path}: 38 damaged lines were moved to metrics.damaged.jsonl"]
 
 
 def test_drop_later_of_random_bytes_without_a_line_keeps_them(tmp_path: Path) -> None:
@@ -100,9 +102,9 @@ def test_drop_later_keeps_anomalies_in_the_last_record(tmp_path: Path) -> None:
     path.write_bytes(b"".join([*lines, text]))
     assert read_tail(path, 5).anomalies == [first]
     drop_later(path, 5)
-    found = read_records(path)
-    assert [record["step"] for record in found] == [1, 2, 3, 4, 5]
-    assert found[-1]["anomalies"] == [first]
+    records = read_records(path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert records[-1]["anomalies"] == [first]
     add_anomalies(path, [second, first])
     assert read_records(path)[-1]["anomalies"] == [first, second]
     assert read_tail(path, 5).anomalies == [first, second]
@@ -111,7 +113,7 @@ def test_drop_later_keeps_anomalies_in_the_last_record(tmp_path: Path) -> None:
 
 
 def test_lines_from_the_end_are_those_of_the_file(tmp_path: Path) -> None:
-    """Of random lengths, around the size of a block, with and without an end."""
+    """Lines of random lengths around the block size, with and without a line end."""
     rng = random.Random(3)
     for case in range(30):
         sizes = [rng.choice([0, 1, 50, 65_530, 65_536, 70_000, 300_000]) for _ in range(8)]
@@ -121,10 +123,10 @@ def test_lines_from_the_end_are_those_of_the_file(tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(b"".join(lines))
         with path.open("rb") as file:
-            found = [(line.begin, line.end) for line in read_lines_from_end(file)]
+            result = [(line.begin, line.end) for line in read_lines_from_end(file)]
         ends = [sum(map(len, lines[: n + 1])) for n in range(len(lines))]
         expected = [(end - len(line), end) for end, line in zip(ends, lines, strict=True) if line]
-        assert found == expected[::-1]
+        assert result == expected[::-1]
 
 
 def test_read_values_counts_damage(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_read_values_counts_damage(tmp_path: Path) -> None:
 
 
 def test_a_resume_reads_the_tail_only(tmp_path: Path) -> None:
-    """Of a million lines; a whole read costs some hundred MB and seconds."""
+    """A file of a million lines; reading all would cost some hundred MB and seconds."""
     path = tmp_path / "metrics.jsonl"
     line = json.dumps({"step": 10_000_000, "more": "x" * 1000})
     with path.open("w") as file:
@@ -150,11 +152,11 @@ def test_a_resume_reads_the_tail_only(tmp_path: Path) -> None:
 
 
 def _drop_tail(path: str, step: int) -> tuple[int, float]:
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before, start_time = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     tail = read_tail(Path(path), step)
     assert tail.last is not None
     assert tail.current is not None
     assert (tail.last["step"], tail.current["step"]) == (99_999, step)
     drop_later(Path(path), step)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return after - before, time.process_time() - began
+    return after - before, time.process_time() - start_time

@@ -1,4 +1,4 @@
-"""The gradient norm of every layer is the same in every layout, and together they are the whole."""
+"""Layer gradient norms are equal in every layout, and add up to the total norm."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
 }
 
 
-def norms(layout: str, store: Path, folder: Path) -> list[dict[str, float]]:
+def norms(layout: str, store: Path, directory: Path) -> list[dict[str, float]]:
     ranks, overrides = LAYOUTS[layout]
     job: Overrides = [
-        ("run.dir", str(folder)),
+        ("run.dir", str(directory)),
         ("train.steps", "4"),
         ("monitor.layer_grad_norms", "true"),
         ("monitor.log_interval", "2"),
@@ -33,16 +33,18 @@ def norms(layout: str, store: Path, folder: Path) -> list[dict[str, float]]:
         *overrides,
     ]
     run_ranks(train_rank, ranks, job, str(store))
-    found = records(folder)
-    assert [record["step"] for record in found] == [1, 2, 4]
-    for record in found:
-        whole = math.sqrt(sum(norm**2 for norm in values_under(record, "grad_norm").values()))
-        assert whole == pytest.approx(record["grad_norm"], rel=1e-5)
-    return [values_under(record, "grad_norm") for record in found]
+    rows = records(directory)
+    assert [record["step"] for record in rows] == [1, 2, 4]
+    for record in rows:
+        full = math.sqrt(sum(norm**2 for norm in values_under(record, "grad_norm").values()))
+        assert full == pytest.approx(record["grad_norm"], rel=1e-5)
+    return [values_under(record, "grad_norm") for record in rows]
 
 
 @pytest.fixture(scope="module")
-def of_one(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def one_rank_norms(
+    store_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
     return norms("one", store_path, tmp_path_factory.mktemp("one"))
 
 
@@ -55,10 +57,10 @@ def of_one(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     ],
 )
 def test_every_layout_has_the_same_norms(
-    layout: str, of_one: list[dict[str, float]], store_path: Path, tmp_path: Path
+    layout: str, one_rank_norms: list[dict[str, float]], store_path: Path, tmp_path: Path
 ) -> None:
-    assert list(of_one[0]) == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
-    for ours, theirs in zip(norms(layout, store_path, tmp_path), of_one, strict=True):
+    assert list(one_rank_norms[0]) == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+    for ours, theirs in zip(norms(layout, store_path, tmp_path), one_rank_norms, strict=True):
         assert list(ours) == list(theirs)
         for name, norm in theirs.items():
             assert ours[name] == pytest.approx(norm, rel=1e-4), name

@@ -1,4 +1,4 @@
-"""Statistics by name are one process's, in every layout; and name where the first NaN is."""
+"""Layer statistics equal one process's in every layout, and name the first NaN."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS = [
     # Two ranks share a key head.
     "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",
 ]
-MORE = [
+EXTRA = [
     "dp_shard3 train.global_batch_size=9",
     "pp2 tp2 pipeline.schedule=1F1B",
     "pp2 dp_shard2 pipeline.schedule=Interleaved1F1B",
@@ -57,30 +57,30 @@ KEYS = {"step", "kind", "name", "order", "count", "mean", "rms", "max_abs", "non
 COMPILED = "dp_shard2 compile.enable=true activation_checkpoint.mode=full train.microbatch_size=2"
 
 
-def rows_of(layout: str, store: str, folder: Path) -> list[dict[str, Any]]:
+def rows_of(layout: str, store: str, run_dir: Path) -> list[dict[str, Any]]:
     ranks, overrides = parse(layout)
-    place = [("run.dir", str(folder))]
-    run_ranks(train_rank, ranks, MODEL + overrides + place, store, timeout=240)
-    return read_statistics(folder)
+    run_overrides = [("run.dir", str(run_dir))]
+    run_ranks(train_rank, ranks, MODEL + overrides + run_overrides, store, timeout=240)
+    return read_statistics(run_dir)
 
 
 @functools.cache
-def reference(store: str, folder: Path, changes: str) -> list[dict[str, Any]]:
-    return rows_of(changes, store, folder / changes.replace(" ", ","))
+def reference(store: str, run_dir: Path, changes: str) -> list[dict[str, Any]]:
+    return rows_of(changes, store, run_dir / changes.replace(" ", ","))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("one")
 
 
-def check(layout: str, store: Path, folder: Path, tmp_path: Path) -> None:
-    """What changes the numbers of one process, too, is changed there as well."""
+def check(layout: str, store: Path, run_dir: Path, tmp_path: Path) -> None:
+    """Overrides that change one process's numbers are applied to the reference too."""
     same = ("train.global_batch_size", "optim.", "model.")
     changes = " ".join(word for word in layout.split() if word.startswith(same))
-    ones, many = reference(str(store), folder, changes), rows_of(layout, str(store), tmp_path)
-    place = [(row["step"], row["kind"], row["name"], row["order"]) for row in ones]
-    assert [(row["step"], row["kind"], row["name"], row["order"]) for row in many] == place
+    ones, many = reference(str(store), run_dir, changes), rows_of(layout, str(store), tmp_path)
+    position = [(row["step"], row["kind"], row["name"], row["order"]) for row in ones]
+    assert [(row["step"], row["kind"], row["name"], row["order"]) for row in many] == position
     for one, other in zip(ones, many, strict=True):
         assert set(other) == KEYS
         assert (other["count"], other["nonfinite"]) == (one["count"], 0), other
@@ -93,23 +93,23 @@ def check(layout: str, store: Path, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_statistics_of_a_layout_equal_one_process(
-    layout: str, store_path: Path, folder: Path, tmp_path: Path
+    layout: str, store_path: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    check(layout, store_path, folder, tmp_path)
+    check(layout, store_path, run_dir, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [*MORE, pytest.param(COMPILED, marks=pytest.mark.timeout(300))])
+@pytest.mark.parametrize("layout", [*EXTRA, pytest.param(COMPILED, marks=pytest.mark.timeout(300))])
 def test_statistics_of_further_layouts_equal_one_process(
-    layout: str, store_path: Path, folder: Path, tmp_path: Path
+    layout: str, store_path: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    check(layout, store_path, folder, tmp_path)
+    check(layout, store_path, run_dir, tmp_path)
 
 
 def test_statistics_file_has_activations_gradients_and_parameters(
-    store_path: Path, folder: Path
+    store_path: Path, run_dir: Path
 ) -> None:
-    rows = reference(str(store_path), folder, "")
+    rows = reference(str(store_path), run_dir, "")
     forward = [r["name"] for r in rows if (r["step"], r["kind"]) == (1, "activation")]
     assert forward == ["embed_tokens", *(f"layers.{n}" for n in range(2)), "norm"]
     assert {row["step"] for row in rows} == {1, 2}
@@ -125,12 +125,12 @@ def test_statistics_file_has_activations_gradients_and_parameters(
 
 
 def test_a_resumed_run_drops_later_rows(store_path: Path, tmp_path: Path) -> None:
-    place: Overrides = [("run.dir", str(tmp_path)), ("checkpoint.interval", "2")]
+    overrides: Overrides = [("run.dir", str(tmp_path)), ("checkpoint.interval", "2")]
     steps: Overrides = [("train.steps", "5"), ("debug.layer_stats_steps", "2,4-5")]
-    run_ranks(train_rank, 2, MODEL + place + steps, str(store_path))
+    run_ranks(train_rank, 2, MODEL + overrides + steps, str(store_path))
     before = read_statistics(tmp_path)
     (tmp_path / "checkpoints" / "step-00000005").rename(tmp_path / "elsewhere")
-    run_ranks(train_rank, 2, MODEL + place + steps, str(store_path))
+    run_ranks(train_rank, 2, MODEL + overrides + steps, str(store_path))
     assert read_statistics(tmp_path) == before  # steps 2 and 4 were kept, 5 taken again
     assert [row["step"] for row in before] == sorted(row["step"] for row in before)
     assert {row["step"] for row in before} == {2, 4, 5}
@@ -141,19 +141,20 @@ def test_the_error_names_what_is_not_finite_first(
     chosen: str, store_path: Path, tmp_path: Path
 ) -> None:
     change = fault(site="gradients", kind="nan", rank=0, passing=3)
-    place: Overrides = [("run.dir", str(tmp_path)), ("debug.layer_stats_steps", chosen)]
+    overrides: Overrides = [("run.dir", str(tmp_path)), ("debug.layer_stats_steps", chosen)]
     with pytest.raises(RankError) as caught:
-        run_ranks(train_rank, 2, MODEL + place + change, str(store_path))
-    said = str(caught.value)
-    assert "the gradient norm is nan in step 3" in said
+        run_ranks(train_rank, 2, MODEL + overrides + change, str(store_path))
+    message = str(caught.value)
+    assert "the gradient norm is nan in step 3" in message
     if chosen:
         # The fault is in all gradients, and the head's comes first.
         assert (
-            "first in the gradient of lm_head.weight in backward (8192 of 16384 elements)" in said
+            "first in the gradient of lm_head.weight in backward (8192 of 16384 elements)"
+            in message
         )
         assert {row["step"] for row in read_statistics(tmp_path)} == {3}
     else:
-        assert "to find the layer, run again with --debug.layer_stats_steps 3;" in said
+        assert "to find the layer, run again with --debug.layer_stats_steps 3;" in message
         assert not (tmp_path / "statistics.jsonl").exists()
 
 
@@ -170,7 +171,7 @@ def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
 
 
 def test_row_of_finite_values_is_added_over_ranks() -> None:
-    """Of what is finite; several ranks' parts; several ranks that have seen the same."""
+    """Merge finite values, parts of several ranks, and equal values of several ranks."""
     tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
     assert make_row([reduce_sums([(2, compute_sums(tensor))])], 2) == {
         "count": 4,
@@ -181,8 +182,8 @@ def test_row_of_finite_values_is_added_over_ranks() -> None:
     }
     half = reduce_sums([(1, compute_sums(tensor[:1]))])
     other = reduce_sums([(1, compute_sums(tensor[1:]))])
-    whole = reduce_sums([(2, compute_sums(tensor))])
-    assert make_row([half, other], 2) == make_row([whole], 2) == make_row([whole, whole], 2)
+    full = reduce_sums([(2, compute_sums(tensor))])
+    assert make_row([half, other], 2) == make_row([full], 2) == make_row([full, full], 2)
     empty = make_row([reduce_sums([(0, compute_sums(tensor[:0]))])], 2)
     assert (empty["count"], empty["mean"], empty["max_abs"]) == (0, 0.0, 0.0)
     json.dumps(empty, allow_nan=False)
@@ -192,12 +193,14 @@ def test_watching_hooks_are_removed_afterwards() -> None:
     part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
     layers = select_layers(part, {part[0]})
     assert list(layers) == ["0", "1"]
-    heard: list[tuple[str, int]] = []
+    received: list[tuple[str, int]] = []
     x = torch.ones(4, 2)
-    with hook_forward(layers, [4, 3], lambda name, rows, before, after: heard.append((name, rows))):
+    with hook_forward(
+        layers, [4, 3], lambda name, rows, before, after: received.append((name, rows))
+    ):
         part(x)
         part(x)
         part(x)  # once more, for backward
     part(x)
-    assert heard == [("0", 4), ("1", 4), ("0", 3), ("1", 3)]
+    assert received == [("0", 4), ("1", 4), ("0", 3), ("1", 3)]
     assert not any(module._forward_hooks for module in part.modules())

@@ -1,4 +1,4 @@
-"""Logs that cannot be written: reported once, kept in order, and never the end of a run."""
+"""Logs that cannot be written: reported once, kept in order, no reason to stop."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_append_bytes_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None
 
 
 def test_a_log_on_a_full_disk_keeps_its_records_in_order(small_disk: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = small_disk / "metrics.jsonl"
-    sink = Jsonl(path, 0, said.append)
+    sink = Jsonl(path, 0, messages.append)
     sink.write(record(1))
     filler = fill(small_disk)
     for step in range(2, 40):
@@ -87,25 +87,25 @@ def test_a_log_on_a_full_disk_keeps_its_records_in_order(small_disk: Path) -> No
     sink.write(record(40))
     sink.close()
     assert [line["step"] for line in read_records(path)] == list(range(1, 41))
-    first, second = said
+    first, second = messages
     assert first.startswith(f"warning: {path} cannot be written: no space left on device. Training")
     assert second == f"{path} can be written again, and has all waiting records"
 
 
 def test_a_log_that_stays_unwritable_counts_what_is_lost() -> None:
-    said: list[str] = []
-    buffer = LogBuffer.for_file(Path("/dev/full"), said.append)
+    messages: list[str] = []
+    buffer = LogBuffer.for_file(Path("/dev/full"), messages.append)
     for _ in range(7):
         buffer.write(b"{}\n")
     buffer.close()
-    assert len(said) == 2
-    assert said[1] == "warning: /dev/full: 7 records are lost: no space left on device"
+    assert len(messages) == 2
+    assert messages[1] == "warning: /dev/full: 7 records are lost: no space left on device"
     buffer.write(b"{}\n")  # after the end it is lost at once
-    assert said[2] == "warning: /dev/full: 1 record is lost: no space left on device"
+    assert messages[2] == "warning: /dev/full: 1 record is lost: no space left on device"
 
 
 def test_a_buffer_that_is_full_drops_the_oldest() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     written: list[int] = []
     broken = True
 
@@ -114,34 +114,36 @@ def test_a_buffer_that_is_full_drops_the_oldest() -> None:
             raise OSError(5, os.strerror(5))
         written.append(number)
 
-    buffer = LogBuffer[int]("it", write, said.append, limit=10)
+    buffer = LogBuffer[int]("it", write, messages.append, limit=10)
     for number in range(25):
         buffer.write(number)
     broken = False
     buffer.close()
     assert written == list(range(15, 25))
-    assert said[0].startswith("warning: it cannot be written: input/output error. Training")
-    assert said[-1] == "warning: it: 15 records are lost: input/output error"
+    assert messages[0].startswith("warning: it cannot be written: input/output error. Training")
+    assert messages[-1] == "warning: it: 15 records are lost: input/output error"
 
 
 def test_a_file_that_may_not_grow_is_reported_by_name(tmp_path: Path) -> None:
-    """As a quota does; the limit is of the process, so it is a rank's."""
-    (said, steps) = run_ranks(_limited, 1, str(tmp_path))[0]
+    """Fail like a quota; the limit is per process, so it is one rank's."""
+    (messages, steps) = run_ranks(_limited, 1, str(tmp_path))[0]
     assert steps == list(range(1, 31))
-    assert said[0].startswith(f"warning: {tmp_path}/metrics.jsonl cannot be written: file too lar")
+    assert messages[0].startswith(
+        f"warning: {tmp_path}/metrics.jsonl cannot be written: file too lar"
+    )
 
 
-def _limited(folder: str) -> tuple[list[str], list[int]]:
-    said: list[str] = []
+def _limited(directory: str) -> tuple[list[str], list[int]]:
+    messages: list[str] = []
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    sink = Jsonl(Path(folder) / "metrics.jsonl", 0, said.append)
+    sink = Jsonl(Path(directory) / "metrics.jsonl", 0, messages.append)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     for step in range(1, 31):
         sink.write(record(step))
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     sink.close()
-    return said, [line["step"] for line in read_records(Path(folder) / "metrics.jsonl")]
+    return messages, [line["step"] for line in read_records(Path(directory) / "metrics.jsonl")]
 
 
 def test_events_spans_and_tensorboard_wait_for_space(
@@ -149,15 +151,15 @@ def test_events_spans_and_tensorboard_wait_for_space(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    said: list[str] = []
-    events, board = EventLog(small_disk, said.append), TensorBoard(small_disk, small_job(), 0)
-    kept = SpanWriter(spans_path(small_disk, 0), 0)
+    messages: list[str] = []
+    events, board = EventLog(small_disk, messages.append), TensorBoard(small_disk, small_job(), 0)
+    remaining = SpanWriter(spans_path(small_disk, 0), 0)
     filler = fill(small_disk)
     for step in (1, 2, 3):
         events.add("start", step, "x" * 3000)
         with span(f"named {step}"):
             pass
-        kept.flush()
+        remaining.flush()
     for step in (1, 2):
         with pytest.raises(OSError, match="No space left"):
             board.write(record(step))
@@ -165,15 +167,15 @@ def test_events_spans_and_tensorboard_wait_for_space(
     for step in (1, 2, 3):
         board.write(record(step))
     events.close()
-    kept.close()
+    remaining.close()
     assert [event["step"] for event in read_event_log(small_disk)[0]] == [1, 2, 3]
     names = [event["name"] for event in read_spans(small_disk, 0)]
     assert [name for name in names if name.startswith("named")] == ["named 1", "named 2", "named 3"]
     json.loads(spans_path(small_disk, 0).read_text())  # whole
-    found = EventAccumulator(str(small_disk / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
-    assert len(said) == 2
+    result = EventAccumulator(str(small_disk / "tensorboard"))
+    result.Reload()
+    assert [event.step for event in result.Scalars("train/loss")] == [1, 2, 3]
+    assert len(messages) == 2
     assert capsys.readouterr().out.count("no space left on device") == 1
 
 
@@ -200,14 +202,16 @@ def _train(overrides: Overrides, store: str) -> str:
 def test_a_run_on_a_full_disk_trains_to_its_end(
     small_disk: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = small_disk / "run"
-    folder.mkdir()
+    directory = small_disk / "run"
+    directory.mkdir()
     filler = fill(small_disk)
-    job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
+    job = [*RUN, ("run.dir", str(directory)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
     (out,) = run_ranks(_train, 1, job, str(store_path))
     assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
     for name in ("plan.json", "metrics.jsonl", "events.jsonl", "statistics.jsonl"):
-        assert out.count(f"{folder / name} cannot be written: no space left on device") == 1, name
+        assert out.count(f"{directory / name} cannot be written: no space left on device") == 1, (
+            name
+        )
     assert "metrics.jsonl: 8 records are lost: no space left on device" in out
     assert "tensorboard: 8 records are lost: no space left on device" in out
     filler.unlink()
@@ -217,45 +221,47 @@ def test_a_run_on_a_full_disk_trains_to_its_end(
 def test_a_run_whose_directory_goes_away_trains_to_its_end(
     trouble: str, small_disk: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = small_disk / "run"
-    folder.mkdir()
-    job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
+    directory = small_disk / "run"
+    directory.mkdir()
+    job = [*RUN, ("run.dir", str(directory)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
     (out,) = run_ranks(_train_without, 1, job, str(store_path), trouble)
     assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
-    why = {"deleted": "no such file or directory", "read-only": "read-only file system"}[trouble]
-    assert out.count(f"{folder / 'metrics.jsonl'} cannot be written: {why}") == 1
+    reason = {"deleted": "no such file or directory", "read-only": "read-only file system"}[trouble]
+    assert out.count(f"{directory / 'metrics.jsonl'} cannot be written: {reason}") == 1
     if trouble == "deleted":  # TensorBoard's file brings the directory back
-        assert [line["step"] for line in read_records(folder / "metrics.jsonl")] == [*range(3, 9)]
+        assert [line["step"] for line in read_records(directory / "metrics.jsonl")] == [
+            *range(3, 9)
+        ]
     else:
-        assert f"{folder / 'metrics.jsonl'}: 6 records are lost: {why}" in out
+        assert f"{directory / 'metrics.jsonl'}: 6 records are lost: {reason}" in out
 
 
 def _train_without(overrides: Overrides, store: str, trouble: str) -> str:
-    folder = Path(small_job(*overrides).run.dir)
+    directory = Path(small_job(*overrides).run.dir)
 
-    def strike(step: int) -> None:
+    def fail_at(step: int) -> None:
         if step == 3 and trouble == "deleted":
-            shutil.rmtree(folder)
+            shutil.rmtree(directory)
         elif step == 3:
-            subprocess.run(["mount", "-o", "remount,ro", str(folder.parent)], check=True)
+            subprocess.run(["mount", "-o", "remount,ro", str(directory.parent)], check=True)
 
-    before_each_step(strike)
+    before_each_step(fail_at)
     return _train(overrides, store)
 
 
 def test_a_resume_over_damaged_records_keeps_them_and_says_so(
     store_path: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    job = [*RUN, ("run.dir", str(folder)), ("monitor.trackers", ""), ("monitor.report", "false")]
+    run_dir = tmp_path / "run"
+    job = [*RUN, ("run.dir", str(run_dir)), ("monitor.trackers", ""), ("monitor.report", "false")]
     run_ranks(_train, 1, job, str(store_path))
-    shutil.rmtree(folder / "checkpoints" / "step-00000008")
-    path = folder / "metrics.jsonl"
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
+    path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     damage = [b"[" * 100_000 + b"\n", lines[6][:50] + b"\n"]
     path.write_bytes(b"".join([lines[0][:40] + b"\n", *lines[1:6], *damage, *lines[6:]]))
     (out,) = run_ranks(_train, 1, job, str(store_path))
     assert out.count(f"{path}: 2 damaged lines were moved to metrics.damaged.jsonl") == 1
-    assert (folder / "metrics.damaged.jsonl").read_bytes() == b"".join(damage)
+    assert (run_dir / "metrics.damaged.jsonl").read_bytes() == b"".join(damage)
     assert [record["step"] for record in read_records(path)] == [2, 3, 4, 5, 6, 7, 8]
     assert path.read_bytes().startswith(lines[0][:40] + b"\n" + lines[1])

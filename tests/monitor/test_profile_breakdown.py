@@ -1,4 +1,4 @@
-"""What a step's seconds went into: of traces made here, and of one as a GPU's looks."""
+"""The breakdown of a step, from synthetic traces and from one as a GPU writes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_breakdown_instants_are_claimed_once() -> None:
     """Against counting them one by one."""
     chance = random.Random(0)
 
-    def some() -> list[tuple[float, float]]:
+    def subset() -> list[tuple[float, float]]:
         starts = [chance.randrange(60) for _ in range(chance.randrange(8))]
         return [(start, start + chance.randrange(1, 12)) for start in starts]
 
@@ -35,10 +35,10 @@ def test_breakdown_instants_are_claimed_once() -> None:
         return {moment for start, end in intervals for moment in range(int(start), int(end))}
 
     for _ in range(500):
-        left, wanted = some(), some()
-        taken, rest = split_intervals(merge_intervals(left), merge_intervals(wanted))
-        assert taken == len(instants(left) & instants(wanted))
-        assert instants(rest) == instants(left) - instants(wanted)
+        remaining, expected = subset(), subset()
+        taken, rest = split_intervals(merge_intervals(remaining), merge_intervals(expected))
+        assert taken == len(instants(remaining) & instants(expected))
+        assert instants(rest) == instants(remaining) - instants(expected)
         assert rest == sorted(rest)
 
 
@@ -61,8 +61,8 @@ def traced(path: Path) -> dict[str, Any]:
             time.sleep(0.08)  # no part of a step
         timer.close()
     profiler.export_chrome_trace(str(path))
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    text: dict[str, Any] = json.loads(path.read_text())
+    return text
 
 
 def test_breakdown_of_a_cpu_trace_attributes_every_second(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_breakdown_of_a_cpu_trace_attributes_every_second(tmp_path: Path) -> Non
     assert seconds["compute"] > 0
     assert seconds.keys() == {"data", "host", "pp", "compute"}
     phases = (PHASES["data"].activity, PHASES["forward_backward"].activity)
-    whole = sum(e["dur"] for e in trace["traceEvents"] if e["name"] in phases)
-    assert sum(seconds.values()) == pytest.approx(whole / 1e6, abs=1e-6)
+    full = sum(e["dur"] for e in trace["traceEvents"] if e["name"] in phases)
+    assert sum(seconds.values()) == pytest.approx(full / 1e6, abs=1e-6)
 
 
 def event(kind: str, name: str, start: float, end: float, tid: int = 7, **args: Any) -> Any:
@@ -88,7 +88,7 @@ def event(kind: str, name: str, start: float, end: float, tid: int = 7, **args: 
 
 
 def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
-    """Written by hand, in the form in which Kineto writes kernels of NCCL; no GPU made it."""
+    """A handwritten trace in Kineto's format for NCCL kernels; no GPU made it."""
     send = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     trace = {

@@ -1,4 +1,4 @@
-"""Profiles of real runs on gloo: what they leave, when, and whether a planted wait is found."""
+"""Profiles of real runs on gloo: files, timing, and detection of a planted wait."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ UNTIED = ("model.tied_embeddings", "false")
 PIPELINE = [("parallel.pp", "2"), ("train.microbatch_size", "2"), UNTIED]
 
 
-def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
-    job: Overrides = [("train.steps", "4"), ("run.dir", str(folder)), *overrides]
+def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
+    job: Overrides = [("train.steps", "4"), ("run.dir", str(directory)), *overrides]
     run_ranks(train_rank, ranks, job, str(store))
 
 
-def summary_of(folder: Path, steps: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"traces/step-{steps}/summary.json").read_text())
-    return found
+def summary_of(directory: Path, steps: str) -> dict[str, Any]:
+    text: dict[str, Any] = json.loads((directory / f"traces/step-{steps}/summary.json").read_text())
+    return text
 
 
-def trace_of(folder: Path, steps: str, rank: int) -> list[dict[str, Any]]:
-    with gzip.open(folder / f"traces/step-{steps}/rank-{rank}.json.gz", "rt") as file:
-        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return found
+def trace_of(directory: Path, steps: str, rank: int) -> list[dict[str, Any]]:
+    with gzip.open(directory / f"traces/step-{steps}/rank-{rank}.json.gz", "rt") as file:
+        result: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return result
 
 
 def slow(rank: int, site: str, passing: int) -> tuple[str, str]:
@@ -74,12 +74,12 @@ def test_profile_late_rank_is_waited_for_on_the_shared_axis(
     summary = summary_of(tmp_path, "3-3")
     assert (summary["first_step"], summary["steps"]) == (3, 1)
     phases = {PHASES[name].activity for name in STEP}
-    for rank, told in enumerate(summary["ranks"]):
-        assert told["rank"] == rank
-        seconds = told["seconds"]
-        where = "host" if rank == late else axis
-        assert seconds[where] > 0.6
-        assert max(seconds, key=lambda name: seconds[name]) == where
+    for rank, rank_summary in enumerate(summary["ranks"]):
+        assert rank_summary["rank"] == rank
+        seconds = rank_summary["seconds"]
+        location = "host" if rank == late else axis
+        assert seconds[location] > 0.6
+        assert max(seconds, key=lambda name: seconds[name]) == location
         assert seconds["compute"] > 0
         step = [e["dur"] for e in trace_of(tmp_path, "3-3", rank) if e["name"] in phases]
         # Between two phases lie some microseconds, which are no part of either.
@@ -91,7 +91,7 @@ def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: P
     layout = [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]
     change = slow(3, "step", passing=2)
     run(tmp_path, store_path, 4, ("profile.steps", "2"), change, *layout)
-    of = [told["seconds"] for told in summary_of(tmp_path, "2-2")["ranks"]]
+    of = [rank_summary["seconds"] for rank_summary in summary_of(tmp_path, "2-2")["ranks"]]
     assert of[3]["data"] >= 1.0
     assert of[2]["dp_shard"] > 0.6
     assert of[1]["dp_replicate"] > 0.6
@@ -101,15 +101,15 @@ def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: P
 
 
 def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
-    """By the same names, each as long; also where an evaluation and a save come between."""
-    every = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
-    every += [("train.steps", "3"), ("train.eval_sequences", "2")]
-    run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *every)
+    """Names and lengths of spans agree, also with evaluation and save in between."""
+    all_overrides = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
+    all_overrides += [("train.steps", "3"), ("train.eval_sequences", "2")]
+    run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *all_overrides)
     for rank in (0, 1):
-        noted = json.loads(spans_path(tmp_path, rank).read_text())
+        recorded = json.loads(spans_path(tmp_path, rank).read_text())
         spans = [
             event
-            for event in noted
+            for event in recorded
             if event.get("args", {}).get("step") in (2, 3)
             and event["name"] != PHASES["profile"].activity
         ]
@@ -121,9 +121,11 @@ def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
             f"{rank}B3",
         } <= names
         ranges = [e for e in trace_of(tmp_path, "2-3", rank) if e.get("cat") == "user_annotation"]
-        seen = sorted((e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"]))
-        noted = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
-        assert [e["name"] for e in seen] == [e["name"] for e in noted]
+        observed = sorted(
+            (e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"])
+        )
+        recorded = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
+        assert [e["name"] for e in observed] == [e["name"] for e in recorded]
     assert summary_of(tmp_path, "2-3")["steps"] == 2
 
 
@@ -132,9 +134,9 @@ def test_profile_memory_is_in_the_trace(store_path: Path, tmp_path: Path) -> Non
     assert any(event["name"] == "[memory]" for event in trace_of(tmp_path, "2-2", 0))
 
 
-def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
+def train_and_record_output(overrides: Overrides, store: str, output_path: str) -> None:
     job = small_job(*overrides)
-    with open(said, "w", encoding="utf-8") as file:
+    with open(output_path, "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
         train(plan_here(job), open_dataset(Path(store)), this_rank(), console)
 
@@ -142,18 +144,18 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
 def test_profile_stopped_run_is_resumed_without_a_second_profile(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """It has its first step profiled; the second start, which begins in the middle, none."""
-    said = tmp_path / "said"
+    """The first start is profiled; the second, which begins in the middle, is not."""
+    output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "4"), ("profile.steps", "1-3")]
     limit = ("resilience.time_limit", "1e-6")
-    run_ranks(train_and_listen, 1, [*overrides, limit], str(store_path), str(said))
+    run_ranks(train_and_record_output, 1, [*overrides, limit], str(store_path), str(output_path))
     assert summary_of(tmp_path, "1-3")["steps"] == 1
     text = (tmp_path / "traces/step-1-3/summary.txt").read_text()
     assert text.startswith("profile of steps 1 to 1")
-    assert text in said.read_text()
+    assert text in output_path.read_text()
     before = sorted((tmp_path / "traces/step-1-3").iterdir())
-    run_ranks(train_and_listen, 1, overrides, str(store_path), str(said))
-    assert "profile" not in said.read_text()
+    run_ranks(train_and_record_output, 1, overrides, str(store_path), str(output_path))
+    assert "profile" not in output_path.read_text()
     assert sorted((tmp_path / "traces/step-1-3").iterdir()) == before
 
 
@@ -171,14 +173,14 @@ def test_a_profile_that_cannot_be_written_costs_itself_only(
     store_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "traces").write_text("no folder")
-    said = tmp_path / "said"
+    output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
-    run_ranks(train_and_listen, 1, overrides, str(store_path), str(said))
-    assert "rank 0: no trace: [Errno 20] Not a directory" in said.read_text()
+    run_ranks(train_and_record_output, 1, overrides, str(store_path), str(output_path))
+    assert "rank 0: no trace: [Errno 20] Not a directory" in output_path.read_text()
 
 
-def train_on_a_full_disk(overrides: Overrides, store: str, said: str) -> None:
-    """Of what torch's profiler writes the first 1,000 bytes fit, which it tells in its log only."""
+def train_on_a_full_disk(overrides: Overrides, store: str, output_path: str) -> None:
+    """Write only the first 1,000 bytes; torch's profiler reports that in its log only."""
     export = profiling.profile.export_chrome_trace
 
     def cut(self: Any, path: str) -> None:
@@ -186,14 +188,14 @@ def train_on_a_full_disk(overrides: Overrides, store: str, said: str) -> None:
         os.truncate(path, 1000)
 
     profiling.profile.export_chrome_trace = cut  # type: ignore[method-assign]
-    train_and_listen(overrides, store, said)
+    train_and_record_output(overrides, store, output_path)
 
 
 def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path: Path) -> None:
-    said = tmp_path / "said"
+    output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
-    run_ranks(train_on_a_full_disk, 1, overrides, str(store_path), str(said))
-    assert "rank 0: no trace: " in said.read_text()
+    run_ranks(train_on_a_full_disk, 1, overrides, str(store_path), str(output_path))
+    assert "rank 0: no trace: " in output_path.read_text()
     assert not list((tmp_path / "traces/step-2-2").glob("rank-*"))
 
 
@@ -223,15 +225,15 @@ def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
     layout = [("parallel.pp", "2"), ("parallel.cp", "2"), ("parallel.tp", "2"), UNTIED]
     job = small_job(*layout, ("parallel.dp_shard", "2"), ("train.microbatch_size", "2"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=16))
-    found = {find_axis([0, other], plan) for other in range(1, 16)}
-    assert found == {"pp", "dp_shard", "cp", "tp", "world"}
+    result = {find_axis([0, other], plan) for other in range(1, 16)}
+    assert result == {"pp", "dp_shard", "cp", "tp", "world"}
     assert find_axis([0, 2, 4, 6], plan) == "dp_shard"  # and cp: the shards of a parameter
     assert find_axis(range(16), plan) == "world"
 
 
 def test_profile_table_has_expected_times_beside_measured_ones() -> None:
-    spent = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
-    lines = format_table(spent, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
+    elapsed = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
+    lines = format_table(elapsed, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
     rows = [line.rsplit(maxsplit=4) for line in lines[1:]]
     assert rows == [
         ["compute", "1.5000", "2.0000", "0", "1.2500"],

@@ -1,4 +1,4 @@
-"""A stop signal in every phase, on one rank: the step is finished and saved, and all leave."""
+"""A stop signal in every phase, on one rank: the step is saved, all ranks leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS: Overrides = [
 
 
 def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str) -> bool:
-    """Train with weft's handlers; the last rank gets a signal while it is in the fault's place."""
+    """Train with weft's handlers; the last rank gets a signal at the fault site."""
     listen()
     job = small_job(*overrides)
     rank = this_rank()
@@ -52,10 +52,10 @@ def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(folder))], str(store_path))
-    return folder
+def reference_run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(directory))], str(store_path))
+    return directory
 
 
 TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
@@ -85,7 +85,7 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     number: int,
     store_path: Path,
     tmp_path: Path,
-    undisturbed: Path,
+    reference_run: Path,
 ) -> None:
     fault = f'[{{site = "{site}", passing = {passing}, kind = "slow", seconds = 0.5, rank = 1}}]'
     overrides = [*STEPS, ("run.dir", str(tmp_path)), ("resilience.faults", fault)]
@@ -97,12 +97,12 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     # And the rest of the run is as if nothing had happened.
     call = (overrides, str(store_path), 0, str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [True, True]
-    state, expected = newest_state(tmp_path), newest_state(undisturbed)
+    state, expected = newest_state(tmp_path), newest_state(reference_run)
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
 
 
 def test_signal_while_loading_saves_and_resumes_bit_for_bit(
-    store_path: Path, tmp_path: Path, undisturbed: Path
+    store_path: Path, tmp_path: Path, reference_run: Path
 ) -> None:
     part = [*STEPS, ("run.dir", str(tmp_path))]
     fail = ("resilience.faults", '[{site = "step", passing = 7, kind = "raise"}]')
@@ -115,7 +115,7 @@ def test_signal_while_loading_saves_and_resumes_bit_for_bit(
     assert run_ranks(train_with_a_signal, 2, *call) == [False, False]
     assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) == 5
     assert run_ranks(train_with_a_signal, 2, part, str(store_path), 0, "") == [True, True]
-    state, expected = newest_state(tmp_path), newest_state(undisturbed)
+    state, expected = newest_state(tmp_path), newest_state(reference_run)
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
 
 

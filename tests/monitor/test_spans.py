@@ -1,4 +1,4 @@
-"""Spans: of real runs on several ranks, and the file by itself."""
+"""Spans of real runs on several ranks, and the span file alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weft.plan.pipeline_schedule import build_schedule
 STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
 
 
-def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
-    job: Overrides = [*STEPS, ("run.dir", str(folder)), *overrides]
+def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
+    job: Overrides = [*STEPS, ("run.dir", str(directory)), *overrides]
     run_ranks(train_rank, ranks, job, str(store))
 
 
 def check_nesting(events: list[dict[str, Any]]) -> None:
-    """Of two spans one is inside of the other, or they do not touch."""
+    """Check that two spans are nested or disjoint."""
     open_ends: list[int] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while open_ends and open_ends[-1] <= event["ts"]:
@@ -68,28 +68,28 @@ def test_spans_of_a_pipeline_are_its_timetable(
         events = read_spans(tmp_path, rank)
         check_nesting(events)
         assert {event["pid"] for event in events} == {rank}
-        seen: Counter[tuple[int, int, str, int]] = Counter()
+        counts: Counter[tuple[int, int, str, int]] = Counter()
         for event in events:
             args = event["args"]
             if "stage" in args:
                 stage, kind, microbatch = args["stage"], args["kind"], args["microbatch"]
                 assert event["name"] == f"{stage}{kind}{microbatch}"
-                seen[args["step"], stage, kind, microbatch] += 1
-        wanted = Counter((step, *act) for step in (1, 2, 3) for act in order)
-        assert seen == wanted
+                counts[args["step"], stage, kind, microbatch] += 1
+        expected = Counter((step, *act) for step in (1, 2, 3) for act in order)
+        assert counts == expected
 
 
 def test_spans_without_a_pipeline_continue_over_two_starts(
     store_path: Path, tmp_path: Path
 ) -> None:
-    more = [
+    extra = [
         ("train.microbatch_size", "2"),
         ("train.eval_interval", "1"),
         ("checkpoint.interval", "1"),
     ]
-    run(tmp_path, store_path, 2, *more)
+    run(tmp_path, store_path, 2, *extra)
     first = read_spans(tmp_path, 1)
-    run(tmp_path, store_path, 2, *more, ("train.steps", "5"))
+    run(tmp_path, store_path, 2, *extra, ("train.steps", "5"))
     events = read_spans(tmp_path, 1)
     assert events[: len(first)] == first
     check_nesting(events)
@@ -106,15 +106,15 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
     store_path: Path, tmp_path: Path
 ) -> None:
     for kind, last in (("raise", "forward and backward"), ("kill", "waiting for data")):
-        folder = tmp_path / kind
+        directory = tmp_path / kind
         change = fault(site="gradients", passing=2, kind=kind)
         with pytest.raises(RankError):
-            run(folder, store_path, 1, change)
-        found = json.loads(spans_path(folder, 0).read_text())[-1]
-        # What a killed rank did since it was last at 'record' is lost.
-        assert found["args"]["step"] == (2 if kind == "raise" else 1)
-        assert found["name"] == PHASES["update"].activity
-        assert last in {event["name"] for event in read_spans(folder, 0)}
+            run(directory, store_path, 1, change)
+        text = json.loads(spans_path(directory, 0).read_text())[-1]
+        # Spans of a killed rank since its last 'record' are lost.
+        assert text["args"]["step"] == (2 if kind == "raise" else 1)
+        assert text["name"] == PHASES["update"].activity
+        assert last in {event["name"] for event in read_spans(directory, 0)}
 
 
 def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     note_many(path, 10)
     assert not path.with_suffix(".old.json").exists()
     note_many(path, 100)
-    for each in (path, path.with_suffix(".old.json")):
-        assert each.stat().st_size < 5000
-        json.loads(each.read_text())
+    for item in (path, path.with_suffix(".old.json")):
+        assert item.stat().st_size < 5000
+        json.loads(item.read_text())
     names = [event["name"] for event in read_spans(tmp_path, 3) if "stage" in event["args"]]
     assert names == [f"1F{number}" for number in range(100 - len(names), 100)]
     assert len(names) > 8
@@ -149,10 +149,10 @@ def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
     path = spans_path(tmp_path, 3)
     note_many(path, 2)
-    whole = read_spans(tmp_path, 3)
+    full = read_spans(tmp_path, 3)
     torn = path.read_bytes()[:-20]
     path.write_bytes(torn)
-    assert read_spans(tmp_path, 3) == whole[:-1]
+    assert read_spans(tmp_path, 3) == full[:-1]
     note_many(path, 1)
     assert path.with_suffix(".old.json").read_bytes() == torn
     assert len(json.loads(path.read_text())) > 2
@@ -188,9 +188,9 @@ def test_a_span_costs_little(tmp_path: Path) -> None:
     """Some microseconds, its writing included; a busy machine has 50 times that."""
     count = 20_000
     timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
-    began = time.process_time()
+    start_time = time.process_time()
     for number in range(count):
         with span("loss", microbatch=number):
             pass
     timer.close()
-    assert (time.process_time() - began) / count < 2e-4
+    assert (time.process_time() - start_time) / count < 2e-4

@@ -60,9 +60,9 @@ def test_throughput_formulas_equal_hand_computed_values() -> None:
 
 
 def test_mfu_equals_the_published_one() -> None:
-    """TorchTitan's paper, table 1: 8B on 8 H100 at 8192 tokens, 5,762 tokens/s a GPU: about 33 %.
+    """TorchTitan's paper, table 1: 8B on 8 H100, 5,762 tokens/s per GPU, 33 % MFU.
 
-    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP a token.
+    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP per token.
     """
     flops = llama.flops_per_token(llama.PRESETS["8b"], 8192)
     assert flops == pytest.approx(
@@ -76,30 +76,30 @@ def test_the_causal_discount_is_half_of_attention() -> None:
     """8B at 8,192 tokens: attention is 12.9 of 57.9 GFLOP a token."""
     config = llama.PRESETS["8b"]
     attention = 12 * 32 * 4096 * 8192
-    whole, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
-    assert whole - causal == attention / 2
+    full, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
+    assert full - causal == attention / 2
 
 
 def test_spreads_of_ranks_have_least_median_most() -> None:
     assert rank_stats([[1.0, 2.0, 0, 3.0]]) is None
-    found = rank_stats([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
-    assert found is not None
-    assert found["data_seconds"] == {"min": 0.1, "median": 0.2, "max": 0.3, "rank": 1}
-    assert found["compute_seconds"] == {"min": 1.0, "median": 1.5, "max": 2.0, "rank": 0}
-    assert found["memory_peak_gib"] == {"min": 3.0, "median": 3.0, "max": 3.5, "rank": 1}
+    result = rank_stats([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
+    assert result is not None
+    assert result["data_seconds"] == {"min": 0.1, "median": 0.2, "max": 0.3, "rank": 1}
+    assert result["compute_seconds"] == {"min": 1.0, "median": 1.5, "max": 2.0, "rank": 0}
+    assert result["memory_peak_gib"] == {"min": 3.0, "median": 3.0, "max": 3.5, "rank": 1}
 
 
 def test_scalars_have_the_names_of_trackers() -> None:
-    found = to_scalars(
+    result = to_scalars(
         record(2, layer_grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
     )
-    assert found["train/loss"] == 5.0
-    assert found["grad_norm/layers.0"] == 0.5
-    assert found["time/goodput"] == 0.75
+    assert result["train/loss"] == 5.0
+    assert result["grad_norm/layers.0"] == 0.5
+    assert result["time/goodput"] == 0.75
     assert to_scalars(record(2, moe_max_load=1.5))["train/moe_max_load"] == 1.5
-    assert "grad_norm/head" not in found
-    assert "train/grad_norm" not in found
-    assert all(isinstance(value, float | int) for value in found.values())
+    assert "grad_norm/head" not in result
+    assert "train/grad_norm" not in result
+    assert all(isinstance(value, float | int) for value in result.values())
 
 
 def test_a_record_derives_its_rates() -> None:
@@ -119,9 +119,9 @@ def test_record_nonfinite_values_are_null_at_any_depth() -> None:
     values = record(
         4, loss=float("nan"), layer_grad_norms={"head": bad}, loss_by_source={"a": bad, "b": 1.0}
     )
-    told = json.loads(json.dumps(values.to_dict(), allow_nan=False))
-    assert told["loss"] is told["grad_norm/head"] is told["loss/a"] is None
-    assert told["loss/b"] == 1.0
+    report = json.loads(json.dumps(values.to_dict(), allow_nan=False))
+    assert report["loss"] is report["grad_norm/head"] is report["loss/a"] is None
+    assert report["loss/b"] == 1.0
 
 
 def test_jsonl_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
@@ -160,36 +160,36 @@ class Waits:
     """A tracker that writes a record once it is let, and remembers in which thread."""
 
     def __init__(self, let: bool = False) -> None:
-        self.let, self.reached = threading.Event(), threading.Event()
+        self.released, self.reached = threading.Event(), threading.Event()
         if let:
-            self.let.set()
+            self.released.set()
         self.steps: list[int] = []
         self.threads: set[threading.Thread] = set()
-        self.closed = self.gone = False
+        self.closed = self.failing = False
 
     def write(self, record: StepRecord) -> None:
         self.reached.set()
-        if not self.let.wait(10):
+        if not self.released.wait(10):
             raise TimeoutError("this test waits for this tracker")
         self.steps.append(record.step)
         self.threads.add(threading.current_thread())
 
     def close(self) -> None:
-        if self.gone:
+        if self.failing:
             raise ConnectionError("nobody is there")
         self.closed = True
 
 
 def guarded(
-    sink: Sink, folder: Path, monkeypatch: pytest.MonkeyPatch, every: float = 0.01
+    sink: Sink, directory: Path, monkeypatch: pytest.MonkeyPatch, interval: float = 0.01
 ) -> tuple[BackgroundTracker, io.StringIO]:
-    """It in its guard, with so many seconds between bursts, and what is told of it."""
-    monkeypatch.setattr(sinks, "BURST_SECONDS", every)
+    """Return the guarded tracker with an interval between bursts, and its messages."""
+    monkeypatch.setattr(sinks, "BURST_SECONDS", interval)
     out = io.StringIO()
-    made = BackgroundTracker(
-        "mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200)
+    created = BackgroundTracker(
+        "mine", lambda *_: sink, directory, small_job(), 0, Console(file=out, width=200)
     )
-    return made, out
+    return created, out
 
 
 def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
@@ -203,7 +203,7 @@ def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
     assert slow.reached.wait(60)
     trackers[1].close()
     assert (slow.steps, quick.steps, quick.closed) == ([], [1, 2, 3, 4, 5], True)
-    slow.let.set()
+    slow.released.set()
     trackers[0].close()
     assert (slow.steps, slow.closed) == ([1, 2, 3, 4, 5], True)
     assert threading.current_thread() not in slow.threads | quick.threads
@@ -213,7 +213,7 @@ def test_records_are_written_together_and_the_last_ones_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Waits(let=True)
-    tracker, _ = guarded(sink, tmp_path, monkeypatch, every=600)
+    tracker, _ = guarded(sink, tmp_path, monkeypatch, interval=600)
     for step in (1, 2, 3):
         tracker.write(record(step))
     assert sink.steps == []
@@ -242,9 +242,9 @@ def test_a_tracker_that_hangs_does_not_keep_the_run(
     assert not sink.closed
     expected = "mine: 2 records are lost: TimeoutError: closing takes longer than 0.2 s"
     assert expected in out.getvalue()
-    sink.gone = True
-    sink.let.set()  # what it has in hand it writes after all, and then fails, which was told
-    (thread,) = [each for each in threading.enumerate() if each.name == "weft-mine"]
+    sink.failing = True
+    sink.released.set()  # it writes its current records, then fails, which is reported
+    (thread,) = [item for item in threading.enumerate() if item.name == "weft-mine"]
     thread.join(60)
     assert (sink.steps, out.getvalue().count("warning")) == ([1], 1)
 
@@ -282,7 +282,7 @@ def test_a_sink_that_fails_does_not_end_the_run(
 
 
 def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> None:
-    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+    def make(directory: Path, job: Job, resumed_step: int) -> Sink:
         raise ConnectionError("nobody is there")
 
     out = io.StringIO()
@@ -299,7 +299,7 @@ def test_a_sink_that_cannot_start_leaves_the_terminal_as_it_was(
 ) -> None:
     """The live line hides the cursor until it is closed."""
 
-    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+    def make(directory: Path, job: Job, resumed_step: int) -> Sink:
         raise ConnectionError("nobody is there")
 
     monkeypatch.setitem(SINKS, "wandb", make)

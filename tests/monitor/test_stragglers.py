@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.monitor.test_faults import fault, train_and_listen
+from tests.monitor.test_faults import fault, train_and_record_output
 from tests.small import Overrides, records, train_rank
 from weft.monitor.stragglers import find_slowest
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "table", "rank", "ratio", "why"),
+    ("step_seconds", "table", "rank", "ratio", "reason"),
     [
         # Two ranks: the median of the others is the other one.
         (3.0, [[2.0, 1.0], [0.0, 1.0]], 0, 3.0, "waiting for data"),
@@ -29,33 +29,33 @@ from weft.monitor.stragglers import find_slowest
     ],
 )
 def test_slowest_of_a_table_is_named_with_the_reason(
-    step_seconds: float, table: list[list[float]], rank: int | None, ratio: float, why: str
+    step_seconds: float, table: list[list[float]], rank: int | None, ratio: float, reason: str
 ) -> None:
-    found = find_slowest(step_seconds, table)
-    assert found[0] == rank
-    assert found[1] == pytest.approx(ratio)
-    assert why in found[2]
+    result = find_slowest(step_seconds, table)
+    assert result[0] == rank
+    assert result[1] == pytest.approx(ratio)
+    assert reason in result[2]
 
 
 def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
-    """The same as by comparing every rank with the list of its peers; soon, for thousands."""
+    """The result equals a comparison of all peers, and is fast for thousands of ranks."""
     rng = random.Random(0)
     for size in (2, 3, 8, 41):
         table = [[rng.choice((0.0, rng.random())), rng.random(), i % 3] for i in range(size)]
         ratios = {}
-        for rank, (data, compute, place) in enumerate(table):
-            peers = [row for n, row in enumerate(table) if n != rank and row[2] == place]
+        for rank, (data, compute, position) in enumerate(table):
+            peers = [row for n, row in enumerate(table) if n != rank and row[2] == position]
             if peers:
-                more = data - statistics.median(row[0] for row in peers)
+                extra = data - statistics.median(row[0] for row in peers)
                 usual = statistics.median(row[1] for row in peers)
-                ratios[rank] = max(3.0 / (3.0 - more), compute / usual)
+                ratios[rank] = max(3.0 / (3.0 - extra), compute / usual)
         rank, ratio, _ = find_slowest(3.0, table)
         expected = max([1.0, *ratios.values()])
         assert ratio == pytest.approx(expected)
         assert rank is None or ratios[rank] == pytest.approx(expected)
-    began = time.process_time()
+    start_time = time.process_time()
     find_slowest(3.0, [[rng.random(), rng.random(), 0] for _ in range(16384)])
-    assert time.process_time() - began < 5  # a minute and more, if each looked at all
+    assert time.process_time() - start_time < 5  # more than a minute if each rank compared all
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -71,18 +71,18 @@ def test_slow_rank_is_named_once_within_four_records(
         ("run.dir", str(tmp_path / "run")),
         *change,
     ]
-    run_ranks(train_and_listen, ranks, overrides, str(store_path), str(tmp_path / "said"))
-    said = (tmp_path / "said-0").read_text()
-    assert said.count("warning: rank 1 is slow: waiting for data makes steps") == 1
+    run_ranks(train_and_record_output, ranks, overrides, str(store_path), str(tmp_path / "said"))
+    text = (tmp_path / "said-0").read_text()
+    assert text.count("warning: rank 1 is slow: waiting for data makes steps") == 1
     named = {
         r["step"]: r["straggler_rank"] for r in records(tmp_path / "run") if "straggler_rank" in r
     }
     assert set(named.values()) == {1}
     assert 25 <= min(named) <= 30
     assert max(named) == 40
-    for each in records(tmp_path / "run"):
-        data = each["ranks"]["data_seconds"]
-        assert data["rank"] == 1 or each["step"] <= 10
+    for record in records(tmp_path / "run"):
+        data = record["ranks"]["data_seconds"]
+        assert data["rank"] == 1 or record["step"] <= 10
         assert data["min"] <= data["median"] <= data["max"]
 
 

@@ -1,4 +1,4 @@
-"""What trackers were sent, read back by their own code; nothing leaves this machine."""
+"""Tracker records, read back by the trackers' code; nothing leaves this machine."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from weft.monitor.tracker_backends import MLflow, WeightsAndBiases
 
 
 def wandb_entries(file: Path) -> Iterator[bytes]:
-    """The records of an offline run's file: a header of 7 bytes, then LevelDB's log format."""
-    data, place, whole = file.read_bytes(), 7, b""
+    """Return the records of an offline file: a header of 7 bytes, then LevelDB's log."""
+    data, position, full = file.read_bytes(), 7, b""
     block = 32768
-    while place + 7 <= len(data):
-        if block - place % block < 7:
-            place += block - place % block
+    while position + 7 <= len(data):
+        if block - position % block < 7:
+            position += block - position % block
             continue
-        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        full += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            yield whole
-            whole = b""
+            yield full
+            full = b""
 
 
 def wandb_rows(file: Path) -> list[dict[str, Any]]:
@@ -57,17 +57,17 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "elsewhere"))
-    folder = tmp_path / "run"
-    folder.mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
     for steps in ((1, 2, 3), (3, 4)):  # the second time from a checkpoint of step 2
-        sink = WeightsAndBiases(folder, small_job(), 0)
+        sink = WeightsAndBiases(run_dir, small_job(), 0)
         for step in steps:
             sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
     patience = time.monotonic() + 20  # its process writes on after a run's end
     rows: list[dict[str, Any]] = []
     while len(rows) < 5 and time.monotonic() < patience:
-        files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+        files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
         rows = [row for file in files for row in wandb_rows(file)]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
     for row in rows:
@@ -75,7 +75,7 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
         assert {name: row[name] for name in sent} == pytest.approx(sent)
     # Both starts are one run.
     assert len({file.stem for file in files}) == 1
-    assert not list(folder.glob("*.log"))
+    assert not list(run_dir.glob("*.log"))
 
 
 def test_mlflow_without_a_server_writes_into_the_runs_folder(
@@ -84,18 +84,18 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
-    folder.mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
     for steps in ((1, 2, 3), (3, 4)):
-        sink = MLflow(folder, small_job(), 0)
+        sink = MLflow(run_dir, small_job(), 0)
         for step in steps:
             sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
 
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-    run = client.get_run((folder / "mlflow-run-id").read_text())
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir}/mlflow.db")
+    run = client.get_run((run_dir / "mlflow-run-id").read_text())
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["train.steps"] == "20"
     assert (
@@ -110,7 +110,7 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
 def test_mlflow_is_sent_several_records_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first at once, the next ones when some seconds are over, the last ones at the end."""
+    """The first at once, the next after some seconds, the last at the end."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     now = 100.0
@@ -145,8 +145,8 @@ def test_mlflow_unreachable_server_is_an_error(
 def test_sources_of_any_name_are_metrics_of_mlflow() -> None:
     validation = pytest.importorskip("mlflow.utils.validation", reason="mlflow is not installed")
     names = ["/home/a/train.jsonl", "code/*", "hf://org/name:sample@train", "web", "a//b/../c"]
-    made = [trackers.sanitize_name(f"train/loss_of/{name}") for name in names]
-    for name in made:
+    created = [trackers.sanitize_name(f"train/loss_of/{name}") for name in names]
+    for name in created:
         validation._validate_metric_name(name)
-    assert len(set(made)) == len(names)
-    assert made[3] == "train/loss_of/web"
+    assert len(set(created)) == len(names)
+    assert created[3] == "train/loss_of/web"

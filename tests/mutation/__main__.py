@@ -1,10 +1,10 @@
-"""``python -m tests.mutation``: plant every fault of the catalogue, and tell which checks find it.
+"""``python -m tests.mutation``: plant every fault and run the checks.
 
 --only A,B         faults whose kind, name or file has one of these texts
 --checks A,B       checks whose name has one of these
 --precision bf16   or float8: faults in numeric code that a check of the precision executes
---json FILE        a line for each fault; those that are in it already are not planted again
---seconds N        stop after so long; the same command goes on
+--json FILE        a line for each fault; faults already in it are not planted again
+--seconds N        stop after so long; the same command resumes
 --baseline         only run the battery without a fault
 """
 
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--checks", default="")
     parser.add_argument("--baseline", action="store_true")
     options = parser.parse_args()
-    began = time.monotonic()
+    start_time = time.monotonic()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
     import_heavy()
@@ -57,11 +57,11 @@ def main() -> int:
     checks = {n: source for n, source in result.items() if any(word in n for word in words)}
     base = baseline(options.precision, checks, work, print_now)
     if options.baseline:
-        sound = len(base.seconds)
+        valid = len(base.seconds)
         seconds = sum(base.seconds.values())
-        print_now(f"{sound} of {len(checks)} checks find nothing; {seconds:.0f} s")
-        return int(sound < len(checks))
-    done = read_log(options.json)
+        print_now(f"{valid} of {len(checks)} checks find nothing; {seconds:.0f} s")
+        return int(valid < len(checks))
+    completed = read_log(options.json)
     chosen = [
         fault
         for fault in FAULTS
@@ -70,14 +70,14 @@ def main() -> int:
     ]
     print_now(f"{len(chosen)} faults, {len(checks)} checks")
     for fault in chosen:
-        done |= read_log(options.json)  # several may work at it
-        if fault.name in done:
+        completed |= read_log(options.json)  # several may work at it
+        if fault.name in completed:
             continue
-        if time.monotonic() - began > options.seconds:
-            print_now(f"{len([f for f in chosen if f.name not in done])} are left")
+        if time.monotonic() - start_time > options.seconds:
+            print_now(f"{len([f for f in chosen if f.name not in completed])} are left")
             break
         outcome = run_fault(fault, options.precision, base)
-        done[fault.name] = outcome
+        completed[fault.name] = outcome
         print_now(
             f"{'found ' if outcome.check else 'MISSED'} {fault.name} ({fault.file}): "
             f"{outcome.check}: {outcome.text[:160]!r} -> {outcome.module}"
@@ -86,19 +86,19 @@ def main() -> int:
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(outcome._asdict()) + "\n")
-    print_now(report([done[f.name] for f in chosen if f.name in done]))
+    print_now(report([completed[f.name] for f in chosen if f.name in completed]))
     print_now(f"tree {tree_hash()}")
     return 0
 
 
 def is_applicable(fault: Fault, base: Baseline) -> bool:
-    """Whether a fault may be of another size in another precision, and a check executes it."""
+    """Return True if the fault differs in another precision, and a check executes it."""
     executed = any(is_executed(fault, lines) for lines in base.lines.values())
     return fault.file.startswith(NUMERIC) and fault.kind != "counters" and executed
 
 
 def read_log(path: Path | None) -> dict[str, Outcome]:
-    """What was found out before, by fault."""
+    """Return earlier outcomes by fault."""
     if path is None or not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -49,10 +49,10 @@ WEFT = Path(weft.__file__).parent
 
 
 class Finding(NamedTuple):
-    """What a check found wrong."""
+    """The finding of a check."""
 
     text: str
-    module: str  # of weft, the one that is at fault as far as the check can tell
+    module: str  # the module of weft that is at fault, as far as the check can tell
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Check:
 
 # --------------------------------------------------------------------------- exceptions
 
-# What compares, reports, or passes on another rank's error is not where a fault lies: modules, or
+# Code that compares, reports, or passes on another rank's error is never blamed: modules, or
 # "module:function".
 REPORTING = (
     "checkpoint/manifest.py:gather_to_rank_0",
@@ -96,7 +96,7 @@ REPORTING = (
 
 
 def format_error(error: BaseException) -> str:
-    """Format an exception, then the calls that led to it and to its causes, first cause last."""
+    """Format an exception, then the calls that led to it and to its causes."""
     chain = [error]
     while (cause := _cause_of(chain[-1])) and cause not in chain:
         chain.append(cause)
@@ -109,7 +109,7 @@ def _cause_of(error: BaseException) -> BaseException | None:
 
 
 def read_failure(error: Exception) -> Finding:
-    """What ranks that failed have found: what is unexpected, or an exception of weft's."""
+    """Return the finding of failed ranks: unexpected value, or weft's exception."""
     lines = str(error).strip().splitlines() or [repr(error)]
     if match := re.search(r"(.*) <([\w/]+\.py)>", str(error)):
         return Finding(match[1].rpartition("Unexpected: ")[2], match[2])
@@ -128,7 +128,7 @@ def frame_of(text: str) -> str:
 # --------------------------------------------------------------------------- the oracle
 
 PATCHES: dict[str, dict[str, Any]] = {
-    # What is small here would be computed at once, or stay where it is.
+    # Small values would be computed at once, or stay in place.
     "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
     "offload": {"weft.parallel.activation_offload.MIN_OFFLOAD_BYTES": 1},
 }
@@ -265,8 +265,8 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         "text",
     ),
 }
-# Which module a case tries beside the model, which the plain cases before it have tried: what
-# differs in the forward pass or the gradients is of that module.
+# The module that a case tests beside the model, which the plain cases test before: a difference in
+# the forward pass or the gradients belongs to that module.
 BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/activation_offload.py",
@@ -295,46 +295,46 @@ def _first_departure(name: str, precision: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for path, value in patches(name):
             patch.setattr(path, value)
-        every = departures(oracle_case(name, precision))
-        found = next(every, None)
-        if found is not None and found.where == "references":
+        found_departures = departures(oracle_case(name, precision))
+        result = next(found_departures, None)
+        if result is not None and result.where == "references":
             # They are results of the forward pass: if it differs, too, it is the cause.
-            found = next((each for each in every if each.where == "forward"), found)
-    return None if found is None else tuple(found)
+            result = next((item for item in found_departures if item.where == "forward"), result)
+    return None if result is None else tuple(result)
 
 
 def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
     """Run a case of `ORACLE`."""
     try:
-        [found] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
+        [result] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
     except WeftError as error:
         return read_failure(error)
-    if found is None:
+    if result is None:
         return None
-    where, text, module = found
+    location, text, module = result
     if module == "parallel/float8.py":
-        # What differs without float8, too, is not float8's.
+        # A difference that also exists without float8 is not float8's.
         [plain] = run_ranks(_first_departure, 1, name, "", timeout=timeout)
-        where, text, module = plain or found
-    if where in ("forward", "gradients"):
+        location, text, module = plain or result
+    if location in ("forward", "gradients"):
         module = next((m for word, m in BESIDE.items() if word in name), module)
-    return Finding(f"{where}: {text}", module)
+    return Finding(f"{location}: {text}", module)
 
 
 # --------------------------------------------------------------------------- layouts
 
 
 class Technique(NamedTuple):
-    """What a layout does, and the module that does it."""
+    """A key or axis of a layout, and the module that implements it."""
 
     keys: dict[str, str]
     module: str
     ranks: int = 1
 
 
-def _pp(schedule: str, **more: str) -> Technique:
+def _pp(schedule: str, **extra: str) -> Technique:
     keys = {"parallel.pp": "2", "pipeline.schedule": schedule, "model.tied_embeddings": "false"}
-    return Technique(keys | more, "parallel/pipeline_parallel.py", 2)
+    return Technique(keys | extra, "parallel/pipeline_parallel.py", 2)
 
 
 def _cp(method: str, balance: bool = True) -> Technique:
@@ -491,7 +491,7 @@ def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
 
 
 def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str:
-    """What is wrong with a layout, or with the program; empty if nothing.
+    """Return the finding for a layout, or the program's error; empty if none.
 
     Raises:
         InvalidConfig: there is no such layout.
@@ -510,7 +510,7 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
     return "" if report.holds else report.reason
 
 
-# What a report says, and the module that it blames, the most particular first.
+# The phrases of a report, and the blamed module, most specific first.
 BLAMED = (
     (r"the gradient norm differs", "optim/optimizer.py"),
     (r"updates first differ in \S*expert_bias", "optim/balance.py"),
@@ -552,7 +552,7 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
         if raised:
             return raised
         vanishes = list(techniques)
-    # Of several the one that is most particular: what only changes how another one works.
+    # Of several techniques the most specific: one that only modifies another.
     vanishes.sort(key=lambda t: TECHNIQUES[t].ranks)
     module = TECHNIQUES[vanishes[0]].module
     if len(vanishes) > 1 and TECHNIQUES[vanishes[0]].ranks > 1:
@@ -606,7 +606,7 @@ def _order(check: Check) -> tuple[int, int]:
     return STAGES.index(stage), check.name.count(",") if stage == "layout" else 0
 
 
-# Names of what rounds in a way of its own, and of what weft does not offer in float8.
+# Techniques with special rounding, and those that weft does not offer in float8.
 ONLY_FLOAT32 = ("canonical", "moments", "states", "qlora", "float8", "bfloat16")
 NOT_FLOAT8 = ("moe", "lora", "nf4")
 
@@ -625,5 +625,5 @@ def _bound(find: Callable[..., Finding | None], first: Any) -> Callable[..., Fin
 
 
 def names() -> Iterator[str]:
-    """Of all checks."""
+    """Return the names of all checks."""
     return (check.name for check in battery())

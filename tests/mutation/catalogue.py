@@ -1,9 +1,9 @@
-"""The planted faults, as data: in ``file`` below weft/ the text ``right`` becomes ``wrong``.
+"""The planted faults: in weft/``file`` the text ``right`` becomes ``wrong``.
 
-Each changes what is computed, on a GPU at least, or how much work it is; changes that do not are
+Each changes the result, at least on a GPU, or the amount of work. Changes without effect are
 left out (such as rotary angles that all begin at another position: attention depends on
-differences only).  ``near`` names the modules that do a job together with ``file``: to name one of
-them is right, too.
+differences only). ``near`` names modules that share a job with ``file``: to blame one of them
+is correct, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks by formulas: what comes of data, arithmetic, checkpoints, export and inference, by hand.
+"""Checks by formulas: data, arithmetic, checkpoints, export and inference by hand.
 
-Each is a function that runs in ranks, and calls `expect` with the module of weft that it takes to
-be at fault if the expectation does not hold.  Its name begins with its stage in the battery.
+Each is a function that runs in ranks. It calls `expect` with the module of weft to blame if
+the expectation does not hold. Its name begins with its stage in the battery.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.oracle import (
     NONE,
     Rows,
     Updates,
-    answers_of,
     build_theirs,
-    decays,
     draw_corpus,
     grad_of,
+    has_weight_decay,
+    log_probs_of,
     logits_of,
     losses_of,
     rate,
@@ -86,8 +86,8 @@ def expect(holds: Any, text: str, module: str) -> None:
         raise Unexpected(text, module)
 
 
-def near(ours: float, theirs: float, relative: float = 1e-9) -> bool:
-    """Whether two numbers are equal to rounding."""
+def is_close(ours: float, theirs: float, relative: float = 1e-9) -> bool:
+    """Return True if two numbers are equal up to rounding."""
     return abs(ours - theirs) <= relative * max(abs(theirs), 1e-30)
 
 
@@ -119,16 +119,16 @@ def _call(name: str) -> None:
     globals()[name]()
 
 
-def fixtures(folder: Path) -> None:
-    """What checks need that the faults are not to be in: a prepared text."""
+def fixtures(directory: Path) -> None:
+    """Prepare inputs that must not contain the faults: a prepared text."""
     from tests.conftest import make_store, make_text
 
-    if (folder / "store").exists():
+    if (directory / "store").exists():
         return
-    with tempfile.TemporaryDirectory(dir=folder) as text:
-        made = make_store(make_text(Path(text)), folder / "cache")
+    with tempfile.TemporaryDirectory(dir=directory) as text:
+        created = make_store(make_text(Path(text)), directory / "cache")
     with suppress(FileExistsError):  # somebody else has made the same
-        (folder / "store").symlink_to(made)
+        (directory / "store").symlink_to(created)
 
 
 def store_path() -> Path:
@@ -155,12 +155,12 @@ def check_order() -> None:
             expect(drift < 4 / math.sqrt(count), "the order is not random", module)
     shares = (0.5, 0.3, 0.2)
     turns = MixtureSampler(shares)
-    places = np.arange(3 * 10_007)
-    owner, before = turns.assign(places)
+    positions = np.arange(3 * 10_007)
+    owner, before = turns.assign(positions)
     for source, share in enumerate(shares):
-        mine = before[owner == source]
-        expect(near(len(mine) / len(places), share, 1e-3), "shares of a mixture", module)
-        expect(np.array_equal(mine, np.arange(len(mine))), "turns of a source", module)
+        local = before[owner == source]
+        expect(is_close(len(local) / len(positions), share, 1e-3), "shares of a mixture", module)
+        expect(np.array_equal(local, np.arange(len(local))), "turns of a source", module)
         for first in range(0, 10_000, 500):
             part = (owner[first : first + 500] == source).mean()
             expect(abs(part - share) < 0.02, "a source comes in lumps", module)
@@ -185,11 +185,11 @@ def check_loader() -> None:
                     batches = loader.get_microbatches(consumed, group, groups)
                     sizes += [len(batch.tokens_BT) for batch in batches]
                     for batch in batches:
-                        here = torch.cat((batch.tokens_BT, batch.targets_BT), 1).tolist()
-                        rows += here
+                        sample_rows = torch.cat((batch.tokens_BT, batch.targets_BT), 1).tolist()
+                        rows += sample_rows
                         if batch.sources_B is not None:
-                            told = (batch.tokens_BT[:, 0] >= 100).long()
-                            expect((told == batch.sources_B).all(), "sources of rows", module)
+                            first_half = (batch.tokens_BT[:, 0] >= 100).long()
+                            expect((first_half == batch.sources_B).all(), "sources of rows", module)
                 expect(len(rows) == 12, f"{len(rows)} rows of 12", module)
                 expect(max(sizes) <= micro, "a microbatch is too large", module)
                 first = known.setdefault(consumed, rows)
@@ -197,16 +197,16 @@ def check_loader() -> None:
         flat = [tuple(row) for consumed in (0, 12, 24, 36) for row in known[consumed]]
         expect(len(set(flat)) == len(flat), "a row comes twice", module)
     loader = Loader(Mixture(sources[:1]), 7, 12, 0, 1, 3)
-    seen = [
+    observed = [
         r
         for c in range(0, 204, 12)
         for b in loader.get_microbatches(c)
         for r in b.tokens_BT.tolist()
     ]
-    every = {
+    all_names = {
         tuple(sources[0].stream.read_windows(np.array([10 * n]), 10)[0].tolist()) for n in range(69)
     }
-    expect({tuple(row) for row in seen[:69]} == every, "an epoch is not whole", module)
+    expect({tuple(row) for row in observed[:69]} == all_names, "an epoch is not whole", module)
     walking = Loader(mixture, 7, 12, 1, 3, 2)
     for consumed in range(0, 120, 12):
         fresh = Loader(mixture, 7, 12, 1, 3, 2).get_microbatches(consumed)
@@ -229,8 +229,8 @@ def check_loader() -> None:
     expect(lookups == 1, f"{lookups} lookups for {steps} steps, not one", module)
     ahead = Prefetcher(loader, torch.device("cpu"), use_thread=True)
     for consumed in (0, 12, 24, 0, 12):
-        mine, theirs = ahead.get_microbatches(consumed, 0, 1), loader.get_microbatches(consumed)
-        same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(mine, theirs, strict=True))
+        own, theirs = ahead.get_microbatches(consumed, 0, 1), loader.get_microbatches(consumed)
+        same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(own, theirs, strict=True))
         expect(same, "batches made ahead are others", module)
     ahead.close()
 
@@ -240,29 +240,29 @@ def check_evaluation_rows() -> None:
     module = "data/loader.py"
     mixture = Mixture([_windows(430, 10, 0, 100, 1), _windows(230, 10, 100, 200, 2)], (0.75, 0.25))
     lengths = [42, 22]
-    for dp, micro, wanted in itertools.product((1, 2, 3), (1, 2, 4), (5, 8, 16)):
-        every = [list(evaluation_batches(mixture, wanted, rank, dp, micro)) for rank in range(dp)]
-        expect(len({len(batches) for batches in every}) == 1, "numbers of batches differ", module)
-        shapes = {batch.tokens_BT.shape for batches in every for batch in batches}
+    for dp, micro, target in itertools.product((1, 2, 3), (1, 2, 4), (5, 8, 16)):
+        results = [list(evaluation_batches(mixture, target, rank, dp, micro)) for rank in range(dp)]
+        expect(len({len(batches) for batches in results}) == 1, "numbers of batches differ", module)
+        shapes = {batch.tokens_BT.shape for batches in results for batch in batches}
         expect(len(shapes) == 1, "shapes differ", module)
         rows = [
             tuple(row.tolist())
-            for batches in every
+            for batches in results
             for batch in batches
             for row, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True)
             if (targets != IGNORE_INDEX).any()
         ]
         expected = []
         for source, share in enumerate((0.75, 0.25)):
-            count = max(1, round(wanted * share))
+            count = max(1, round(target * share))
             chosen = [n * lengths[source] // count for n in range(count)]
             stream: Any = mixture.sources[source]
             expected += [
                 tuple(stream.stream.read_windows(np.array([10 * n]), 10)[0].tolist())
                 for n in chosen
             ]
-        # Of 5 the shares are 3.75 and 1.25.
-        expect(rows == expected, f"{wanted} rows over {dp} ranks", module)
+        # The shares of 5 are 3.75 and 1.25.
+        expect(rows == expected, f"{target} rows over {dp} ranks", module)
 
 
 @check("unit: token streams")
@@ -273,8 +273,8 @@ def check_streams() -> None:
     expect(len(stream) == 45, "its length", module)
     for length in (1, 3, 9, 35):
         starts = np.arange(0, 45 - length + 1)
-        found = stream.read_windows(starts, length)
-        expect((found == starts[:, None] + np.arange(length)).all(), "a window", module)
+        result = stream.read_windows(starts, length)
+        expect((result == starts[:, None] + np.arange(length)).all(), "a window", module)
     expect(stream.find_token(8).tolist() == [8], "where a token stands", module)
     expect(stream.count_nonzero() == 44, "how many are not 0", module)
 
@@ -287,25 +287,25 @@ def check_token_files() -> None:
     module = "data/foreign_tokens.py"
     random = np.random.default_rng(0)
     documents = [random.integers(1, 200, random.integers(2, 30)) for _ in range(40)]
-    ended = [np.append(document, 0) for document in documents]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        for name, given, order in (
-            ("plain", ended, range(40)),
+    results = [np.append(document, 0) for document in documents]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        for name, inputs, order in (
+            ("plain", results, range(40)),
             ("bare", documents, range(40)),
             ("shuffled", documents, [*range(1, 40, 2), *range(0, 40, 2)]),
         ):
-            places, data = {}, b""
+            positions, data = {}, b""
             for n in order:
-                places[n] = len(data)
-                data += given[n].astype("<u2").tobytes()
+                positions[n] = len(data)
+                data += inputs[n].astype("<u2").tobytes()
             (path / f"{name}.bin").write_bytes(data)
-            sizes = np.array([len(each) for each in given], "<i4")
-            pointers = np.array([places[n] for n in range(40)], "<i8")
+            sizes = np.array([len(item) for item in inputs], "<i4")
+            pointers = np.array([positions[n] for n in range(40)], "<i8")
             head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 40, 41)
             index = sizes.tobytes() + pointers.tobytes() + np.arange(41, dtype="<i8").tobytes()
             (path / f"{name}.idx").write_bytes(head + index)
-        flat = np.concatenate(ended)
+        flat = np.concatenate(results)
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(flat)
         (path / "llmc.bin").write_bytes(header.tobytes() + flat.astype("<u2").tobytes())
@@ -317,14 +317,16 @@ def check_token_files() -> None:
             parts = [tokens for _, tokens in read_chunks(Span(source, 0, source.tokens), 0)]
             expect(np.array_equal(np.concatenate(parts), flat), f"tokens of {name}", module)
             for begin, end in ((3, 50), (60, 200)):
-                here = [tokens for _, tokens in read_chunks(Span(source, begin, end), None)]
-                whole = np.concatenate(documents if name in ("bare", "shuffled") else ended)
-                expect(np.array_equal(np.concatenate(here), whole[begin:end]), name, module)
+                local = [tokens for _, tokens in read_chunks(Span(source, begin, end), None)]
+                full = np.concatenate(documents if name in ("bare", "shuffled") else results)
+                expect(np.array_equal(np.concatenate(local), full[begin:end]), name, module)
             train, held = split_tokens([source], 0, 0.2)
             cut = train[0].end
             expect(held[0].begin == cut and held[0].end == source.tokens, "the split", module)
             expect(abs(cut / source.tokens - 0.8) < 0.08, "how much is held out", module)
-            ends = np.cumsum([len(d) for d in (documents if source.tokens < len(flat) else ended)])
+            ends = np.cumsum(
+                [len(d) for d in (documents if source.tokens < len(flat) else results)]
+            )
             expect(cut in ends, "a document is cut by the split", module)
 
 
@@ -348,12 +350,12 @@ def check_packing() -> None:
                 room.append(min(fits) - length)
             else:
                 room.append(32 - length)
-        left = sorted(32 - lengths[row].sum() for row in rows)
-        expect(left == sorted(room), f"{len(rows)} rows, best fit has {len(room)}", module)
+        rest = sorted(32 - lengths[row].sum() for row in rows)
+        expect(rest == sorted(room), f"{len(rows)} rows, best fit has {len(room)}", module)
     # Conversations that are too long: left out, or cut at their end.
     corpus = draw_corpus("chat", 40, 100, 30, 3)
-    with tempfile.TemporaryDirectory() as folder:
-        store = corpus.write(Path(folder), 100, 8)
+    with tempfile.TemporaryDirectory() as directory:
+        store = corpus.write(Path(directory), 100, 8)
         train = corpus.part(8, False)
         long = {i for i, d in enumerate(train.documents) if len(d) - 1 > 16}
         for what in ("skip", "truncate"):
@@ -362,14 +364,14 @@ def check_packing() -> None:
 
             rows_found = pack_split(store, "train", 16, section, 0)
             sizes = sorted(rows_found.lengths.tolist())
-            kept = [
+            remaining = [
                 min(16, len(d) - 1)
                 for i, d in enumerate(train.documents)
                 if i not in long or (what == "truncate" and train.learned[i][1:17].any())
             ]
-            expect(sizes == sorted(kept), f"lengths with {what}", module)
+            expect(sizes == sorted(remaining), f"lengths with {what}", module)
         pairs = draw_corpus("preferences", 40, 100, 12, 3)
-        store = pairs.write(Path(folder), 100, 8)
+        store = pairs.write(Path(directory), 100, 8)
         section = DataSection.model_validate({"format": "preferences", "overlong": "skip"})
         rows_found = pack_split(store, "train", 16, section, 0)
         pieces = pairs.part(8, False).documents
@@ -380,13 +382,13 @@ def check_packing() -> None:
             "order",
             module,
         )
-        text = Dataset(Path(folder), (Source("one", 1.0, store),))
+        text = Dataset(Path(directory), (Source("one", 1.0, store),))
         [samples] = build_mixture(text, "train", 16, section, 0).sources
         references = torch.randn(len(samples), 2)
         samples = replace(samples, references=references)  # type: ignore[type-var]
         chosen = random.permutation(len(samples))
-        found = samples.get_batch(chosen).references_B2
-        expect(torch.equal(found, references[chosen]), "references of pairs", "data/loader.py")
+        result = samples.get_batch(chosen).references_B2
+        expect(torch.equal(result, references[chosen]), "references of pairs", "data/loader.py")
 
 
 @check("unit: conversations")
@@ -406,9 +408,9 @@ def check_conversations() -> None:
         "llama": ["what it was<|eot_id|>", "too and is<|eot_id|>"],
         "mistral": [" what it was</s>", " too and is</s>"],
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         for name, spans in expected.items():
-            home = Path(folder) / name
+            home = Path(directory) / name
             tokenizer = chats.write_tokenizer(home, chats.TEMPLATES[name])
             lines = [{"messages": turns}, {"messages": turns[:2]}]
             lines += [
@@ -422,7 +424,7 @@ def check_conversations() -> None:
             )
             store = text.sources[0].store
             known = chats.make_tokenizer()
-            found = []
+            results = []
             for split in ("train", "validation"):
                 stream, learned = store.tokens(split), store.loss_mask(split)  # type: ignore[arg-type]
                 begin = 0
@@ -431,19 +433,19 @@ def check_conversations() -> None:
                     ids = stream.read_windows(at, end - begin)[0]
                     assert learned is not None
                     marks = learned.read_windows(at, end - begin)[0].astype(bool)
-                    found.append((line, ids, marks))
+                    results.append((line, ids, marks))
                     begin = end
-            expect(len(found) == len(lines), "conversations are lost", "data/conversations.py")
-            wanted = {1: spans, 2: spans[:1]}
-            for line, ids, marks in found:
-                if line not in wanted:
+            expect(len(results) == len(lines), "conversations are lost", "data/conversations.py")
+            target = {1: spans, 2: spans[:1]}
+            for line, ids, marks in results:
+                if line not in target:
                     continue
                 edges = np.flatnonzero(np.diff(np.concatenate(([0], marks, [0]))))
                 texts = [
                     known.decode(ids[a:b].tolist(), skip_special_tokens=False)
                     for a, b in zip(edges[::2], edges[1::2], strict=True)
                 ]
-                expect(texts == wanted[line], f"{name}: {texts} are learned", module)
+                expect(texts == target[line], f"{name}: {texts} are learned", module)
 
 
 # --------------------------------------------------------------------------- arithmetic
@@ -519,36 +521,40 @@ def check_arithmetic() -> None:
         active += config.vocab_size * config.dim * config.tied_embeddings
         attention = 12 * 3 * 4 * config.head_dim * 64
         flops = 6 * active + attention
-        expect(near(family.flops_per_token(config, 64), flops), f"FLOPs of {kind}", module)
+        expect(is_close(family.flops_per_token(config, 64), flops), f"FLOPs of {kind}", module)
         if family.num_active_params is not None:
             idle = sum(
                 shape.numel() * (1 - config.active_experts / config.num_experts)
                 for name, shape in matrices.items()
                 if ".experts." in name
             )
-            expect(near(family.num_active_params(config), count - idle), "active", module)
+            expect(is_close(family.num_active_params(config), count - idle), "active", module)
         for name in shapes:
             expect(
                 family.has_weight_decay(name)
-                == decays(name, torch.empty(shapes[name], device="meta")),
+                == has_weight_decay(name, torch.empty(shapes[name], device="meta")),
                 f"weight decay of {name}",
                 "models/llama.py",
             )
         if kind == "llama":
             section = LoraSection.model_validate({"rank": 3, "targets": ["q_proj", "up_proj"]})
-            found = training_cost(section, config, family, 64)
+            result = training_cost(section, config, family, 64)
             adapters = sum(
                 3 * (shape[0] + shape[1])
                 for name, shape in matrices.items()
                 if "q_proj" in name or "up_proj" in name
             )
             expect(
-                found.trainable_params == adapters, "parameters of adapters", "plan/lora_plan.py"
+                result.trainable_params == adapters, "parameters of adapters", "plan/lora_plan.py"
             )
             frozen = 4 * active + attention + 6 * adapters
-            expect(near(found.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py")
+            expect(
+                is_close(result.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py"
+            )
             half = 4 * active + attention * 32 / 64 + 6 * adapters
-            expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora_plan.py")
+            expect(
+                is_close(result.causal_flops_per_token, half), "half of them", "plan/lora_plan.py"
+            )
     record = StepRecord.create(
         tokens_per_step=1000,
         times=StepTimes(0.5, 0.1, 0.0, 0.0),
@@ -565,18 +571,18 @@ def check_arithmetic() -> None:
         time_breakdown={"productive": 3.0, "saving": 1.0},
     )
     module = "monitor/step_record.py"
-    expect(near(record.tokens_per_second, 2000), "tokens per second", module)
-    expect(near(record.tokens_per_second_per_device, 500), "of a device", module)
-    expect(near(record.tflops_per_device, 3.0), "TFLOP/s", module)
-    expect(near(record.mfu or 0, 0.3), "MFU", module)
-    expect(near(record.mfu_causal or 0, 0.25), "causal MFU", module)
-    expect(near(record.goodput, 0.75), "goodput", "monitor/step_timer.py")
-    expect(near(device_hours(8, 1e6), 8 * 1000 / 3600), "device hours", module)
+    expect(is_close(record.tokens_per_second, 2000), "tokens per second", module)
+    expect(is_close(record.tokens_per_second_per_device, 500), "of a device", module)
+    expect(is_close(record.tflops_per_device, 3.0), "TFLOP/s", module)
+    expect(is_close(record.mfu or 0, 0.3), "MFU", module)
+    expect(is_close(record.mfu_causal or 0, 0.25), "causal MFU", module)
+    expect(is_close(record.goodput, 0.75), "goodput", "monitor/step_timer.py")
+    expect(is_close(device_hours(8, 1e6), 8 * 1000 / 3600), "device hours", module)
 
 
 @check("unit: rows of experts")
 def check_expert_rows() -> None:
-    """An expert has the rows of the tokens that chose it, in order, and multiplies each of them."""
+    """An expert gets the rows of the tokens that chose it, in order."""
     torch.manual_seed(0)
     family, config = _small_model(*MODELS[-1][:2])
     model = family.build(config)
@@ -593,7 +599,7 @@ def check_expert_rows() -> None:
 
     def compare_rows(m: Any, args: Any) -> None:
         expected = [rows[(chosen == e).any(1)] for e in range(config.num_experts)]
-        sizes = [len(each) for each in expected]
+        sizes = [len(item) for item in expected]
         expect(args[1].tolist() == sizes, f"rows of experts: {sizes}", "models/moe.py")
         expect(torch.equal(args[0], torch.cat(expected)), "order of rows", "models/moe.py")
         weights = [
@@ -646,24 +652,26 @@ def check_stages() -> None:
     random = np.random.default_rng(0)
     for trial in range(12):
         units, stages = int(random.integers(3, 8)), int(random.integers(1, 4))
-        seconds, state, kept = (random.integers(0, 9, units).astype(float) for _ in range(3))
+        seconds, state, remaining = (random.integers(0, 9, units).astype(float) for _ in range(3))
         flight = random.integers(1, 5, stages).tolist()
-        every = []
+        schedules = []
         for cuts in itertools.combinations(range(1, units), stages - 1):
             ends = [0, *cuts, units]
             ranges = [range(a, b) for a, b in itertools.pairwise(ends)]
             time = [sum(seconds[i] for i in r) for r in ranges]
             memory = [
-                sum(state[i] for i in r) + n * sum(kept[i] for i in r)
+                sum(state[i] for i in r) + n * sum(remaining[i] for i in r)
                 for r, n in zip(ranges, flight, strict=True)
             ]
             even = sum(t * t for t in time)
-            every.append((max(time), max(memory), even, ranges))
+            schedules.append((max(time), max(memory), even, ranges))
         for objective in ("speed", "memory"):
-            found = partition(seconds.tolist(), state.tolist(), kept.tolist(), flight, objective)  # type: ignore[arg-type]
+            result = partition(
+                seconds.tolist(), state.tolist(), remaining.tolist(), flight, objective
+            )  # type: ignore[arg-type]
             swap = objective == "memory"
-            cost = {tuple(r): ((m, t, e) if swap else (t, m, e)) for t, m, e, r in every}
-            expect(cost[tuple(found)] == min(cost.values()), f"{objective} {trial}", module)
+            cost = {tuple(r): ((m, t, e) if swap else (t, m, e)) for t, m, e, r in schedules}
+            expect(cost[tuple(result)] == min(cost.values()), f"{objective} {trial}", module)
     family = load_family("llama")
     config: Any = resolve_model("llama", "toy", {"num_layers": 6})[0]
     assert family.unit_costs is not None
@@ -686,8 +694,8 @@ def check_stages() -> None:
                 if name.startswith(f"{part}.") and unit in units
             }
             family.prune_to_stage(model, units)
-            left = {n for n, _ in model.named_parameters()}
-            expect(left == expected, f"units {units} of {kind}", "models/llama.py")
+            rest = {n for n, _ in model.named_parameters()}
+            expect(rest == expected, f"units {units} of {kind}", "models/llama.py")
 
 
 # --------------------------------------------------------------------------- training
@@ -707,16 +715,16 @@ LOOP: Overrides = [
 ]
 
 
-def _train(folder: Path, *more: tuple[str, str]) -> Job:
+def _train(directory: Path, *extra: tuple[str, str]) -> Job:
     from tests.small import train_rank
 
-    every = [*LOOP, ("run.dir", str(folder)), *more]
-    train_rank(every, str(store_path()))
-    return small_job(*every)
+    all_overrides = [*LOOP, ("run.dir", str(directory)), *extra]
+    train_rank(all_overrides, str(store_path()))
+    return small_job(*all_overrides)
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def _records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 DTYPES = {"float32": np.float32, "bfloat16": None, "int64": np.int64}
@@ -724,26 +732,26 @@ DTYPES = {"float32": np.float32, "bfloat16": None, "int64": np.int64}
 
 def read_by_hand(path: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, by its table of contents and nothing of weft's."""
-    told = json.loads((path / "manifest.json").read_bytes())
-    files = [(path / each["name"]).read_bytes() for each in told["files"]]
-    found = {}
-    for name, entry in told["tensors"].items():
-        whole = np.zeros(entry["shape"], DTYPES[entry["dtype"]])
+    first_half = json.loads((path / "manifest.json").read_bytes())
+    files = [(path / file["name"]).read_bytes() for file in first_half["files"]]
+    results = {}
+    for name, entry in first_half["tensors"].items():
+        full = np.zeros(entry["shape"], DTYPES[entry["dtype"]])
         for offsets, sizes, file, position in entry["shards"]:
             count = math.prod(sizes)
-            part = np.frombuffer(files[file], whole.dtype, count, position).reshape(sizes)
+            part = np.frombuffer(files[file], full.dtype, count, position).reshape(sizes)
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            whole[box] = part
-        found[name] = torch.from_numpy(whole.copy())
-    return found
+            full[box] = part
+        results[name] = torch.from_numpy(full.copy())
+    return results
 
 
 @check("run: the training loop")
 def check_loop() -> None:
     """Four steps of `weft train` against the oracle, with what it records and saves."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        job = _train(folder)
+        directory = Path(name) / "run"
+        job = _train(directory)
         plan = resolve(job, Machine("cpu", devices=1, world_size=1))
         built = build(plan, Rank(0, 0, 1, torch.device("cpu")))
         model = build_theirs("llama", plan.model)
@@ -755,7 +763,7 @@ def check_loop() -> None:
         mixture = build_mixture(text, "train", job.train.seq_len, job.data, job.train.seed)
         held = build_mixture(text, "validation", job.train.seq_len, job.data, job.train.seed)
         updates = Updates(params, job)
-        records = _records(folder)
+        records = _records(directory)
         expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/metric_logger.py")
         size = job.train.global_batch_size
         for step, record in enumerate(records, 1):
@@ -773,20 +781,22 @@ def check_loop() -> None:
             loss = losses_of(model, rows).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             module = "train/loop.py"
-            expect(near(record["loss"], loss.item(), 1e-4), f"loss of step {step}", module)
-            expect(near(record["lr"], rate(step, job)), f"rate of step {step}", module)
+            expect(is_close(record["loss"], loss.item(), 1e-4), f"loss of step {step}", module)
+            expect(is_close(record["lr"], rate(step, job)), f"rate of step {step}", module)
             grads = {n: grad_of(model, n).clone() for n in params}
             norm = updates.step(step, grads)
-            expect(near(record["grad_norm"], norm, 1e-3), f"norm of step {step}", module)
+            expect(is_close(record["grad_norm"], norm, 1e-3), f"norm of step {step}", module)
             of_layers = math.sqrt(
                 sum(v * v for k, v in record.items() if k.startswith("grad_norm/"))
             )
-            expect(near(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_grad_norms.py")
+            expect(
+                is_close(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_grad_norms.py"
+            )
             block = math.sqrt(
                 sum(float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1."))
             )
             expect(
-                near(record["grad_norm/layers.1"], block, 1e-3),
+                is_close(record["grad_norm/layers.1"], block, 1e-3),
                 "a layer's norm",
                 "monitor/layer_grad_norms.py",
             )
@@ -794,18 +804,18 @@ def check_loop() -> None:
                 for n, p in updates.params.items():
                     theirs_of(model, n).copy_(p)
             if "eval_loss" in record:
-                found = list(evaluation_batches(held, job.train.eval_sequences, 0, 1, 100))
-                tokens = torch.cat([b.tokens_BT for b in found])
+                result = list(evaluation_batches(held, job.train.eval_sequences, 0, 1, 100))
+                tokens = torch.cat([b.tokens_BT for b in result])
                 rows = Rows(
                     tokens,
-                    torch.cat([b.targets_BT for b in found]),
+                    torch.cat([b.targets_BT for b in result]),
                     torch.zeros_like(tokens),
                     torch.arange(tokens.shape[1]).expand_as(tokens),
                 )
                 with torch.no_grad():
-                    there = (rows.targets != NONE).sum()
-                    expected = (losses_of(model, rows).sum() / there).item()
-                expect(near(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
+                    mask = (rows.targets != NONE).sum()
+                    expected = (losses_of(model, rows).sum() / mask).item()
+                expect(is_close(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
         told_tokens = [record["tokens"] for record in records]
         expected_tokens = [step * size * job.train.seq_len for step in (1, 2, 3, 4)]
         expect(told_tokens == expected_tokens, "tokens", "train/metric_logger.py")
@@ -814,24 +824,32 @@ def check_loop() -> None:
             "steps that are evaluated",
             "train/metric_logger.py",
         )
-        saved = list_checkpoints(folder / "checkpoints")
+        saved = list_checkpoints(directory / "checkpoints")
         expect(
             [p.name for p in saved] == ["step-00000002", "step-00000004"],
             "what is saved",
             "checkpoint/save_schedule.py",
         )
         state = read_by_hand(saved[-1])
-        every = {f"model.{n}" for n in params}
-        every |= {f"optim.{n}.{k}" for n in params for k in ("step", "exp_avg", "exp_avg_sq")}
-        lost = sorted(every ^ state.keys())[:3]
+        all_names = {f"model.{n}" for n in params}
+        all_names |= {f"optim.{n}.{k}" for n in params for k in ("step", "exp_avg", "exp_avg_sq")}
+        lost = sorted(all_names ^ state.keys())[:3]
         expect(not lost, f"what is saved: {lost}", "checkpoint/state_dict.py")
         for n, p in updates.params.items():
-            way = float((p.detach() - params[n]).norm())
+            distance = float((p.detach() - params[n]).norm())
             off = float((state[f"model.{n}"] - p.detach()).norm())
-            expect(off < 0.02 * way, f"{n} is off by {off / way:.1e} of its way", "train/loop.py")
+            expect(
+                off < 0.02 * distance,
+                f"{n} is off by {off / distance:.1e} of its way",
+                "train/loop.py",
+            )
             expect(int(state[f"optim.{n}.step"]) == 4, "the optimizer's steps", "train/loop.py")
-        told = json.loads((saved[-1] / "manifest.json").read_bytes())
-        expect((told["step"], told["samples"]) == (4, 4 * size), "position", "train/state.py")
+        first_half = json.loads((saved[-1] / "manifest.json").read_bytes())
+        expect(
+            (first_half["step"], first_half["samples"]) == (4, 4 * size),
+            "position",
+            "train/state.py",
+        )
 
 
 @check("resumed: runs")
@@ -857,9 +875,9 @@ def check_mixture_loop() -> None:
     from tests.small import train_rank
 
     rank = dist.get_rank()
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
-    home = Path(folder[0])
+    directory = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(directory, src=0)
+    home = Path(directory[0])
     try:
         if rank == 0:
             (home / "mixture").mkdir()
@@ -899,20 +917,24 @@ def check_mixture_loop() -> None:
                 sum(v * v for k, v in record.items() if k.startswith("grad_norm/"))
             )
             expect(
-                near(record["grad_norm"], of_layers, 1e-4),
+                is_close(record["grad_norm"], of_layers, 1e-4),
                 "norms of layers",
                 "monitor/layer_grad_norms.py",
             )
             rate_told = record["tokens_per_second"] * record["step_seconds"]
             expect(
-                near(rate_told, size * job.train.seq_len), "tokens per second", "plan/resolve.py"
+                is_close(rate_told, size * job.train.seq_len),
+                "tokens per second",
+                "plan/resolve.py",
             )
             expect(
-                near(record["loss"], mean, 1e-4), "losses of sources", "monitor/source_losses.py"
+                is_close(record["loss"], mean, 1e-4),
+                "losses of sources",
+                "monitor/source_losses.py",
             )
         last = _records(home / "run")[-1]
         mean = 0.7 * last["eval_loss/a"] + 0.3 * last["eval_loss/b"]
-        expect(near(last["eval_loss"], mean, 1e-6), "evaluation", "monitor/source_losses.py")
+        expect(is_close(last["eval_loss"], mean, 1e-6), "evaluation", "monitor/source_losses.py")
     finally:
         dist.barrier()
         if rank == 0:
@@ -936,11 +958,13 @@ def check_references() -> None:
     plan = resolve(job, Machine("cpu", devices=2, world_size=2))
     built = build(plan, Rank(rank, rank, 2, torch.device("cpu")))
     corpus = draw_corpus("preferences", 30, 500, 14, 3)
-    with tempfile.TemporaryDirectory() as folder:
-        text = Dataset(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
+    with tempfile.TemporaryDirectory() as directory:
+        text = Dataset(
+            Path(directory), (Source("one", 1.0, corpus.write(Path(directory), 500, 8)),)
+        )
         [pairs] = build_mixture(text, "train", job.train.seq_len, job.data, 0).sources
         assert isinstance(pairs, Pairs)
-        found = log_probs(built, pairs)
+        result = log_probs(built, pairs)
         batch = pairs.get_batch(np.arange(len(pairs)))
     model = build_theirs("llama", plan.model)
     with torch.no_grad():
@@ -949,8 +973,8 @@ def check_references() -> None:
         assert batch.documents_BT is not None
         assert batch.positions_BT is not None
         rows = Rows(batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
-        expected = answers_of(losses_of(model, rows), rows)
-    off = float((found - expected).abs().max())
+        expected = log_probs_of(losses_of(model, rows), rows)
+    off = float((result - expected).abs().max())
     expect(off < 1e-3, f"references are off by {off}", "train/reference_logprobs.py")
 
 
@@ -970,12 +994,14 @@ def check_moments() -> None:
             optimizer.step()
         second = float(optimizer.state[param]["exp_avg_sq"].float().mean())
         exact = (1 - beta2**20) * beta2**100
-        expect(near(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py")
+        expect(
+            is_close(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py"
+        )
 
 
 @check("unit: places of shards", ranks=4)
 def check_shard_offsets() -> None:
-    """A shard of a tensor that counts its elements tells by its first one where it begins."""
+    """In a tensor that counts its elements, a shard's first element is its offset."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -999,8 +1025,8 @@ def check_shard_offsets() -> None:
         if not local.numel():
             continue
         first = [int(i) for i in np.unravel_index(int(local.flatten()[0]), tensor.shape)]
-        found = shard_offsets(tensor)
-        expect(found == first, f"a shard begins at {first}, not {found}", "parallel/dtensor.py")
+        result = shard_offsets(tensor)
+        expect(result == first, f"a shard begins at {first}, not {result}", "parallel/dtensor.py")
 
 
 @check("unit: norms of long tensors")
@@ -1010,13 +1036,15 @@ def check_norms() -> None:
     param.grad = torch.randn(param.shape, generator=generator)
     norm, own = compute_grad_norm([param])
     exact = float(param.grad.double().norm())
-    for found in (norm, own):
-        expect(near(float(found), exact, 1e-6), f"{found}, not {exact}", "parallel/dtensor.py")
+    for result in (norm, own):
+        expect(
+            is_close(float(result), exact, 1e-6), f"{result}, not {exact}", "parallel/dtensor.py"
+        )
 
 
 @check("unit: moments of eight bits")
 def check_packed_moments() -> None:
-    """They are right on average, beside smaller and larger ones, and alike on any layout."""
+    """Moments are right on average, beside smaller and larger ones, on any layout."""
     from weft.optim import lean
 
     module = "optim/lean.py"
@@ -1034,18 +1062,18 @@ def check_packed_moments() -> None:
         codes = torch.zeros(exact.shape, dtype=torch.uint8)
         ranges = torch.zeros((1, 4), dtype=torch.int16)
         lean.pack_second(exact.square(), chances[0], codes, ranges)
-        found = lean.unpack_second(codes, ranges)
-        worst = max(worst, float((found / exact.square() - 1).abs().max()))
+        result = lean.unpack_second(codes, ranges)
+        worst = max(worst, float((result / exact.square() - 1).abs().max()))
         signed = torch.zeros(exact.shape, dtype=torch.int8)
-        lean.pack_first(-0.3 * exact, found.sqrt(), limit, chances[1], signed)
-        second += found / steps
-        first += lean.unpack_first(signed, found.sqrt(), limit) / steps
+        lean.pack_first(-0.3 * exact, result.sqrt(), limit, chances[1], signed)
+        second += result / steps
+        first += lean.unpack_first(signed, result.sqrt(), limit) / steps
     expect(worst < 0.15, f"a second moment is off by {worst:.2f} of itself", module)
     off = float((second / exact.square() - 1).abs().max())
     expect(off < 0.02, f"the mean of second moments is off by {off:.3f}", module)
     off = float((first / (-0.3 * exact) - 1).abs().max())
     expect(off < 0.02, f"the mean of first moments is off by {off:.3f}", module)
-    # What is small beside what is large, seen once: an update is that of AdamW.
+    # A small gradient beside a large one, seen once: the update is AdamW's.
     param, rare, other = (nn.Parameter(torch.zeros(2, 64)) for _ in range(3))
     grad = torch.full((2, 64), 2e-5)
     grad[:, ::32] = 1e-1
@@ -1058,8 +1086,8 @@ def check_packed_moments() -> None:
     )
     plain = torch.optim.AdamW([other], weight_decay=0.0, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for step in range(6):
-        for each in (param, rare, other):
-            each.grad = grad.clone() * (0.5 + step)
+        for tensor in (param, rare, other):
+            tensor.grad = grad.clone() * (0.5 + step)
         packed.step()
         plain.step()
     off = float((param / other - 1).detach().abs().max())
@@ -1067,9 +1095,9 @@ def check_packed_moments() -> None:
     off = float((rare / other - 1).detach().abs().max())
     expect(off < 1e-5, f"moments that are not to be packed are off by {off:.1e}", module)
     # The same on a whole parameter and on its two halves.
-    whole = _packed_step((0, 0), slice(0, 4))
+    full = _packed_step((0, 0), slice(0, 4))
     halves = torch.cat([_packed_step((r, 0), slice(r, r + 2)) for r in (0, 2)])
-    expect(torch.equal(whole, halves), "a moment depends on the layout", module)
+    expect(torch.equal(full, halves), "a moment depends on the layout", module)
 
 
 def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
@@ -1117,8 +1145,8 @@ def check_growing_gradients() -> None:
     plain = torch.optim.AdamW([other], lr=lr, betas=(beta1, beta2), eps=1e-12, weight_decay=0.0)
     first = second = first_off = second_off = bound = 0.0
     for step, size in enumerate((1e-6, 1e-3, 1.0, 1.0, 1e3, 1e3), 1):
-        for each, optimizer in ((param, packed), (other, plain)):
-            each.grad = torch.full((4, 64), size)
+        for tensor, optimizer in ((param, packed), (other, plain)):
+            tensor.grad = torch.full((4, 64), size)
             optimizer.step()
         first, first_off = beta1 * first + (1 - beta1) * size, beta1 * first_off
         second, second_off = beta2 * second + (1 - beta2) * size**2, beta2 * second_off
@@ -1154,9 +1182,9 @@ def check_skipped_steps() -> None:
             params.items(), optim, OPTIMIZERS[name], lambda n: True, {params["matrix"]}
         )
 
-        def read_all(every: Any = params, optimizer: Any = optimizer) -> list[Tensor]:
-            states = [v for p in every.values() for v in optimizer.state[p].values()]
-            values = [*every.values(), *(v for v in states if isinstance(v, Tensor))]
+        def read_all(params_to_read: Any = params, optimizer: Any = optimizer) -> list[Tensor]:
+            states = [v for p in params_to_read.values() for v in optimizer.state[p].values()]
+            values = [*params_to_read.values(), *(v for v in states if isinstance(v, Tensor))]
             return [v.dequantize() if hasattr(v, "codes") else v.detach().clone() for v in values]
 
         for step in range(8):
@@ -1174,9 +1202,9 @@ def check_skipped_steps() -> None:
 
 @check("unit: gather in two stages", ranks=4)
 def check_hierarchical_gather() -> None:
-    """Over nodes, then inside of them: the same as a plain all-gather, in the same order.
+    """A gather across nodes and then inside them equals a plain all-gather.
 
-    An input inside of an output has to lie at its rank's place, or else NCCL would overwrite it.
+    An input inside of an output must lie at its rank's offset, or NCCL would overwrite it.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -1187,8 +1215,8 @@ def check_hierarchical_gather() -> None:
     gather = hierarchical_gather.HierarchicalAllGather(mesh, 2)
     single, several = hierarchical_gather.all_gather, dist.all_gather
 
-    def is_inside(part: Tensor, whole: Tensor, at: int) -> bool:
-        begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    def is_inside(part: Tensor, full: Tensor, at: int) -> bool:
+        begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
         return begin <= part.data_ptr() < end and part.data_ptr() != at
 
     def watch_single(out: Tensor, part: Tensor, group: Any, *args: Any, **keys: Any) -> Any:
@@ -1221,15 +1249,15 @@ def check_hierarchical_gather() -> None:
 
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
-    """Of two ranks what one has: counts, means, and roots of mean squares."""
+    """Merge the parts of two ranks: counts, means, and roots of mean squares."""
     from weft.monitor.layer_stats import read_statistics
     from weft.train.setup import open_layer_stats
 
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(directory, src=0)
     try:
         keys = [
-            ("run.dir", folder[0]),
+            ("run.dir", directory[0]),
             ("parallel.tp", "2"),
             ("model.tied_embeddings", "false"),
             ("debug.layer_stats_steps", "1"),
@@ -1266,20 +1294,20 @@ def check_statistics() -> None:
             model(tokens)
         if dist.get_rank():
             return
-        rows = {(r["kind"], r["name"]): r for r in read_statistics(Path(folder[0]))}
-        whole = {("activation", "layers.0"): outs["layers.0"]}
-        whole |= {("parameter", n): p.double() for n, (p, _) in params.items()}
-        whole |= {("gradient", n): g.double() for n, (_, g) in params.items()}
-        for key, value in whole.items():
+        rows = {(r["kind"], r["name"]): r for r in read_statistics(Path(directory[0]))}
+        full = {("activation", "layers.0"): outs["layers.0"]}
+        full |= {("parameter", n): p.double() for n, (p, _) in params.items()}
+        full |= {("gradient", n): g.double() for n, (_, g) in params.items()}
+        for key, value in full.items():
             row, rms = rows[key], float(value.square().mean().sqrt())
-            same = row["count"] == value.numel() and near(row["rms"], rms, 1e-4)
+            same = row["count"] == value.numel() and is_close(row["rms"], rms, 1e-4)
             same &= abs(row["mean"] - float(value.mean())) < 1e-3 * rms
-            same &= near(row["max_abs"], float(value.abs().max()), 1e-4)
+            same &= is_close(row["max_abs"], float(value.abs().max()), 1e-4)
             expect(same, f"statistics of {key}", "monitor/layer_stats.py")
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(folder[0])
+            shutil.rmtree(directory[0])
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -1333,7 +1361,7 @@ def _state(built: Built) -> dict[str, Tensor]:
 
 @check("saved: replicas", ranks=4)
 def check_replicas() -> None:
-    """Along the axes of its replicas a tensor is equal, and all ranks hold it so many times."""
+    """Along its replica axes a tensor is equal, and all ranks hold that many copies."""
     from weft.checkpoint.state_dict import find_replica_axes
 
     for overrides in (
@@ -1349,7 +1377,7 @@ def check_replicas() -> None:
             for axis in axes:
                 copies = [torch.empty_like(local) for _ in range(axis.size)]
                 dist.all_gather(copies, local, group=axis.group)
-                same = all(torch.equal(each, local) for each in copies)
+                same = all(torch.equal(copy, local) for copy in copies)
                 expect(same, f"replicas of {name} differ", "checkpoint/state_dict.py")
             total = torch.tensor(local.numel())
             dist.all_reduce(total)
@@ -1362,8 +1390,8 @@ def check_replicas() -> None:
 
 
 def _all(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result
 
 
 def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
@@ -1384,12 +1412,12 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     return loss.item()
 
 
-def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
+def save_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
     """Two steps, a checkpoint, and one more step; what the state was, and the loss."""
     job, plan, built = _built(overrides)
     for number in range(2):
         _step(job, plan, built, number)
-    saver = CheckpointManager(Path(folder), 2, async_save=True)
+    saver = CheckpointManager(Path(directory), 2, async_save=True)
     state = _state(built)
     saver.save(built.model_parts, built.optimizer, {"step": 2, "samples": 24})
     params = [param for part in built.model_parts for param in part.parameters()]
@@ -1402,10 +1430,10 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     return {"state": state, "loss": loss, "after": _state(built)}
 
 
-def load_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
+def load_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
     """The same from the checkpoint."""
     job, plan, built = _built(overrides)
-    load_checkpoint(list_checkpoints(Path(folder))[-1], built.model_parts, built.optimizer)
+    load_checkpoint(list_checkpoints(Path(directory))[-1], built.model_parts, built.optimizer)
     state = _state(built)
     loss = _step(job, plan, built, 2)
     return {"state": state, "loss": loss, "after": _state(built)}
@@ -1420,11 +1448,11 @@ def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float]
     def find(precision: str, timeout: float) -> Any:
         from tests.mutation.battery import read_failure
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as directory:
             try:
-                saved = run_ranks(save_layout, _world(source), folder, source, timeout=timeout)
-                loaded = run_ranks(load_layout, _world(target), folder, target, timeout=timeout)
-                _compare_states(Path(folder), saved, loaded)
+                saved = run_ranks(save_layout, _world(source), directory, source, timeout=timeout)
+                loaded = run_ranks(load_layout, _world(target), directory, target, timeout=timeout)
+                _compare_states(Path(directory), saved, loaded)
             except (WeftError, Unexpected) as error:
                 return read_failure(error)
         return None
@@ -1432,26 +1460,26 @@ def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float]
     return find
 
 
-def _compare_states(folder: Path, saved: list[Any], loaded: list[Any]) -> None:
+def _compare_states(directory: Path, saved: list[Any], loaded: list[Any]) -> None:
     before = {n: t for rank in saved for n, t in rank["state"].items()}
-    on_disk = read_by_hand(list_checkpoints(folder)[-1])
+    on_disk = read_by_hand(list_checkpoints(directory)[-1])
     expect(on_disk.keys() == before.keys(), "what is saved", "checkpoint/state_dict.py")
     for n, t in before.items():
         expect(torch.equal(on_disk[n], t), f"{n} on the disk", "checkpoint/shard_files.py")
     for rank in loaded:
         for n, t in rank["state"].items():
             expect(torch.equal(before[n], t), f"{n} as it was loaded", "checkpoint/load.py")
-    there = {n for rank in loaded for n in rank["state"]}
-    expect(there == before.keys(), "what is loaded", "checkpoint/state_dict.py")
-    expect(near(loaded[0]["loss"], saved[0]["loss"], 1e-5), "the loss", "checkpoint/load.py")
+    remote = {n for rank in loaded for n in rank["state"]}
+    expect(remote == before.keys(), "what is loaded", "checkpoint/state_dict.py")
+    expect(is_close(loaded[0]["loss"], saved[0]["loss"], 1e-5), "the loss", "checkpoint/load.py")
     after = {n: t for rank in saved for n, t in rank["after"].items()}
     for rank in loaded:
         for n, t in rank["after"].items():
             if not n.startswith("model."):
                 continue
-            way = float((after[n] - before[n]).norm())
+            distance = float((after[n] - before[n]).norm())
             off = float((t - after[n]).norm())
-            expect(off <= 0.05 * way + 1e-7, f"{n} after the next step", "checkpoint/load.py")
+            expect(off <= 0.05 * distance + 1e-7, f"{n} after the next step", "checkpoint/load.py")
 
 
 for _source, _target in FROM_TO:
@@ -1459,7 +1487,7 @@ for _source, _target in FROM_TO:
     _name = f"saved: {' '.join(_keys) or 'one'}"
     CHECKS[_name] = _find_between(_source, _target)
     _functions = (save_layout, load_layout, _compare_states, _step)
-    SOURCES[_name] = f"{_source}{_target}{[inspect.getsource(each) for each in _functions]}"
+    SOURCES[_name] = f"{_source}{_target}{[inspect.getsource(function) for function in _functions]}"
 
 
 @check("saved: unfinished checkpoints")
@@ -1467,10 +1495,10 @@ def check_unfinished() -> None:
     """Until it is whole, a checkpoint is not there under its name."""
     from weft.checkpoint import manager as store
 
-    commit, seen = store._commit, []
+    commit, observed = store._commit, []
 
     def watched(temporary: Path, final: Path, *rest: Any) -> None:
-        seen.append(final.exists())
+        observed.append(final.exists())
         commit(temporary, final, *rest)
 
     store._commit = watched
@@ -1479,12 +1507,12 @@ def check_unfinished() -> None:
         saver = CheckpointManager(Path(name), 2)
         saver.save(built.model_parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
-    expect(seen == [False], "half a checkpoint has its name", "checkpoint/manager.py")
+    expect(observed == [False], "half a checkpoint has its name", "checkpoint/manager.py")
 
 
 @check("saved: damaged checkpoints")
 def check_damage() -> None:
-    """Whatever bit is another, it is not loaded."""
+    """A checkpoint with any changed bit is not loaded."""
     job, plan, built = _built([])
     _step(job, plan, built, 0)
     with tempfile.TemporaryDirectory() as name:
@@ -1492,15 +1520,15 @@ def check_damage() -> None:
         for step in (1, 2, 3, 4):
             saver.save(built.model_parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()
-        kept = [path.name for path in list_checkpoints(Path(name))]
+        remaining = [path.name for path in list_checkpoints(Path(name))]
         expect(
-            kept == [f"step-0000000{n}" for n in (2, 3, 4)],
-            f"kept: {kept}",
+            remaining == [f"step-0000000{n}" for n in (2, 3, 4)],
+            f"kept: {remaining}",
             "checkpoint/manager.py",
         )
         path = list_checkpoints(Path(name))[-1]
         shard = path / "shard-00000.bin"
-        whole = bytearray(shard.read_bytes())
+        full = bytearray(shard.read_bytes())
         manifest = json.loads((path / "manifest.json").read_bytes())
 
         def refused(what: str, module: str, says: str = "") -> None:
@@ -1512,27 +1540,27 @@ def check_damage() -> None:
             raise Unexpected(f"{what} is loaded", module)
 
         random = np.random.default_rng(0)
-        for at in [0, len(whole) - 1, *random.integers(0, len(whole), 6).tolist()]:
+        for at in [0, len(full) - 1, *random.integers(0, len(full), 6).tolist()]:
             for bit in (0, 7):
-                whole[at] ^= 1 << bit
-                shard.write_bytes(whole)
+                full[at] ^= 1 << bit
+                shard.write_bytes(full)
                 refused("a flipped bit", "checkpoint/fingerprint.py", "hash")
-                whole[at] ^= 1 << bit
+                full[at] ^= 1 << bit
         # Exchanged elements and rows, of a matrix: the same numbers in other places.
         entry = manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]
         [[_, sizes, _, position]] = entry["shards"]
         row = 4 * sizes[1]
         for size, at in ((4, position), (row, position)):
-            first, second = whole[at : at + size], whole[at + size : at + 2 * size]
-            whole[at : at + size], whole[at + size : at + 2 * size] = second, first
-            shard.write_bytes(whole)
+            first, second = full[at : at + size], full[at + size : at + 2 * size]
+            full[at : at + size], full[at + size : at + 2 * size] = second, first
+            shard.write_bytes(full)
             refused(f"{size} bytes that are exchanged", "checkpoint/fingerprint.py", "hash")
-            whole[at : at + size], whole[at + size : at + 2 * size] = first, second
-        shard.write_bytes(whole[:-4])
+            full[at : at + size], full[at + size : at + 2 * size] = first, second
+        shard.write_bytes(full[:-4])
         refused("a file that is cut off", "checkpoint/shard_files.py")
-        shard.write_bytes(whole + b"abcd")
+        shard.write_bytes(full + b"abcd")
         refused("a file that is too long", "checkpoint/shard_files.py")
-        shard.write_bytes(whole)
+        shard.write_bytes(full)
         load_checkpoint(path, built.model_parts, built.optimizer)
         text = (path / "manifest.json").read_text()
         (path / "manifest.json").write_text(re.sub(r'("samples": *)12', r"\g<1>13", text))
@@ -1552,7 +1580,7 @@ def check_damage() -> None:
 
 @check("run: export, import and adapters")
 def check_export() -> None:
-    """What transformers and PEFT load computes what the checkpoint's numbers do."""
+    """An export, loaded by transformers and PEFT, computes the checkpoint's numbers."""
     from transformers import AutoModelForCausalLM
 
     from weft.tools.hf_convert import export_checkpoint, import_model
@@ -1632,7 +1660,7 @@ def check_export() -> None:
 
 @check("unit: sampling")
 def check_sampling() -> None:
-    """Each token's probability, against transformers' processors of logits; then the draw."""
+    """Token probabilities equal transformers' logits processors; then the draw."""
     from transformers.generation import logits_process as theirs
 
     from weft.tools.generate import GeneratedSequence, Sampling, sample_token
@@ -1657,8 +1685,8 @@ def check_sampling() -> None:
         return scores[0]
 
     def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-        """Of each token, by every outcome that the draw can have."""
-        found, outcome, drawn = torch.zeros(size), 0, torch.empty(0)
+        """Return each token's probability, from every outcome of the draw."""
+        result, outcome, drawn = torch.zeros(size), 0, torch.empty(0)
 
         def draw(weights: Tensor, *args: Any, **keys: Any) -> Tensor:
             nonlocal drawn
@@ -1669,9 +1697,9 @@ def check_sampling() -> None:
             patch.setattr(torch, "multinomial", draw)
             while outcome < max(1, len(drawn)):
                 token = sample_token(logits, sequence, sampling)
-                found[token] += drawn[outcome]
+                result[token] += drawn[outcome]
                 outcome += 1
-        return found
+        return result
 
     choices: dict[str, tuple[Any, ...]] = {
         "repetition_penalty": (1.0, 1.5, 4.0, 0.7),
@@ -1681,10 +1709,10 @@ def check_sampling() -> None:
         "min_p": (0.0, 0.05, 0.4),
     }
     plain = {name: values[0] for name, values in choices.items()}
-    each = [plain | {name: value} for name, values in choices.items() for value in values]
+    item = [plain | {name: value} for name, values in choices.items() for value in values]
     random = np.random.default_rng(0)
     mixed = [{n: v[random.integers(len(v))] for n, v in choices.items()} for _ in range(80)]
-    for options in each + mixed:
+    for options in item + mixed:
         logits = 2 * torch.randn(size, generator=generator)
         expected = process(logits, Sampling(**options)).softmax(0)
         off = float((probabilities(logits, Sampling(**options)) - expected).abs().max())
@@ -1708,45 +1736,45 @@ def check_generate() -> None:
     from weft.tools.inference_model import find_checkpoint, load_local_model
 
     with tempfile.TemporaryDirectory() as name:
-        folder = random_run(Path(name) / "run", store_path())
-        found = find_checkpoint(folder)
-        plan_model = found.config
-        speech = replace(load_chat_format(found), end_tokens=frozenset())
-        state = read_by_hand(found.path)
+        directory = random_run(Path(name) / "run", store_path())
+        checkpoint = find_checkpoint(directory)
+        plan_model = checkpoint.config
+        chat_format = replace(load_chat_format(checkpoint), end_tokens=frozenset())
+        state = read_by_hand(checkpoint.path)
         known = build_theirs("llama", plan_model)
         with torch.no_grad():
             for n, value in state.items():
                 theirs_of(known, n.removeprefix("model.")).copy_(value)
         prompts = ["def f(", "import os\nclass A", "x"]
         for cached in (True, False):
-            model = load_local_model(found, torch.device("cpu"))
+            model = load_local_model(checkpoint, torch.device("cpu"))
             sampling = Sampling(max_tokens=8, temperature=0.0)
-            rows = make_sequences(prompts, speech, sampling)
-            for _ in generate(model, speech, rows, sampling, cached=cached):
+            rows = make_sequences(prompts, chat_format, sampling)
+            for _ in generate(model, chat_format, rows, sampling, cached=cached):
                 pass
             for row in rows:
                 ids = list(row.ids[: row.prompt_length])
                 for _ in range(8):
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
-                    ids.append(int(logits[: speech.tokenizer.get_vocab_size()].argmax()))
+                    ids.append(int(logits[: chat_format.tokenizer.get_vocab_size()].argmax()))
                 blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
 
 
 @check("run: losses of text")
 def check_losses() -> None:
-    """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
+    """`weft evaluate`: the loss of all validation tokens by hand, and bits per byte."""
     from tests.asked import random_run
     from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
     from weft.tools.inference_model import find_checkpoint, plan_inference
 
     module = "tools/evaluate.py"
     with tempfile.TemporaryDirectory() as name:
-        folder = random_run(Path(name) / "run", store_path())
-        found = find_checkpoint(folder)
-        state = read_by_hand(found.path)
-        known = build_theirs("llama", found.config)
+        directory = random_run(Path(name) / "run", store_path())
+        checkpoint = find_checkpoint(directory)
+        state = read_by_hand(checkpoint.path)
+        known = build_theirs("llama", checkpoint.config)
         with torch.no_grad():
             for n, value in state.items():
                 theirs_of(known, n.removeprefix("model.")).copy_(value)
@@ -1757,21 +1785,21 @@ def check_losses() -> None:
         for packing in ("windows", "documents"):
             allowed = ("data.", "train.")
             _job, plan = plan_inference(
-                found, [("data.packing", packing)], [], allowed, for_generation=False
+                checkpoint, [("data.packing", packing)], [], allowed, for_generation=False
             )
             rank = Rank(0, 0, 1, torch.device("cpu"))
             [loss] = evaluate_sources(
-                found, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
+                checkpoint, plan, text, ALL_SEQUENCES, rank, False, lambda progress: None
             )
-            told = loss.to_dict()
+            first_half = loss.to_dict()
             count = (len(tokens) - 1) // 32 * 32
             inputs = torch.from_numpy(tokens[:count].reshape(-1, 32))
             targets = torch.from_numpy(tokens[1 : count + 1].reshape(-1, 32)).clone()
             documents = torch.zeros_like(inputs)
             if packing == "documents":
-                ended = (inputs == store.manifest.separator).long()
-                documents = ended.cumsum(1) - ended
-                targets[ended.bool()] = NONE
+                results = (inputs == store.manifest.separator).long()
+                documents = results.cumsum(1) - results
+                targets[results.bool()] = NONE
             rows = Rows(inputs, targets, documents, torch.arange(32).expand_as(inputs))
             with torch.no_grad():
                 parts = [
@@ -1779,10 +1807,10 @@ def check_losses() -> None:
                     for i in range(0, len(inputs), 64)
                 ]
             mean = float(sum(parts)) / int((targets != NONE).sum())
-            expect(near(told["nats_per_token"], mean, 1e-4), f"nats, {packing}", module)
+            expect(is_close(first_half["nats_per_token"], mean, 1e-4), f"nats, {packing}", module)
             split = store.manifest.validation
             predicted = split.tokens - (split.documents if packing == "documents" else 1)
-            expect(told["tokens"] == predicted, "tokens that are predicted", module)
-            expect(near(told["perplexity"], math.exp(mean), 1e-3), "perplexity", module)
+            expect(first_half["tokens"] == predicted, "tokens that are predicted", module)
+            expect(is_close(first_half["perplexity"], math.exp(mean), 1e-3), "perplexity", module)
             bits = mean * predicted / split.bytes / math.log(2)
-            expect(near(told["bits_per_byte"], bits, 1e-3), "bits per byte", module)
+            expect(is_close(first_half["bits_per_byte"], bits, 1e-3), "bits per byte", module)

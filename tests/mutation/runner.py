@@ -1,12 +1,12 @@
-"""Plants one fault after the other, each in a forked process, and runs the battery on it.
+"""Plant faults one by one, each in a forked process, and run the battery.
 
     this process (torch and transformers, not weft) --fork--> one fault: weft is imported with the
     source of one module changed --fork--> the ranks of a check
 
-So a fault costs neither a copy of the tree nor an import of torch.  Without a fault the battery is
-run once, to see that it finds nothing, what each check takes, and which lines of weft each check
-executes: a fault in a line that no check executes is missed, and the others are tried by the
-checks that execute it, in the order of the battery.
+So a fault costs neither a copy of the tree nor an import of torch. The battery also runs once
+without a fault. That run must find nothing; it measures each check's time and the lines of weft
+that it executes. A fault in a line that no check executes is missed. Other faults are tried by
+the checks that execute it, in the order of the battery.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHECK_SECONDS = 150.0  # the longest that a check may take on a busy machine
 
 
 class Outcome(NamedTuple):
-    """Of one fault."""
+    """The outcome of one fault."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """Of the battery without a fault, by check."""
+    """The battery without a fault, by check."""
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[int]]]  # that it executes, by file
@@ -128,10 +128,10 @@ def import_heavy() -> None:
 
 
 def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-    """What a function returns in a forked process; an exception it raised, as text.
+    """Return the result of a function in a forked process, or its exception as text.
 
     Raises:
-        TimeoutError: it takes too long; all that it started is ended.
+        TimeoutError: it takes too long; all processes that it started are killed.
     """
     ours, theirs = multiprocessing.Pipe()
     pid = os.fork()
@@ -168,7 +168,7 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
 
 
 def tree_hash() -> str:
-    """Of all sources of weft."""
+    """Return the hash of all sources of weft."""
     digest = hashlib.sha256()
     for path in sorted(WEFT.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -180,32 +180,32 @@ def _run_one(name: str, precision: str, timeout: float) -> Any:
     from tests.mutation.battery import battery
 
     check = next(check for check in battery() if check.name == name)
-    with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
-        _trace_into(folder)
-        began = _processor_seconds()
-        found = check.run(precision, timeout)
-        _dump(folder)
+    with tempfile.TemporaryDirectory(prefix="weft-coverage-") as directory:
+        _trace_into(directory)
+        start_time = _processor_seconds()
+        result = check.run(precision, timeout)
+        _dump(directory)
         executed: dict[str, set[int]] = {}
-        for file in Path(folder).glob("*.json"):
+        for file in Path(directory).glob("*.json"):
             for name, lines in json.loads(file.read_text()).items():
                 executed.setdefault(name, set()).update(lines)
         lines = {name: sorted(lines) for name, lines in executed.items()}
-        return found, lines, _processor_seconds() - began
+        return result, lines, _processor_seconds() - start_time
 
 
 def _processor_seconds() -> float:
     import resource
 
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    used = [resource.getrusage(owner) for owner in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(item.ru_utime + item.ru_stime for item in used)
 
 
 _LINES: dict[str, set[int]] = {}
 _CODES: dict[Any, tuple[set[int], set[int]]] = {}  # of a function: lines executed, and all
 
 
-def _trace_into(folder: str) -> None:
-    """From now on note which lines of weft are executed, in this process and its ranks."""
+def _trace_into(directory: str) -> None:
+    """Record the executed lines of weft, in this process and its ranks."""
     root = f"{WEFT}{os.sep}"
 
     def note_line(frame: Any, event: str, arg: Any) -> Any:
@@ -220,8 +220,8 @@ def _trace_into(folder: str) -> None:
         if code not in _CODES:
             executed = _LINES.setdefault(code.co_filename.removeprefix(root), set())
             _CODES[code] = executed, {line for *_, line in code.co_lines() if line}
-        executed, every = _CODES[code]
-        return None if every <= executed else note_line
+        executed, all_lines = _CODES[code]
+        return None if all_lines <= executed else note_line
 
     sys.settrace(note_call)
     threading.settrace(note_call)
@@ -235,29 +235,29 @@ def _trace_into(folder: str) -> None:
 
         @staticmethod
         def dumps(value: Any) -> bytes:
-            _dump(folder)
-            found: bytes = pickle.dumps(value)
-            return found
+            _dump(directory)
+            result: bytes = pickle.dumps(value)
+            return result
 
     ranks.pickle = Dumps  # type: ignore[attr-defined]
 
 
-def _dump(folder: str) -> None:
+def _dump(directory: str) -> None:
     lines = {name: sorted(executed) for name, executed in _LINES.items()}
-    (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(lines))
+    (Path(directory) / f"{os.getpid()}.json").write_text(json.dumps(lines))
 
 
 def baseline(
-    precision: str, checks: dict[str, str], folder: Path, say: Callable[[str], None]
+    precision: str, checks: dict[str, str], directory: Path, say: Callable[[str], None]
 ) -> Baseline:
-    """Run each check without a fault; what is known of this tree is taken from ``folder``.
+    """Run each check without a fault, or read this tree's results.
 
     Args:
-        checks: by name what they are made of.
+        checks: by name, with the sources that they depend on.
 
-    A check that finds something without a fault is left out of it, and said.
+    A check that finds something without a fault is reported and left out.
     """
-    file = folder / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
+    file = directory / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     unsound = []
     for name, source in checks.items():
@@ -265,22 +265,22 @@ def baseline(
         if known.get(name, [""])[0] == key:
             continue
         state, result = forked(_run_one, name, precision, 600.0, timeout=700)
-        found, lines, seconds = result if state == "done" else (result, {}, 0.0)
+        actual, lines, seconds = result if state == "done" else (result, {}, 0.0)
         number = sum(map(len, lines.values()))
-        say(f"baseline {name}: {seconds:.1f} s, {number:,} lines, {found or 'sound'}")
-        if found is not None:
+        say(f"baseline {name}: {seconds:.1f} s, {number:,} lines, {actual or 'sound'}")
+        if actual is not None:
             unsound.append(name)
             continue
         known[name] = [key, seconds, lines]
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         if file.exists():  # another one may have added to it
             known |= json.loads(file.read_text()) | {name: known[name]}
         file.write_text(json.dumps(known))
-    sound = [name for name in checks if name not in unsound]
+    valid = [name for name in checks if name not in unsound]
     if unsound:
         say(f"WITHOUT A FAULT these find something, and are left out: {unsound}")
     return Baseline(
-        {name: known[name][1] for name in sound}, {name: known[name][2] for name in sound}
+        {name: known[name][1] for name in valid}, {name: known[name][2] for name in valid}
     )
 
 
@@ -296,9 +296,9 @@ def is_executed(fault: Fault, lines: dict[str, list[int]]) -> bool:
 
 @cache
 def _statement_of(fault: Fault) -> range | None:
-    """Return the lines of the innermost statement that a fault lies in; None: in no function."""
+    """Return the lines of the innermost statement with the fault, or None outside one."""
     source = (WEFT / fault.file).read_text("utf-8")
-    # Where the texts begin to differ: the same beginning may only say which place is meant.
+    # The first differing line; an equal beginning may only locate the fault.
     pairs = zip(fault.right, fault.wrong, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(fault.wrong))
     start = source.index(fault.right)
@@ -329,15 +329,15 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
         return "import", repr(error)[:200], fault.file
     by_name = {check.name: check for check in battery()}
     for name in checks:
-        found = by_name[name].run(precision, timeout)
-        if found is not None:
-            return name, found.text, found.module
+        result = by_name[name].run(precision, timeout)
+        if result is not None:
+            return name, result.text, result.module
     return "", "", ""
 
 
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
     """Plant a fault, and try the checks that execute it."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     checks = [name for name in base.seconds if is_executed(fault, base.lines[name])]
     check = text = module = ""
     if checks:
@@ -354,7 +354,7 @@ def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
         except TimeoutError:
             check, text = "time", "it did not end"
     named = bool(check) and module in (fault.file, *fault.near)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     return Outcome(
         fault.name, fault.kind, fault.file, precision, check, text, module, named, seconds
     )

@@ -1,4 +1,4 @@
-"""How many of the planted faults are found, and in how many the right module is named."""
+"""The share of planted faults that are found, and named by the right module."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def found_share(outcomes: Sequence[Any]) -> float:
+def detected_share(outcomes: Sequence[Any]) -> float:
     """The share of faults that a check found."""
-    return sum(bool(each.check) for each in outcomes) / max(1, len(outcomes))
+    return sum(bool(outcome.check) for outcome in outcomes) / max(1, len(outcomes))
 
 
 def named_share(outcomes: Sequence[Any]) -> float:
-    """Of those that were found the share of which the right module was named."""
-    found = [each for each in outcomes if each.check]
-    return sum(each.named for each in found) / max(1, len(found))
+    """Return the share of found faults whose module was named."""
+    result = [outcome for outcome in outcomes if outcome.check]
+    return sum(item.named for item in result) / max(1, len(result))
 
 
 def report(outcomes: Sequence[Any]) -> str:
     """A table by kind, the scores, and what was missed."""
-    kinds = sorted({each.kind for each in outcomes})
+    kinds = sorted({item.kind for item in outcomes})
     lines = ["| kind | faults | found | module named |", "|---|---|---|---|"]
     for kind in kinds:
-        some = [each for each in outcomes if each.kind == kind]
-        found = sum(bool(each.check) for each in some)
-        named = sum(each.named for each in some)
-        lines.append(f"| {kind} | {len(some)} | {found} | {named} |")
+        subset = [item for item in outcomes if item.kind == kind]
+        result = sum(bool(item.check) for item in subset)
+        named = sum(item.named for item in subset)
+        lines.append(f"| {kind} | {len(subset)} | {result} | {named} |")
     lines.append(
-        f"| all | {len(outcomes)} | {found_share(outcomes):.1%} | {named_share(outcomes):.1%} |"
+        f"| all | {len(outcomes)} | {detected_share(outcomes):.1%} | {named_share(outcomes):.1%} |"
     )
-    for each in outcomes:
-        if not each.check:
-            lines.append(f"missed: {each.name} ({each.file})")
-        elif not each.named:
-            lines.append(f"named {each.module or 'nothing'}: {each.name} ({each.file})")
+    for outcome in outcomes:
+        if not outcome.check:
+            lines.append(f"missed: {outcome.name} ({outcome.file})")
+        elif not outcome.named:
+            lines.append(f"named {outcome.module or 'nothing'}: {outcome.name} ({outcome.file})")
     return "\n".join(lines)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.mutation.catalogue import FAULTS
-from tests.mutation.score import found_share, named_share, report
+from tests.mutation.score import detected_share, named_share, report
 
 ROOT = Path(__file__).parent.parent.parent
 AIMS = {"": (0.98, 0.9), "bf16": (0.9, 0.0), "float8": (0.9, 0.0)}  # found; module named
 
-# Of different kinds; found by one process and by formulas, in a second or two each.
+# Faults of different kinds, found by one process and by formulas in a second or two each.
 OFTEN = (
     "a token sees the one after it",
     "embeddings decay",
@@ -49,7 +49,7 @@ def test_catalogue_names_are_different_and_neighbors_are_files() -> None:
             assert (ROOT / "weft" / file).is_file(), fault.name
 
 
-def plant(folder: Path, *arguments: str) -> list[Any]:
+def plant(directory: Path, *arguments: str) -> list[Any]:
     """Outcomes of a run of the command."""
 
     class Line:
@@ -59,23 +59,23 @@ def plant(folder: Path, *arguments: str) -> list[Any]:
         check: str
         named: bool
 
-    log = folder / "outcomes.jsonl"
+    log = directory / "outcomes.jsonl"
     command = [sys.executable, "-m", "tests.mutation", "--json", str(log), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
     lines = log.read_text().splitlines() if log.exists() else []
     return [Line(json.loads(line)) for line in lines]
 
 
 @pytest.mark.timeout(300)
 def test_mutation_some_faults_are_found_and_named(tmp_path: Path) -> None:
-    found = plant(tmp_path, "--only", ",".join(OFTEN), "--checks", "oracle: llama,oracle: q,order")
-    assert len(found) == len(OFTEN)
-    missed = [each.name for each in found if not each.check or not each.named]
-    assert not missed, report(found)
+    result = plant(tmp_path, "--only", ",".join(OFTEN), "--checks", "oracle: llama,oracle: q,order")
+    assert len(result) == len(OFTEN)
+    missed = [item.name for item in result if not item.check or not item.named]
+    assert not missed, report(result)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_mutation_checks_find_nothing_without_a_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", AIMS)
 def test_mutation_score_reaches_the_aims(precision: str, tmp_path: Path) -> None:
     arguments: Sequence[str] = ["--precision", precision] if precision else []
-    found = plant(tmp_path, *arguments)
+    result = plant(tmp_path, *arguments)
     share, named = AIMS[precision]
-    assert found_share(found) >= share, report(found)
-    assert named_share(found) >= named, report(found)
+    assert detected_share(result) >= share, report(result)
+    assert named_share(result) >= named, report(result)

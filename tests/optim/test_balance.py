@@ -33,20 +33,20 @@ def model(rate: float = 0.01) -> tuple[Moe, ExpertBalancer]:
         vocab_size=64,
         max_seq_len=64,
     )
-    made = Moe(config)
-    return made, ExpertBalancer([made], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
+    created = Moe(config)
+    return created, ExpertBalancer([created], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 TOKENS = torch.arange(64).view(2, 32)
 
 
 def test_balance_biases_move_against_the_error_by_the_rate() -> None:
-    made, balance = model()
-    made(TOKENS)
+    created, balance = model()
+    created(TOKENS)
     (loads_LE,) = balance.reduce_loads()
     assert loads_LE.sum(1).tolist() == [128, 128]  # 64 tokens, two experts each
     balance.step()
-    for loads_E, layer in zip(loads_LE, moe_layers(made), strict=True):
+    for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
         wanted_E = 0.01 * (16 - loads_E).sign()
         torch.testing.assert_close(layer.router.expert_bias, wanted_E.float())
     worst = float(balance.max_load_ratio(None)[0])
@@ -54,19 +54,19 @@ def test_balance_biases_move_against_the_error_by_the_rate() -> None:
 
 
 def test_balance_bad_step_moves_nothing() -> None:
-    made, balance = model()
-    made(TOKENS)
+    created, balance = model()
+    created(TOKENS)
     balance.step(torch.tensor(True))
-    assert not any(layer.router.expert_bias.any() for layer in moe_layers(made))
+    assert not any(layer.router.expert_bias.any() for layer in moe_layers(created))
 
 
 def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
     """Neither an evaluation, nor what is computed again, nor the batch before."""
-    made, balance = model()
+    created, balance = model()
     with torch.no_grad():
-        made(TOKENS)
+        created(TOKENS)
     assert balance.reduce_loads()[0].sum() == 0
-    layer = moe_layers(made)[0]
+    layer = moe_layers(created)[0]
     x = torch.randn(1, 10, 16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert balance.reduce_loads()[0].sum(1).tolist() == [20, 0]
@@ -76,9 +76,9 @@ def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
 
 def test_balance_experts_become_balanced() -> None:
     """Routers that love two experts, left as they are: only the biases move."""
-    made, balance = model(rate=0.001)
+    created, balance = model(rate=0.001)
     x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
-    routers = [layer.router for layer in moe_layers(made)]
+    routers = [layer.router for layer in moe_layers(created)]
     with torch.no_grad():
         for router in routers:
             router.weight[:2] += 0.1

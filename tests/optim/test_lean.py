@@ -1,4 +1,4 @@
-"""AdamW with moments of two bytes or one: against AdamW, over steps, checkpoints and layouts."""
+"""Low-precision AdamW: against AdamW, over steps, checkpoints and layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import loader_of, newest_state, plan_here, small_job, this_rank, train_rank, whole
+from tests.small import (
+    full_tensor,
+    loader_of,
+    newest_state,
+    plan_here,
+    small_job,
+    this_rank,
+    train_rank,
+)
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.schema import OptimSection
@@ -74,7 +82,7 @@ def held_bytes(moment: Tensor) -> int:
 
 
 def test_lean_moments_take_the_planned_bytes() -> None:
-    """As small as the planner reckons; both moments have their ranges in common."""
+    """State size equals the planner's estimate; both moments share their ranges."""
     for states in STATES:
         param, optimizer = trained(states, 1)
         state = optimizer.state[param]
@@ -115,8 +123,8 @@ def test_8bit_rare_gradients_never_move_further_than_adamw_can() -> None:
     }
     most = 0.0
     for _ in range(60):
-        seen = torch.rand(64, 256, generator=draw) < often
-        grad = scale * torch.randn(64, 256, generator=draw) * seen
+        observed = torch.rand(64, 256, generator=draw) < often
+        grad = scale * torch.randn(64, 256, generator=draw) * observed
         for kind, param in params.items():
             before = param.detach().clone()
             param.grad = grad
@@ -165,7 +173,7 @@ def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[
         )
         built.optimizer.step()
     return {
-        name: whole(param.detach()).clone()
+        name: full_tensor(param.detach()).clone()
         for name, param in trainable_parameters(built.model_parts)
     }
 
@@ -190,16 +198,16 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
 def test_lean_moments_are_rounded_alike_on_every_layout(
     layout: str, states: str, store_path: Path
 ) -> None:
-    """Blocks and chance go by the whole parameter, not by the part that a rank has of it."""
+    """Blocks and random bits depend on the full parameter, not on the local shard."""
     one = moved_on_one(states, "3e-3", str(store_path))
     start = moved_on_one(states, "1e-30", str(store_path))
-    found = {}
+    results = {}
     for rank in run_ranks(moved_under, parse(layout)[0], layout, states, str(store_path)):
-        found |= rank
-    assert found.keys() == one.keys()
-    off = sum((found[name] - one[name]).square().sum().item() for name in one)
-    way = sum((start[name] - one[name]).square().sum().item() for name in one)
-    assert off**0.5 < 1e-3 * way**0.5, off**0.5 / way**0.5
+        results |= rank
+    assert results.keys() == one.keys()
+    off = sum((results[name] - one[name]).square().sum().item() for name in one)
+    distance = sum((start[name] - one[name]).square().sum().item() for name in one)
+    assert off**0.5 < 1e-3 * distance**0.5, off**0.5 / distance**0.5
 
 
 def test_round_by_chance_is_right_on_average() -> None:
@@ -212,15 +220,15 @@ def test_round_by_chance_is_right_on_average() -> None:
     )
     torch.testing.assert_close(mean, values.double(), rtol=2e-6, atol=0)
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, torch.inf, -torch.inf, torch.nan])
-    kept = round_stochastic(exact, torch.full((7,), 0xFFFF, dtype=torch.int32))
+    remaining = round_stochastic(exact, torch.full((7,), 0xFFFF, dtype=torch.int32))
     every_bit = torch.tensor([2**31 - 1, -1], dtype=torch.int32)  # as CUDA writes NaN
     chance = torch.full((2,), 0xFFFF, dtype=torch.int32)
     assert round_stochastic(every_bit.view(torch.float32), chance).isnan().all()
-    assert kept.float().view(torch.int32).equal(exact.bfloat16().float().view(torch.int32))
+    assert remaining.float().view(torch.int32).equal(exact.bfloat16().float().view(torch.int32))
 
 
 def test_lean_second_moment_decays_where_nearest_rounding_would_not() -> None:
-    """The reason for rounding by chance: large gradients long ago, small ones ever since."""
+    """Stochastic rounding matters: large gradients long ago, small ones ever since."""
     param = nn.Parameter(torch.zeros(4096))
     optimizer = optimizer_of("bfloat16", param, beta2=0.9985)
     nearest = torch.tensor(0.0, dtype=torch.bfloat16)
@@ -240,18 +248,18 @@ def test_lean_second_moment_decays_where_nearest_rounding_would_not() -> None:
 def test_lean_bad_step_changes_no_bit(states: str) -> None:
     param, optimizer = trained(states, 3)
 
-    def everything() -> list[Tensor]:
+    def full_state() -> list[Tensor]:
         state = optimizer.state[param]
         held = [
             getattr(value, part, None) for value in state.values() for part in ("codes", "scale")
         ]
         plain = [value for value in state.values() if not hasattr(value, "codes")]
-        return [each.clone() for each in (param.detach(), *held, *plain) if each is not None]
+        return [tensor.clone() for tensor in (param.detach(), *held, *plain) if tensor is not None]
 
-    before = everything()
+    before = full_state()
     param.grad = torch.full_like(param, torch.nan)
     masked_step(optimizer, torch.tensor(True))
-    assert all(a.equal(b) for a, b in zip(everything(), before, strict=True))
+    assert all(a.equal(b) for a, b in zip(full_state(), before, strict=True))
     param.grad = torch.ones_like(param)
     masked_step(optimizer, torch.tensor(False))
     assert not param.equal(before[0])
@@ -268,16 +276,16 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
         ("model.ffn_dim", "128"),
     ]
 
-    def run(folder: Path, steps: int, ranks: int = 2) -> dict[str, Tensor]:
-        here = [*overrides, ("train.steps", str(steps)), ("run.dir", str(folder))]
-        run_ranks(train_rank, ranks, here, str(store_path))
-        return newest_state(folder)
+    def run(directory: Path, steps: int, ranks: int = 2) -> dict[str, Tensor]:
+        all_overrides = [*overrides, ("train.steps", str(steps)), ("run.dir", str(directory))]
+        run_ranks(train_rank, ranks, all_overrides, str(store_path))
+        return newest_state(directory)
 
-    whole = run(tmp_path / "whole", 4)
+    full = run(tmp_path / "whole", 4)
     run(tmp_path / "parts", 2)
     parts = run(tmp_path / "parts", 4)
-    assert all(parts[name].equal(value) for name, value in whole.items())
-    moments = [value for name, value in whole.items() if "exp_avg" in name]
+    assert all(parts[name].equal(value) for name, value in full.items())
+    moments = [value for name, value in full.items() if "exp_avg" in name]
     saved = torch.bfloat16 if states == "bfloat16" else torch.float32
     assert all(moment.dtype == saved for moment in moments)
     run(tmp_path / "parts", 5, ranks=1)  # and in another layout
@@ -362,7 +370,7 @@ def test_lean_resume_with_other_moments_continues(
 ) -> None:
     overrides = [("run.dir", str(tmp_path)), ("model.dim", "64"), ("model.ffn_dim", "128")]
     for steps, kind in (("2", states), ("4", "float32"), ("6", states)):
-        here = [*overrides, ("train.steps", steps), ("optim.state_dtype", kind)]
-        run_ranks(train_rank, 2, here, str(store_path))
+        all_overrides = [*overrides, ("train.steps", steps), ("optim.state_dtype", kind)]
+        run_ranks(train_rank, 2, all_overrides, str(store_path))
         moments = {v.dtype for n, v in newest_state(tmp_path).items() if "exp_avg" in n}
         assert moments == {torch.bfloat16 if kind == "bfloat16" else torch.float32}

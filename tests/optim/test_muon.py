@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.harness import run_ranks
-from tests.small import newest_state, plan_here, small_job, this_rank, train_rank, whole
+from tests.small import full_tensor, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import OptimSection
 from weft.optim.muon import _MatrixExchange, orthogonalize
@@ -25,12 +25,12 @@ MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(*shape)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalize(matrix)
-    assert found.shape == shape
-    values = torch.linalg.svdvals(found)
+    result = orthogonalize(matrix)
+    assert result.shape == shape
+    values = torch.linalg.svdvals(result)
     assert values.min() > 0.3  # the smallest: the iteration is steepest, not exact, there
     assert values.max() < 1.3
-    along = torch.diagonal(u.T @ found @ v.T)  # the directions are those of the matrix
+    along = torch.diagonal(u.T @ result @ v.T)  # the directions are those of the matrix
     torch.testing.assert_close(along.sort().values, values.sort().values, rtol=1e-3, atol=1e-3)
     assert orthogonalize(torch.zeros(shape)).abs().max() == 0
 
@@ -88,7 +88,7 @@ LAYOUTS = {
 
 
 def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
-    """What two steps with given gradients make of this rank's parameters, as a whole."""
+    """Return this rank's full parameters after two steps with given gradients."""
     job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
     built = build(plan_here(job), this_rank())
     params = dict(trainable_parameters(built.model_parts))
@@ -96,17 +96,17 @@ def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
         for name, param in params.items():
             draw = torch.Generator().manual_seed(seed + sum(name.encode()))
             grad = torch.randn(param.shape, generator=draw)
-            param.grad = like(param, grad)
+            param.grad = make_param(param, grad)
         built.optimizer.step()
     exchanges: list[_MatrixExchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
     return {
-        "params": {name: whole(param).detach().clone() for name, param in params.items()},
-        "work": sum(len(each.owned) for each in exchanges),
-        "matrices": sum(len(each.params) for each in exchanges),
+        "params": {name: full_tensor(param).detach().clone() for name, param in params.items()},
+        "work": sum(len(exchange.owned) for exchange in exchanges),
+        "matrices": sum(len(exchange.params) for exchange in exchanges),
     }
 
 
-def like(param: Any, grad: torch.Tensor) -> torch.Tensor:
+def make_param(param: Any, grad: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole gradient."""
     if not hasattr(param, "placements"):
         return grad
@@ -136,14 +136,14 @@ RARELY = {"all of them", "tensor parallel", "a pipeline"}  # pairs of these are 
 def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     batch = [override for override in overrides if override[0].startswith("train")]
-    (alone,) = run_ranks(update_of, 1, batch)
+    (single,) = run_ranks(update_of, 1, batch)
     many = run_ranks(update_of, ranks, overrides)
-    seen = {}
+    updates_seen = {}
     for rank in many:
         for name, value in rank["params"].items():
-            torch.testing.assert_close(value, alone["params"][name], rtol=2e-4, atol=2e-6)
-            seen[name] = True
-    assert seen.keys() == alone["params"].keys()
+            torch.testing.assert_close(value, single["params"][name], rtol=2e-4, atol=2e-6)
+            updates_seen[name] = True
+    assert updates_seen.keys() == single["params"].keys()
     # The work is shared: nobody has all of it.
     if "dp_shard" in str(overrides) or "tp" in str(overrides):
         assert all(rank["work"] < rank["matrices"] for rank in many if rank["matrices"])
@@ -160,5 +160,5 @@ def test_muon_run_resumes_in_another_layout(tmp_path: Path, store_path: Path) ->
     state = newest_state(tmp_path)
     assert any(name.endswith("_proj.weight.momentum_buffer") for name in state)
     assert any(name.endswith("embed_tokens.weight.exp_avg") for name in state)
-    more = [*common, ("train.steps", "8"), ("parallel.tp", "2"), ("parallel.dp_shard", "1")]
-    run_ranks(train_rank, 2, more, str(store_path))
+    extra = [*common, ("train.steps", "8"), ("parallel.tp", "2"), ("parallel.dp_shard", "1")]
+    run_ranks(train_rank, 2, extra, str(store_path))

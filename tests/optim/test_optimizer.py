@@ -32,15 +32,15 @@ def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
         model.named_parameters(), OPTIM, build_adamw, llama.has_weight_decay, inside
     )
     names = {param: name for name, param in model.named_parameters()}
-    found = {
+    result = {
         (group["weight_decay"], group["matrices"]): {names[param] for param in group["params"]}
         for group in optimizer.param_groups
     }
-    assert len(found) == len(optimizer.param_groups) == 3
-    assert sum(len(group) for group in found.values()) == len(names)
-    assert all(name.endswith("_proj.weight") for name in found[0.1, True])
-    assert found[0.1, False] == {"lm_head.weight"}
-    assert "embed_tokens.weight" in found[0.0, False]
+    assert len(result) == len(optimizer.param_groups) == 3
+    assert sum(len(group) for group in result.values()) == len(names)
+    assert all(name.endswith("_proj.weight") for name in result[0.1, True])
+    assert result[0.1, False] == {"lm_head.weight"}
+    assert "embed_tokens.weight" in result[0.0, False]
 
 
 def test_optimizer_step_equals_adamw() -> None:

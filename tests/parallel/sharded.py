@@ -146,7 +146,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Seen] = []
+        self.recorded: list[Seen] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -154,9 +154,9 @@ class Collectives(TorchDispatchMode):
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             # all_reduce and the all_gather of lists take lists of tensors.
-            given = args[0] if kind == "allreduce" else args[1]
-            tensor = given[0] if isinstance(given, list) else given
-            self.seen.append(Seen(kind, ranks, tensor.numel(), tensor.dtype))
+            inputs = args[0] if kind == "allreduce" else args[1]
+            tensor = inputs[0] if isinstance(inputs, list) else inputs
+            self.recorded.append(Seen(kind, ranks, tensor.numel(), tensor.dtype))
         return func(*args, **(kwargs or {}))
 
 

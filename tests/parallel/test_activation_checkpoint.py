@@ -104,8 +104,8 @@ def test_activation_checkpoint_gradients_are_equal_bit_for_bit(
 def check_bits(layout: str, modes: tuple[str, ...], store: Path) -> None:
     ranks, overrides = parse(layout)
     job = [*MODEL, *size(layout), *overrides]
-    for found in run_ranks(find_differing, ranks, job, str(store), modes, timeout=300):
-        assert found == {name: [] for name in modes}
+    for result in run_ranks(find_differing, ranks, job, str(store), modes, timeout=300):
+        assert result == {name: [] for name in modes}
 
 
 # --------------------------------------------------------------------------- memory
@@ -145,10 +145,10 @@ def saved_megabytes(**section: Any) -> float:
     for _ in range(2):  # *budget* chooses in the first one
         with LiveBytes() as live:
             out = model(tokens_BT)
-            found = live.bytes
+            result = live.bytes
             out.sum().backward()
             del out
-    return found / 1e6
+    return result / 1e6
 
 
 def test_activation_checkpoint_saves_less_memory() -> None:

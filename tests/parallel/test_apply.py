@@ -75,13 +75,13 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
 
 def test_accumulation_gradients_are_reduced_once(store_path: Path) -> None:
     """Four microbatches communicate as many gradients as one does."""
-    (few, _), (many, _) = (
+    (subset, _), (many, _) = (
         run_ranks(count_reductions, 2, [("train.microbatch_size", size)], str(store_path))
         for size in ("4", "1")
     )
-    scatters = [name for name in few if "reduce_scatter" in name]
+    scatters = [name for name in subset if "reduce_scatter" in name]
     assert len(scatters) == 3  # two blocks and the root
-    assert sorted(few) == sorted(many)
+    assert sorted(subset) == sorted(many)
 
 
 def loss_without_targets(overrides: list[tuple[str, str]], store: str) -> float:

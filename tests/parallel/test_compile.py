@@ -85,12 +85,14 @@ def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: P
             ("compile.cache_dir", str(tmp_path / "cache")),
         ]
         words = [word for key, value in pairs for word in (f"--{key}", value)]
-        done = subprocess.run(
+        completed = subprocess.run(
             [*WEFT, "train", "demo", *words], cwd=tmp_path, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        assert "again" not in done.stdout
-        return [float(s) for s in re.findall(r"(?m)pass of a block in ([\d.]+) s$", done.stdout)]
+        assert completed.returncode == 0, completed.stderr
+        assert "again" not in completed.stdout
+        return [
+            float(s) for s in re.findall(r"(?m)pass of a block in ([\d.]+) s$", completed.stdout)
+        ]
 
     first, deep, cached = (
         compile_seconds(run, layers) for run, layers in (("a", 1), ("b", 6), ("c", 6))

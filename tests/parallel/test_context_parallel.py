@@ -168,8 +168,8 @@ def test_private_attention_operators_have_expected_schemas() -> None:
         ),
     }
     for operator, schema in expected.items():
-        found = getattr(torch.ops.aten, name + operator).default._schema
-        assert str(found) == f"aten::{name}{operator}{schema}"
+        result = getattr(torch.ops.aten, name + operator).default._schema
+        assert str(result) == f"aten::{name}{operator}{schema}"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -268,20 +268,20 @@ def attention_errors(
         for method in methods:
             model = AttentionModel()
             apply_context_parallel(model, group, method, balance, compiled=False)
-            found = with_gradients(model, local, local_documents)
-            assert [x.shape for x in found] == [x.shape for x in local[:1] + local[:3]]
-            assert {x.dtype for x in found} == {dtype}
+            result = with_gradients(model, local, local_documents)
+            assert [x.shape for x in result] == [x.shape for x in local[:1] + local[:3]]
+            assert {x.dtype for x in result} == {dtype}
             errors[f"{method}, balance {balance}, {kind}"] = [
                 ((x - shard_sequence(y, rank, size, balance)).abs().max() / y.abs().max()).item()
-                for x, y in zip(found, expected, strict=True)
+                for x, y in zip(result, expected, strict=True)
             ]
     return errors
 
 
 def check_errors(results: list[dict[str, list[float]]], limit: float) -> None:
     for rank, errors in enumerate(results):
-        for case, found in errors.items():
-            assert max(found) < limit, f"rank {rank}, {case}: {found}"
+        for case, result in errors.items():
+            assert max(result) < limit, f"rank {rank}, {case}: {result}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -321,23 +321,23 @@ class OperatorRecorder(TorchDispatchMode):
 
 def largest_tensors(num_tokens: list[int]) -> dict[CPMethod, list[int]]:
     methods: list[CPMethod] = ["ring", "allgather"]
-    group, found = dist.new_group(), {}
+    group, result = dist.new_group(), {}
     for method in methods:
         model = AttentionModel()
         apply_context_parallel(model, group, method, True, compiled=False)
-        found[method] = []
+        result[method] = []
         for num in num_tokens:
             tensors = [torch.randn(1, num // group.size(), 2, 4) for _ in range(4)]
             with OperatorRecorder() as operators:
                 with_gradients(model, tensors, None)
-            found[method].append(operators.largest)
-    return found
+            result[method].append(operators.largest)
+    return result
 
 
 def test_context_parallel_without_documents_makes_no_mask() -> None:
     """Saved and communicated tensors grow linearly with the sequence."""
-    (found, _) = run_ranks(largest_tensors, 2, [128, 1024])
-    for small, large in found.values():
+    (results, _) = run_ranks(largest_tensors, 2, [128, 1024])
+    for small, large in results.values():
         assert large == 8 * small
         assert large < 512 * 512
 
@@ -466,7 +466,7 @@ def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> N
 def trace_collectives() -> dict[str, dict[str, int]]:
     """Return the collectives of one forward and backward pass with fake tensors."""
     group = dist.new_group(backend="fake")
-    found = {}
+    results = {}
     for method, documents in product(METHODS, BOTH):
         model = small_llama(tied=False)
         apply_context_parallel(model, group, method, True, compiled=False)
@@ -474,14 +474,14 @@ def trace_collectives() -> dict[str, dict[str, int]]:
             tokens = torch.zeros(2, 16, dtype=torch.int64)
             model(tokens, tokens if documents else None, tokens).sum().backward()
         names = [name.split(".")[1] for name in operators.names if name.startswith("c10d.")]
-        found[f"{method}, documents {documents}"] = {name: names.count(name) for name in names}
-    return found
+        results[f"{method}, documents {documents}"] = {name: names.count(name) for name in names}
+    return results
 
 
 def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
     """Two layers on two ranks."""
-    (found, _) = run_ranks(trace_collectives, 2)
-    assert found == {
+    (results, _) = run_ranks(trace_collectives, 2)
+    assert results == {
         # Forward: one step.  Backward: that step again, and gradients once round.
         "ring, documents False": {"send": 2 * (1 + 1 + 2), "recv_": 2 * (1 + 1 + 2)},
         "ring, documents True": {"_allgather_base_": 1, "send": 8, "recv_": 8},

@@ -37,7 +37,7 @@ from weft.parallel.data_parallel import apply_fsdp, reshard, set_gradient_sync
 
 
 @pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
+def one_rank() -> dict[str, Any]:
     return one_process()
 
 
@@ -46,15 +46,15 @@ def one() -> dict[str, Any]:
 
 def gradients(layouts: list[Layout]) -> list[dict[str, Any]]:
     """Return each layout's loss, gradients and collectives of one step."""
-    found = []
+    results = []
     for layout in layouts:
         model = build(layout)
         with Collectives() as collectives:
             loss = step(model, layout)
         dist.all_reduce(loss)
         grads = whole_gradients(model)
-        found.append({"loss": loss.item(), "grads": grads, "seen": collectives.seen})
-    return found
+        results.append({"loss": loss.item(), "grads": grads, "seen": collectives.recorded})
+    return results
 
 
 TWO_HOPS = Layout(replicas=2, shards=2, sync="microbatch")
@@ -144,9 +144,9 @@ def result(name: str) -> list[dict[str, Any]]:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
 )
-def test_apply_fsdp_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
+def test_apply_fsdp_gradients_equal_one_process(name: str, one_rank: dict[str, Any]) -> None:
     for many in result(name):
-        assert_equal(many, one)
+        assert_equal(many, one_rank)
 
 
 # --------------------------------------------------------------------------- collectives
@@ -168,8 +168,8 @@ def test_apply_fsdp_step_has_expected_number_of_collectives(
 ) -> None:
     """Without two hops, there would be M all-reduces per unit."""
     for many in result(name):
-        found = Counter(kind for kind, *_ in many["seen"])
-        assert found == {
+        actual = Counter(kind for kind, *_ in many["seen"])
+        assert actual == {
             "allgather": gathers,
             "reduce_scatter": scatters,
             "allreduce": all_reduces,
@@ -177,17 +177,17 @@ def test_apply_fsdp_step_has_expected_number_of_collectives(
 
 
 def test_apply_fsdp_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
-    seen = result("2 hops")[3]["seen"]
-    assert {ranks for kind, ranks, *_ in seen if kind == "allreduce"} == {(1, 3)}
-    assert {ranks for kind, ranks, *_ in seen if kind != "allreduce"} == {(2, 3)}
+    collectives = result("2 hops")[3]["seen"]
+    assert {ranks for kind, ranks, *_ in collectives if kind == "allreduce"} == {(1, 3)}
+    assert {ranks for kind, ranks, *_ in collectives if kind != "allreduce"} == {(2, 3)}
     # The first of two microbatches is over before any all-reduce.
-    kinds = [kind for kind, *_ in seen if kind != "allgather"]
+    kinds = [kind for kind, *_ in collectives if kind != "allgather"]
     assert kinds == ["reduce_scatter"] * UNITS + ["reduce_scatter", "allreduce"] * UNITS
 
 
 def test_apply_fsdp_backward_gathers_among_fewer_ranks() -> None:
-    seen = result("to 2, one microbatch")[3]["seen"]
-    gathers = [ranks for kind, ranks, *_ in seen if kind == "allgather"]
+    collectives = result("to 2, one microbatch")[3]["seen"]
+    gathers = [ranks for kind, ranks, *_ in collectives if kind == "allgather"]
     # The root and the blocks forward, the blocks backward.
     assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
 
@@ -202,10 +202,10 @@ def test_apply_fsdp_small_parameters_are_gathered_with_the_root() -> None:
         )
     ]
     gain = CONFIG.dim // 2  # on each of two ranks
-    (root, *others), nothing, (root_with_gains, *others_without) = sizes
-    assert nothing == [root, *others]
+    (root, *rest), nothing, (root_with_gains, *others_without) = sizes
+    assert nothing == [root, *rest]
     assert root_with_gains == root + 2 * BLOCKS * gain  # two norms a block
-    assert others_without == [size - 2 * gain for size in others]
+    assert others_without == [size - 2 * gain for size in rest]
 
 
 def order(depth: int) -> str:
@@ -222,12 +222,12 @@ def order(depth: int) -> str:
         step(model, Layout(microbatches=1))
     letters = {"FSDP::all_gather": "g", "FSDP::post_backward_reduce": "r", "f0": "f0"}
     letters |= {f"f{i}": f"f{i}" for i in range(BLOCKS)}
-    found = []
+    results = []
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         what, _, unit = event.name.partition(" ")
         if what in letters:
-            found.append(letters[what] + unit.strip("()").removeprefix("layers."))
-    return " ".join(found)
+            results.append(letters[what] + unit.strip("()").removeprefix("layers."))
+    return " ".join(results)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_apply_fsdp_prefetch_gathers_that_many_blocks_ahead(depth: int, expected
 
 
 def dtypes() -> list[dict[str, Any]]:
-    found = []
+    results = []
     for sync in ("step", "microbatch"):
         layout = Layout(2, 2, sync=sync, compute=torch.bfloat16)
         model = build(layout)
@@ -254,18 +254,18 @@ def dtypes() -> list[dict[str, Any]]:
         with Collectives() as collectives:
             step(model, layout)
         grads = whole_gradients(model)
-        found.append(
+        results.append(
             {
                 "computed": set(computed),
-                "collectives": {(kind, dtype) for kind, _, _, dtype in collectives.seen},
+                "collectives": {(kind, dtype) for kind, _, _, dtype in collectives.recorded},
                 "kept": {tensor.dtype for tensor in [*model.parameters(), *grads.values()]},
                 "grads": grads,
             }
         )
-    return found
+    return results
 
 
-def test_apply_fsdp_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any]) -> None:
+def test_apply_fsdp_bfloat16_computes_low_and_reduces_in_float32(one_rank: dict[str, Any]) -> None:
     for many in run_ranks(dtypes, 4)[0]:
         assert many["computed"] == {torch.bfloat16}
         assert many["kept"] == {torch.float32}
@@ -274,7 +274,7 @@ def test_apply_fsdp_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, 
             ("reduce_scatter", torch.float32),
             ("allreduce", torch.float32),
         }
-        assert_equal(many, one, 0.05)
+        assert_equal(many, one_rank, 0.05)
 
 
 class Table(nn.Module):
@@ -345,16 +345,18 @@ def train_and_evaluate(layout: Layout) -> dict[str, Any]:
     [Layout(keys=PERSIST), Layout(reshard_after_forward=False, sync="microbatch")],
     ids=["always", "never"],
 )
-def test_apply_fsdp_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
+def test_apply_fsdp_evaluation_leaves_nothing_gathered(
+    layout: Layout, one_rank: dict[str, Any]
+) -> None:
     tokens_BT, _ = data()
-    alone = build_model()
+    single = build_model()
     with torch.no_grad():
-        logits = alone(tokens_BT[:2])
-        for param in alone.parameters():
+        logits = single(tokens_BT[:2])
+        for param in single.parameters():
             param.mul_(2)
-        doubled = alone(tokens_BT[:2])
+        doubled = single(tokens_BT[:2])
     for many in run_ranks(train_and_evaluate, layout.ranks, layout):
-        assert_equal(many, one)
+        assert_equal(many, one_rank)
         torch.testing.assert_close(many["logits"], logits)
         torch.testing.assert_close(many["doubled"], doubled)
 
@@ -377,10 +379,12 @@ def from_meta(layout: Layout) -> dict[str, Any]:
     return {"grads": whole_gradients(model)}
 
 
-def test_apply_fsdp_model_from_meta_device_gradients_equal_one_process(one: dict[str, Any]) -> None:
+def test_apply_fsdp_model_from_meta_device_gradients_equal_one_process(
+    one_rank: dict[str, Any],
+) -> None:
     layout = Layout(keys={**PERSIST, "cpu_offload": True})
     for many in run_ranks(from_meta, 2, layout):
-        assert_equal(many, one)
+        assert_equal(many, one_rank)
 
 
 def offload_policies() -> list[tuple[bool, bool]]:

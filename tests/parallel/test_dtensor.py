@@ -18,6 +18,6 @@ def test_l2_norms_of_tensors_of_any_length_are_exact_to_rounding(
     long = (1e-3 * torch.randn(size, generator=generator)).to(dtype)
     short = torch.arange(6.0).view(2, 3).t()
     expected = torch.stack([long.double().norm(), short.double().norm()])
-    found = l2_norms([long, short])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    result = l2_norms([long, short])
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from tests.harness import run_ranks
-from tests.layouts import check_gradients, check_many, parse, size, together
+from tests.layouts import check_gradients, check_many, group_by_ranks, parse, size
 from tests.small import (
     Overrides,
     losses,
@@ -48,9 +48,9 @@ MODEL: Overrides = [
 
 
 def check(
-    layout: str, store: Path, model: Overrides = MODEL, more: Sequence[tuple[str, str]] = ()
+    layout: str, store: Path, model: Overrides = MODEL, extra: Sequence[tuple[str, str]] = ()
 ) -> None:
-    check_gradients(layout, store, model, TOLERANCE, more)
+    check_gradients(layout, store, model, TOLERANCE, extra)
 
 
 OFTEN = [
@@ -60,7 +60,7 @@ OFTEN = [
     "dp_shard2 ep=2 activation_checkpoint.mode=selective",
     "dp_shard4 ep=2",
 ]
-MORE = [
+EXTRA = [
     "dp_shard2",
     "dp_replicate2",
     "dp_shard2 ep=2",
@@ -84,13 +84,13 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("layouts", together(OFTEN))
+@pytest.mark.parametrize("layouts", group_by_ranks(OFTEN))
 def test_moe_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", MORE)
+@pytest.mark.parametrize("layout", EXTRA)
 def test_expert_parallel_with_other_techniques_gradients_equal_one_process(
     layout: str, store_path: Path
 ) -> None:
@@ -104,20 +104,26 @@ def test_expert_parallel_compiled_gradients_equal_one_process(
     store_path: Path, tmp_path: Path
 ) -> None:
     compiled = [("compile.enable", "true"), ("compile.cache_dir", str(tmp_path))]
-    check("dp_shard2 ep=2", store_path, more=compiled)
+    check("dp_shard2 ep=2", store_path, extra=compiled)
 
 
 # --------------------------------------------------------------------------- training
 
 
-def run(folder: Path, layout: str, steps: int, store: Path, *more: tuple[str, str]) -> None:
+def run(directory: Path, layout: str, steps: int, store: Path, *extra: tuple[str, str]) -> None:
     ranks, overrides = parse(layout)
-    here = [("run.dir", str(folder)), ("train.steps", str(steps)), ("optim.decay_fraction", "0")]
-    run_ranks(train_rank, ranks, [*MODEL, *overrides, *here, *more], str(store), timeout=180)
+    run_overrides = [
+        ("run.dir", str(directory)),
+        ("train.steps", str(steps)),
+        ("optim.decay_fraction", "0"),
+    ]
+    run_ranks(
+        train_rank, ranks, [*MODEL, *overrides, *run_overrides, *extra], str(store), timeout=180
+    )
 
 
-def biases(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in newest_state(folder).items() if k.endswith("expert_bias")}
+def biases(directory: Path) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in newest_state(directory).items() if k.endswith("expert_bias")}
 
 
 RATE = ("model.balance_rate", "0.01")
@@ -125,9 +131,9 @@ RATE = ("model.balance_rate", "0.01")
 
 def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_path: Path) -> None:
     """Compare five steps on one process with three steps with ep and two without."""
-    few = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
-    run(tmp_path / "one", "dp_shard1", 5, store_path, *few)
-    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *few)
+    subset = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
+    run(tmp_path / "one", "dp_shard1", 5, store_path, *subset)
+    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *subset)
     saved = biases(tmp_path / "two")
     # Three moves of an expert that is never at the mean: an odd number of rates.
     assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
@@ -135,16 +141,16 @@ def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_p
         moves = bias / 0.01
         torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
         assert bias.abs().max() > 0
-    run(tmp_path / "two", "tp2", 5, store_path, *few)
+    run(tmp_path / "two", "tp2", 5, store_path, *subset)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     loads = [
         [record["moe_max_load"] for record in records(tmp_path / run)] for run in ("one", "two")
     ]
     assert loads[0] == loads[1]
     assert all(1 <= load <= 2 for load in loads[0])  # of four experts two are active
-    wanted = biases(tmp_path / "one")
+    expected = biases(tmp_path / "one")
     for name, bias in biases(tmp_path / "two").items():
-        torch.testing.assert_close(bias, wanted[name], rtol=0, atol=0)
+        torch.testing.assert_close(bias, expected[name], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -175,8 +181,8 @@ def other_biases(overrides: Overrides) -> str:
 
 def test_compare_replicas_different_expert_bias_is_found() -> None:
     _, overrides = parse("dp_shard2 ep=2")
-    for told in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
-        assert "model.layers.2.mlp.router.expert_bias" in told
+    for results in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
+        assert "model.layers.2.mlp.router.expert_bias" in results
 
 
 @pytest.mark.slow
@@ -195,7 +201,7 @@ def test_moe_canonical_order_is_equal_on_any_number_of_ranks(
 
 
 def test_moe_unsupported_keys_are_refused() -> None:
-    job, _, found = read_job(
+    job, _, result = read_job(
         "demo",
         [
             ("model.kind", "moe"),
@@ -207,7 +213,7 @@ def test_moe_unsupported_keys_are_refused() -> None:
             ("train.world_size_invariant", "true"),
         ],
     )
-    assert not found
+    assert not result
     with pytest.raises(InvalidConfig) as caught:
         resolve(job, Machine("cpu", devices=2, world_size=4))
     messages = {error.key: str(error) for error in caught.value.problems}

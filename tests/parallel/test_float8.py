@@ -18,6 +18,7 @@ from tests.parallel.test_activation_checkpoint import MODES, find_differing
 from tests.parallel.test_layouts import distance
 from tests.small import (
     Overrides,
+    full_tensor,
     loader_of,
     losses,
     merged,
@@ -26,7 +27,6 @@ from tests.small import (
     small_job,
     this_rank,
     train_rank,
-    whole,
 )
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import PrecisionSection
@@ -88,7 +88,7 @@ def blocks(x: Tensor) -> Tensor:
     return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).view(x.shape)
 
 
-def by_hand(recipe: str, w: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compute_by_hand(recipe: str, w: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three products, from what the recipes say of themselves."""
     x2, g2 = x.detach().flatten(0, 1), g.flatten(0, 1)
     e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,7 +112,7 @@ def test_float8_products_equal_the_recipe(recipe: str) -> None:
     for spread in (1.0, 8.0):  # the latter more than a scale of all of it covers
         layer, x, g = linear(recipe, spread=spread)
         w = layer.weight.detach()  # type: ignore[union-attr,operator]
-        rule = by_hand(recipe, w, x, g)
+        rule = compute_by_hand(recipe, w, x, g)
         exact = (x.detach() @ w.T, g @ w, g.flatten(0, 1).T @ x.detach().flatten(0, 1))
         for ours, theirs, true in zip(products(layer, x, g), rule, exact, strict=True):
             # Of each column by itself.
@@ -169,20 +169,20 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
     for name, param in ours.named_parameters():
         assert param.grad is not None
         assert param.grad.equal(theirs.get_parameter(name).grad), name
-    found = {name: param.grad for name, param in ours.named_parameters()}
+    result = {name: param.grad for name, param in ours.named_parameters()}
     exact = {name: param.grad for name, param in plain.named_parameters()}
-    assert 1e-3 < distance(found, exact) < 0.15  # type: ignore[arg-type]
+    assert 1e-3 < distance(result, exact) < 0.15  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------- layouts
 
 
-def apart(layouts: list[str], store: Path) -> dict[str, float]:
+def gradient_distances(layouts: list[str], store: Path) -> dict[str, float]:
     """How far layouts' gradients are from one process's, all in float8; losses are equal."""
     (ranks,) = {parse(layout)[0] for layout in layouts}
     rows: Overrides = [("train.global_batch_size", "8")] if ranks > 2 else []
     jobs = [MODEL + rows + parse(layout)[1] for layout in layouts]
-    alone = [
+    single = [
         [
             (k, v)
             for k, v in job
@@ -190,15 +190,15 @@ def apart(layouts: list[str], store: Path) -> dict[str, float]:
         ]
         for job in jobs
     ]
-    ones = one_process(str(store), alone)
+    ones = one_process(str(store), single)
     by_rank = run_ranks(many_gradients, ranks, jobs, str(store), timeout=500)
-    found = {}
+    results = {}
     for layout, one, *many in zip(layouts, ones, *by_rank, strict=True):
-        whole = merged(many)
-        for each in whole:
-            assert each["loss"] == pytest.approx(one["loss"], rel=1e-5), layout
-        found[layout] = max(distance(each["grads"], one["grads"]) for each in whole)
-    return found
+        full = merged(many)
+        for item in full:
+            assert item["loss"] == pytest.approx(one["loss"], rel=1e-5), layout
+        results[layout] = max(distance(tensor["grads"], one["grads"]) for tensor in full)
+    return results
 
 
 # What is reached is 2e-8 to 2e-7; float8's own rounding is 4e-2.
@@ -219,8 +219,10 @@ BOUNDS = {
 
 def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
     """In one world, for it takes as long as several."""
-    found = apart(list(BOUNDS), store_path)
-    assert {name: each for name, each in found.items() if each >= BOUNDS[name]} == {}
+    result = gradient_distances(list(BOUNDS), store_path)
+    assert {
+        name: gather_bytes for name, gather_bytes in result.items() if gather_bytes >= BOUNDS[name]
+    } == {}
 
 
 @pytest.mark.slow
@@ -260,14 +262,14 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
 def test_float8_other_layout_gradients_equal_one_process(
     layout: str, bound: float, store_path: Path
 ) -> None:
-    assert apart([layout], store_path)[layout] < bound
+    assert gradient_distances([layout], store_path)[layout] < bound
 
 
 SOME_WAYS = ("full", "selective", "selective, offload")
 
 
 @pytest.mark.parametrize(
-    ("layout", "ways"),
+    ("layout", "methods"),
     [
         ("precision.float8=tensorwise dp_shard2", SOME_WAYS),
         pytest.param("precision.float8=tensorwise dp_shard2", tuple(MODES), marks=pytest.mark.slow),
@@ -280,12 +282,12 @@ SOME_WAYS = ("full", "selective", "selective, offload")
     ],
 )
 def test_float8_recomputed_gradients_are_equal_bit_for_bit(
-    layout: str, ways: tuple[str, ...], store_path: Path
+    layout: str, methods: tuple[str, ...], store_path: Path
 ) -> None:
     ranks, overrides = parse(layout)
     job = MODEL + overrides
-    for found in run_ranks(find_differing, ranks, job, str(store_path), ways, timeout=300):
-        assert found == {name: [] for name in ways}
+    for result in run_ranks(find_differing, ranks, job, str(store_path), methods, timeout=300):
+        assert result == {name: [] for name in methods}
 
 
 @pytest.mark.slow
@@ -302,8 +304,8 @@ def test_float8_recomputed_gradients_are_equal_bit_for_bit(
 )
 def test_float8_compiled_gradients_equal_one_process(layout: str, store_path: Path) -> None:
     """As one graph, or it would be an error."""
-    (found,) = apart([f"{layout} compile.enable=true"], store_path).values()
-    assert found < ALMOST
+    (result,) = gradient_distances([f"{layout} compile.enable=true"], store_path).values()
+    assert result < ALMOST
 
 
 # --------------------------------------------------------------------------- gathering
@@ -327,13 +329,13 @@ def gathers(overrides: Overrides, store: str) -> list[tuple[int, str]]:
     plan = plan_here(job)
     built = build(plan, this_rank())
     batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
-    with Gathered() as found:
+    with Gathered() as result:
         built.train_step.forward_backward(batches[:1])
-    return found.bytes
+    return result.bytes
 
 
 @pytest.mark.parametrize(
-    ("recipe", "persist", "each", "dtype"),
+    ("recipe", "persist", "gather_bytes", "dtype"),
     [
         ("none", "0", 4, "torch.float32"),
         pytest.param("tensorwise", "0", 1, "torch.uint8", marks=pytest.mark.slow),
@@ -342,17 +344,17 @@ def gathers(overrides: Overrides, store: str) -> list[tuple[int, str]]:
     ],
 )
 def test_float8_gather_takes_one_byte_for_each_weight(
-    recipe: str, persist: str, each: int, dtype: str, store_path: Path
+    recipe: str, persist: str, gather_bytes: int, dtype: str, store_path: Path
 ) -> None:
     matrices = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 128  # of a block
     gains = 0 if persist == "100" else 2 * 64
     keys = [("parallel.dp_shard", "2"), ("parallel.param_persistence_threshold", persist)]
-    for found in run_ranks(
+    for result in run_ranks(
         gathers, 2, [*MODEL, *keys, ("precision.float8", recipe)], str(store_path)
     ):
-        root, *of_blocks = found
+        root, *of_blocks = result
         assert root[1] == "torch.float32"
-        assert set(of_blocks) == {(each * matrices + 4 * gains, dtype)}
+        assert set(of_blocks) == {(gather_bytes * matrices + 4 * gains, dtype)}
         assert 3 <= len(of_blocks) <= 4  # two in forward; the last may still be there in backward
 
 
@@ -375,7 +377,7 @@ def check_scales(overrides: Overrides, store: str) -> None:
                 continue
             scale = shard.weight._precomputed_scale
             if plan.tp == 1:  # with tp, a scale is of the local shard
-                assert scale == (448 / whole(param).abs().amax()).log2().floor().exp2(), name
+                assert scale == (448 / full_tensor(param).abs().amax()).log2().floor().exp2(), name
             (data,), _ = shard.pre_all_gather(None)
             assert data.equal((local * scale).to(torch.float8_e4m3fn).view(torch.uint8)), name
 
@@ -409,11 +411,11 @@ def test_float8_scales_follow_changed_weights(layout: str, store_path: Path) -> 
 # --------------------------------------------------------------------------- whole runs
 
 
-def run(folder: Path, store: Path, layout: str, *more: tuple[str, str]) -> list[float]:
+def run(directory: Path, store: Path, layout: str, *extra: tuple[str, str]) -> list[float]:
     ranks, overrides = parse(layout)
-    keys = [("run.dir", str(folder)), ("monitor.log_interval", "1"), *more]
+    keys = [("run.dir", str(directory)), ("monitor.log_interval", "1"), *extra]
     run_ranks(train_rank, ranks, [*MODEL, *overrides, *keys], str(store), timeout=300)
-    return losses(folder)
+    return losses(directory)
 
 
 def test_float8_checkpoints_are_those_of_a_plain_run(store_path: Path, tmp_path: Path) -> None:
@@ -438,8 +440,8 @@ def test_float8_resumed_run_is_equal_bit_for_bit(store_path: Path, tmp_path: Pat
     layout, save = "dp_shard2 tp2 precision.float8=tensorwise", ("checkpoint.interval", "3")
     whole_run = run(tmp_path / "a", store_path, layout, ("train.steps", "6"), save)
     run(tmp_path / "b", store_path, layout, ("train.steps", "3"), save)
-    again = run(tmp_path / "b", store_path, layout, ("train.steps", "6"), save)
-    assert again == whole_run
+    resumed = run(tmp_path / "b", store_path, layout, ("train.steps", "6"), save)
+    assert resumed == whole_run
 
 
 @pytest.mark.slow

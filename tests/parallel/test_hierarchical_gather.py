@@ -38,23 +38,23 @@ def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
 
 def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> None:
     gather, group = HierarchicalAllGather(mesh, node_size), mesh.get_group()
-    mine = (torch.arange(5) + 5 * dist.get_rank()).to(dtype)
+    local = (torch.arange(5) + 5 * dist.get_rank()).to(dtype)
     plain = gather.allocate((mesh.size() * 5,), dtype=dtype, device=torch.device("cpu"))
-    dist.all_gather(list(plain.view(mesh.size(), 5)), mine, group=group)
+    dist.all_gather(list(plain.view(mesh.size(), 5)), local, group=group)
     for async_op in (False, True):
         for in_place in (False, True):  # FSDP's input is a part of the output
             staged = torch.zeros_like(plain)
-            given = mine
+            inputs = local
             if in_place:
-                given = staged.view(mesh.size(), 5)[group.rank()]
-                given.copy_(mine)
-            work = gather(staged, given, group, async_op)
+                inputs = staged.view(mesh.size(), 5)[group.rank()]
+                inputs.copy_(local)
+            work = gather(staged, inputs, group, async_op)
             assert (work is not None) == async_op
             if work is not None:
                 with Collectives() as inside_nodes:
                     work.wait()
                     work.wait()  # nothing more happens
-                assert len(inside_nodes.seen) == mesh.size() // node_size
+                assert len(inside_nodes.recorded) == mesh.size() // node_size
             assert torch.equal(staged, plain)
 
 
@@ -70,32 +70,32 @@ def stages() -> list[Seen]:
     gather = HierarchicalAllGather(mesh, 2)
     with Collectives() as collectives:
         gather(torch.empty(80), torch.zeros(10), mesh.get_group())
-    return collectives.seen
+    return collectives.recorded
 
 
 def test_hierarchical_all_gather_each_byte_enters_a_node_once() -> None:
     nodes, node_size = 4, 2
     received: Counter[int] = Counter()  # of each node, from others
-    for rank, seen in enumerate(run_ranks(stages, 8)):
+    for rank, results in enumerate(run_ranks(stages, 8)):
         node = rank // node_size
-        for _, ranks, numel, _ in seen:
+        for _, ranks, numel, _ in results:
             received[node] += numel * sum(other // node_size != node for other in ranks)
         # One gather across the nodes, then one inside for every node's rows.
-        across, *inside = [ranks for _, ranks, *_ in seen]
+        across, *inside = [ranks for _, ranks, *_ in results]
         assert across == tuple(range(rank % node_size, 8, node_size))
         assert inside == [(2 * node, 2 * node + 1)] * nodes
     assert received == dict.fromkeys(range(nodes), 80 * (nodes - 1) // nodes)
 
 
 def gather_groups(settings: list[tuple[bool, int | None]]) -> list[set[tuple[int, ...]]]:
-    found = []
+    results = []
     for hierarchical, node_size in settings:
         keys = {"hierarchical_gather": hierarchical}
         model = build(Layout(shards=4, node_size=node_size, keys=keys))
         with Collectives() as collectives:
             model(data()[0][:1])
-        found.append({ranks for _, ranks, *_ in collectives.seen})
-    return found
+        results.append({ranks for _, ranks, *_ in collectives.recorded})
+    return results
 
 
 def test_hierarchical_gather_is_used_only_across_nodes() -> None:
@@ -116,7 +116,7 @@ def unshard_all_units() -> dict[str, Any]:
             if isinstance(module, FSDPModule):
                 module.unshard(async_op=True)
     # Under way is the stage between nodes; what is left is done when it is waited for.
-    assert [ranks for _, ranks, *_ in collectives.seen] == [
+    assert [ranks for _, ranks, *_ in collectives.recorded] == [
         (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
     ] * UNITS
     step(model, layout)

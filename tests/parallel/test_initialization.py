@@ -29,7 +29,7 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def filled(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+def fill(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     model = Matrix(shape)
     init_params(model.named_parameters(), seed, lambda _: NORMAL)
     return model.weight.data
@@ -57,19 +57,19 @@ def shards(shape: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | Non
     ],
 )
 def test_init_shards_equal_the_full_tensor(shape, sizes, dims) -> None:
-    expected = filled(shape)
-    for whole in run_ranks(shards, math.prod(sizes), shape, sizes, dims):
-        assert torch.equal(whole, expected)
+    expected = fill(shape)
+    for full in run_ranks(shards, math.prod(sizes), shape, sizes, dims):
+        assert torch.equal(full, expected)
 
 
 def test_init_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = filled((50, 7))
+    expected = fill((50, 7))
     monkeypatch.setattr(init_module, "CHUNK_ELEMENTS", 20)
-    assert torch.equal(filled((50, 7)), expected)
+    assert torch.equal(fill((50, 7)), expected)
 
 
 def test_init_has_the_given_distribution() -> None:
-    values = filled((1000, 1000)).double() / 0.02
+    values = fill((1000, 1000)).double() / 0.02
     # A normal cut at 3 sigma: variance 1 - 2 * 3 * pdf(3) / (2 cdf(3) - 1).
     pdf = math.exp(-4.5) / math.sqrt(2 * math.pi)
     std = math.sqrt(1 - 6 * pdf / math.erf(3 / math.sqrt(2)))
@@ -95,6 +95,6 @@ def test_init_depends_on_seed_and_name() -> None:
     model = Two()
     init_params(model.named_parameters(), 0, lambda _: NORMAL)
     assert not torch.isclose(model.a, model.b).any()
-    assert not torch.isclose(filled((99,), seed=0), filled((99,), seed=1)).any()
+    assert not torch.isclose(fill((99,), seed=0), fill((99,), seed=1)).any()
     init_params(model.named_parameters(), 0, lambda _: Init("ones"))
     assert (model.a == 1).all()

@@ -32,10 +32,10 @@ from tests.layouts import (
     THREE,
     check_gradients,
     check_many,
+    group_by_ranks,
     one_process,
     parse,
     size,
-    together,
 )
 from tests.small import Overrides, gradients, merged
 from weft.plan.pipeline_schedule import SCHEDULES
@@ -80,7 +80,7 @@ NOT_COVERED = [
 
 
 # Layouts with the same number of ranks share a world.
-@pytest.mark.parametrize("layouts", together(NOT_COVERED))
+@pytest.mark.parametrize("layouts", group_by_ranks(NOT_COVERED))
 def test_layout_computes_gradients_of_one_process(layouts: list[str], store_path: Path) -> None:
     check_any(*layouts, store=store_path)
 
@@ -91,7 +91,7 @@ def test_single_axis_computes_gradients_of_one_process(layout: str, store_path: 
     check_any(layout, store=store_path)
 
 
-@pytest.mark.parametrize("layouts", together(COVERED))
+@pytest.mark.parametrize("layouts", group_by_ranks(COVERED))
 def test_pairs_of_techniques_compute_gradients_of_one_process(
     layouts: list[str], store_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ def test_pairs_of_techniques_compute_gradients_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [each for each in COVERED_BY_ALL_SCHEDULES if each not in COVERED]
+    "layout", [schedule for schedule in COVERED_BY_ALL_SCHEDULES if schedule not in COVERED]
 )
 def test_pairs_with_each_schedule_compute_gradients_of_one_process(
     layout: str, store_path: Path
@@ -201,18 +201,19 @@ def test_other_layout_computes_gradients_of_one_process(layout: str, store_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
-@pytest.mark.parametrize("others", ["tp2", "pp2", "dp_shard2", "tp2 pp2"])
+@pytest.mark.parametrize("other_overrides", ["tp2", "pp2", "dp_shard2", "tp2 pp2"])
 def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
-    method: str, others: str, store_path: Path
+    method: str, other_overrides: str, store_path: Path
 ) -> None:
-    check(f"cp2 {others} cp_method={method}", store_path)
+    check(f"cp2 {other_overrides} cp_method={method}", store_path)
 
 
 # --------------------------------------------------------------------------- lower precision
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.slow) for each in BFLOAT16[:-1]] + BFLOAT16[-1:]
+    "layout",
+    [pytest.param(tensor, marks=pytest.mark.slow) for tensor in BFLOAT16[:-1]] + BFLOAT16[-1:],
 )
 def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: Path) -> None:
     """The bfloat16 error of a layout is at most that of one process."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, many_gradients, parse, size, together
+from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import frozen_parameters, optimizer_state, trainable_parameters
@@ -54,9 +54,9 @@ def many_adapter_gradients(jobs: list[Overrides], store: str) -> list[dict[str, 
     """Run `many_gradients` with a non-zero B."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
-        found = many_gradients(jobs, store)
-    assert all(name.rpartition(".lora_")[1] for each in found for name in each["grads"])
-    return found
+        result = many_gradients(jobs, store)
+    assert all(name.rpartition(".lora_")[1] for tensor in result for name in tensor["grads"])
+    return result
 
 
 def check_together(layouts: list[str], store: Path, model: Overrides) -> None:
@@ -77,8 +77,8 @@ def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float =
     ranks, overrides = parse(layout)
     one = reference(str(store), tuple(model))
     assert len(one["grads"]) == 4 * 7 * 2
-    found = run_ranks(adapter_gradients, ranks, model + overrides, str(store), timeout=240)
-    for many in merged(found):
+    results = run_ranks(adapter_gradients, ranks, model + overrides, str(store), timeout=240)
+    for many in merged(results):
         assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
         assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
         assert many["grads"].keys() == one["grads"].keys()
@@ -97,7 +97,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.parametrize("layouts", together(OFTEN))
+@pytest.mark.parametrize("layouts", group_by_ranks(OFTEN))
 def test_lora_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     check_together(layouts, store_path, MODEL)
 
@@ -194,18 +194,18 @@ def test_lora_gradients_equal_plain_implementation() -> None:
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             assert module.lora_A is not None
-            a, b = (each.weight.detach().clone() for each in (module.lora_A, module.lora_B))
+            a, b = (tensor.weight.detach().clone() for tensor in (module.lora_A, module.lora_B))
             pairs[name] = a.requires_grad_(), b.requires_grad_()
 
-    def beside(a: torch.Tensor, b: torch.Tensor) -> Any:
+    def make_adapters(a: torch.Tensor, b: torch.Tensor) -> Any:
         return lambda module, args, out: out + 12 / 4 * (args[0] @ a.T) @ b.T
 
     for name, (a, b) in pairs.items():
-        plain.get_submodule(name).register_forward_hook(beside(a, b))
+        plain.get_submodule(name).register_forward_hook(make_adapters(a, b))
     assert len(pairs) == 14
     outputs = []
-    for each in (model, plain):
-        logits_BTV = each(tokens_BT)
+    for item in (model, plain):
+        logits_BTV = item(tokens_BT)
         F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten()).backward()
         outputs.append(logits_BTV)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
@@ -261,7 +261,7 @@ def _step(overrides: Overrides, store: str) -> tuple[int, set[str]]:
         built.optimizer.zero_grad()
     for name, param in frozen_parameters(built.model_parts):
         assert param.grad is None
-        bits = [_local(each).view(torch.uint8) for each in (param.detach(), frozen[name])]
+        bits = [_local(tensor).view(torch.uint8) for tensor in (param.detach(), frozen[name])]
         assert bits[0].equal(bits[1]), name
     now = dict(trainable_parameters(built.model_parts))
     moved = [n for n, before in adapters.items() if not _local(now[n]).equal(_local(before))]
@@ -325,12 +325,10 @@ def test_quantize_matrix_shard_equals_shard_of_the_full_matrix() -> None:
     torch.manual_seed(0)
     weight = torch.randn(10, 256)
     for kind in QUANT_BLOCK_BYTES:
-        whole = quantize_matrix(weight, kind)
-        assert torch.cat([quantize_matrix(part, kind) for part in weight.split((3, 7))]).equal(
-            whole
-        )
+        full = quantize_matrix(weight, kind)
+        assert torch.cat([quantize_matrix(part, kind) for part in weight.split((3, 7))]).equal(full)
         parts = [quantize_matrix(part.contiguous(), kind) for part in weight.chunk(2, dim=1)]
-        assert torch.cat(parts, dim=1).equal(whole)
+        assert torch.cat(parts, dim=1).equal(full)
 
 
 def test_quantized_linear_equals_matmul_of_dequantized_weights() -> None:
@@ -338,13 +336,13 @@ def test_quantized_linear_equals_matmul_of_dequantized_weights() -> None:
     weight, x = torch.randn(24, 128), torch.randn(2, 5, 128, dtype=torch.float64)
     packed = quantize_matrix(weight, "nf4")
     matrix = dequantize_matrix(packed, torch.float64)
-    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ours, plain = quantized_linear(mine, packed), theirs @ matrix.T
+    local, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours, plain = quantized_linear(local, packed), theirs @ matrix.T
     assert ours.equal(F.linear(x, matrix))
     grad = torch.randn_like(plain)
     ours.backward(grad)
     plain.backward(grad)
-    torch.testing.assert_close(mine.grad, theirs.grad)
+    torch.testing.assert_close(local.grad, theirs.grad)
 
 
 def test_lora_quantized_block_memory_is_small() -> None:
@@ -387,8 +385,8 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
     assert plan.flops_per_token == plain.flops_per_token - 2 * weights + 6 * adapters
     difference = plan.flops_per_token - plan.causal_flops_per_token
     assert difference == plain.flops_per_token - plain.causal_flops_per_token
-    few = planned(("lora.rank", "16"), ("lora.targets", "q_proj,v_proj"))
-    assert few.num_trainable_params == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+    subset = planned(("lora.rank", "16"), ("lora.targets", "q_proj,v_proj"))
+    assert subset.num_trainable_params == 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 
 @pytest.mark.parametrize(

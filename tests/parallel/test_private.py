@@ -102,19 +102,19 @@ def gather_inner_with_outer() -> dict[str, list[bool]]:
     for unit in (inner, outer, root):
         fully_shard(unit, mesh=mesh)
     private.move_fsdp_hooks(inner, outer)
-    seen: dict[str, list[bool]] = {"before": [], "after": [], "done": []}
-    for name, module in zip(seen, (outer[0], outer[2], root[1]), strict=True):
+    observed: dict[str, list[bool]] = {"before": [], "after": [], "done": []}
+    for name, module in zip(observed, (outer[0], outer[2], root[1]), strict=True):
         module.register_forward_hook(
-            lambda *_, name=name: seen[name].append(not isinstance(inner.weight, DTensor))
+            lambda *_, name=name: observed[name].append(not isinstance(inner.weight, DTensor))
         )
     for _ in range(2):
         root(torch.ones(2, 4)).sum().backward()
-    return seen | {"gradient": [inner.weight.grad is not None]}
+    return observed | {"gradient": [inner.weight.grad is not None]}
 
 
 def test_move_fsdp_hooks_inner_unit_follows_the_outer_one() -> None:
-    for seen in run_ranks(gather_inner_with_outer, 2, timeout=60):
-        assert seen == {
+    for results in run_ranks(gather_inner_with_outer, 2, timeout=60):
+        assert results == {
             "before": [True] * 2,
             "after": [True] * 2,
             "done": [False] * 2,
@@ -126,9 +126,9 @@ def test_allow_integer_params_need_no_gradient() -> None:
     """torch 2.11 creates the parameters by this name, in this module."""
     assert _fsdp_param.nn is torch.nn
     with private.allow_integer_params():
-        made = _fsdp_param.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
-        assert isinstance(made, torch.nn.Parameter)
-        assert not made.requires_grad
+        created = _fsdp_param.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
+        assert isinstance(created, torch.nn.Parameter)
+        assert not created.requires_grad
         assert _fsdp_param.nn.Parameter(torch.zeros(2)).requires_grad
     assert _fsdp_param.nn is torch.nn
 
@@ -170,11 +170,11 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
 
 
 def reductions(cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
-    found = []
+    results = []
     for case in cases:
         private_hooks.clear_mesh_cache()  # or DTensor uses the groups of the previous case
-        found.append(count_reductions(*case))
-    return found
+        results.append(count_reductions(*case))
+    return results
 
 
 def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
@@ -202,17 +202,17 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     return counts["reduce_scatter dp_shard"], counts["all_reduce dp_replicate"] - 1, units
 
 
-def check_two_hops(found: tuple[int, int, int]) -> None:
+def check_two_hops(result: tuple[int, int, int]) -> None:
     """MiCS: inside the shard group with each of 2 microbatches, over the replicas once."""
-    scatters, sums, units = found
+    scatters, sums, units = result
     assert (scatters, sums) == (2 * units, units)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
 def test_other_schedule_reduces_over_replicas_once(schedule: str) -> None:
-    for found in run_ranks(count_reductions, 8, schedule, "microbatch"):
-        check_two_hops(found)
+    for result in run_ranks(count_reductions, 8, schedule, "microbatch"):
+        check_two_hops(result)
 
 
 def test_pipeline_gradients_are_reduced_as_often_as_gradient_sync_says() -> None:
@@ -236,16 +236,16 @@ def leave_one_pending() -> list[private_hooks.CollectiveRecord]:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
     deadline = time.monotonic() + 10  # the recorder updates with a delay
-    while len(found := [c for c in private_hooks.read_flight_recorder() if c.is_pending]) > (
+    while len(result := [c for c in private_hooks.read_flight_recorder() if c.is_pending]) > (
         dist.get_rank() == 0
     ):
-        assert time.monotonic() < deadline, found
+        assert time.monotonic() < deadline, result
         time.sleep(0.01)
     dist.barrier()
     if dist.get_rank() == 1:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
     work.wait()
-    return found
+    return result
 
 
 def test_read_flight_recorder_has_the_pending_collective() -> None:
@@ -265,7 +265,7 @@ def record_wrapped_collectives() -> list[list[int]]:
         marked.append(ranks)
         yield
 
-    mine = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    group_ranks = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     value = torch.ones(2)
@@ -277,15 +277,15 @@ def record_wrapped_collectives() -> list[list[int]]:
         private.all_gather(torch.empty(4), value, group=pair)
         private.reduce_scatter(torch.empty(1), value, group=pair)
         if dist.get_rank() % 2:
-            dist.recv(value, mine[0])
+            dist.recv(value, group_ranks[0])
         else:
-            dist.isend(value, mine[1]).wait()
+            dist.isend(value, group_ranks[1]).wait()
         assert value.tolist() == [8, 8]
     dist.all_reduce(value, group=pair)  # as before
     assert value.tolist() == [16, 16]
     everybody = [0, 1, 2, 3]
     both = [everybody, everybody]
-    assert marked == [*both, mine, *both, *[mine] * 5, *both], marked
+    assert marked == [*both, group_ranks, *both, *[group_ranks] * 5, *both], marked
     return marked
 
 
@@ -328,11 +328,11 @@ def create_two_gloo_groups() -> list[float]:
         group.allreduce([value], dist.AllreduceOptions()).wait()
         sums.append(value.item())
         dist.barrier()
-        began = time.monotonic()
+        start_time = time.monotonic()
         if rank == 0:
             with pytest.raises(RuntimeError):
                 group.allreduce([value], dist.AllreduceOptions()).wait()
-            assert time.monotonic() - began < 10, "it was the timeout"
+            assert time.monotonic() - start_time < 10, "it was the timeout"
         del group
         dist.barrier()
     return sums
@@ -344,8 +344,8 @@ def test_create_gloo_group_deleted_fails_at_once_for_others() -> None:
 
 def test_fsdp_symmetric_memory_method_exists() -> None:
     methods = ("set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm")
-    there = next(getattr(FSDPModule, name) for name in methods if hasattr(FSDPModule, name))
-    assert len(inspect.signature(there).parameters) == 2
+    remote = next(getattr(FSDPModule, name) for name in methods if hasattr(FSDPModule, name))
+    assert len(inspect.signature(remote).parameters) == 2
 
 
 def test_disable_recompile_limit_compiles_each_shape() -> None:

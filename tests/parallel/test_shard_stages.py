@@ -32,7 +32,7 @@ from weft.parallel.data_parallel import set_gradient_sync
 
 
 @pytest.fixture(scope="module")
-def one() -> dict[str, Any]:
+def one_rank() -> dict[str, Any]:
     return one_process()
 
 
@@ -46,9 +46,9 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, *layout[:2]), mesh_dim_names=("pp", *AXES))
     kind: Any = get_schedule_class(name)
     ranges = TWO_STAGES if issubclass(kind, PipelineScheduleSingle) else FOUR_STAGES
-    mine, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    local, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     stages = []
-    for i in range(mine, len(ranges), 2):
+    for i in range(local, len(ranges), 2):
         model = build_model()
         prune_to_stage(model, ranges[i])
         build(layout, mesh[AXES], model)
@@ -61,7 +61,7 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
     for _ in range(2):  # the second step finds what the first one left
         for stage in stages:
             stage.submod.zero_grad()
-        schedule.step(*([tokens_BT] if mine == 0 else []), target=targets_BT)
+        schedule.step(*([tokens_BT] if local == 0 else []), target=targets_BT)
     grads = {}
     for stage in stages:
         grads |= whole_gradients(stage.submod)
@@ -94,19 +94,19 @@ PIPELINES = [
 
 @pytest.mark.parametrize(("name", "layout"), PIPELINES)
 def test_sharded_pipeline_stages_gradients_equal_one_process(
-    name: str, layout: Layout, one: dict[str, Any]
+    name: str, layout: Layout, one_rank: dict[str, Any]
 ) -> None:
     parts = run_ranks(pipeline, 2 * layout.ranks, name, layout)
     for first, last in zip(parts[: layout.ranks], parts[layout.ranks :], strict=True):
-        assert_equal({"grads": first["grads"] | last["grads"]}, one)
+        assert_equal({"grads": first["grads"] | last["grads"]}, one_rank)
 
 
 def middle_stage() -> None:
     """Shard a stage without embedding and head: its root has no parameters."""
     rows_BTD = torch.randn(ROWS, TOKENS, CONFIG.dim, requires_grad=True)
-    alone = build_model()
-    prune_to_stage(alone, range(2, 3))
-    alone(rows_BTD).square().sum().backward()
+    single = build_model()
+    prune_to_stage(single, range(2, 3))
+    single(rows_BTD).square().sum().backward()
     for keys in ({}, PERSIST):
         model = build_model()
         prune_to_stage(model, range(2, 3))
@@ -117,7 +117,7 @@ def middle_stage() -> None:
         model(mine_BTD).square().sum().backward()
         assert_equal(
             {"grads": whole_gradients(model)},
-            {"grads": {name: param.grad for name, param in alone.named_parameters()}},
+            {"grads": {name: param.grad for name, param in single.named_parameters()}},
         )
         torch.testing.assert_close(mine_BTD.grad, rows_BTD.grad[dist.get_rank() :: 2])  # type: ignore[index]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.harness import RankError, run_ranks
-from tests.small import whole
+from tests.small import full_tensor
 from weft.models.family import TensorParallelSpec
 from weft.models.llama import SHARDING, Llama, LlamaConfig
 from weft.parallel.private import enable_async_tp
@@ -85,7 +85,7 @@ def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]
     original = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     apply_tensor_parallel(model, mesh, SHARDING, CONFIG.num_kv_heads, sequence_parallel)
-    found = {}
+    results = {}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
         before = original.get_parameter(name)
@@ -95,25 +95,25 @@ def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]
         if dist.get_rank() == 0:
             shard = param.to_local()
             assert shard.equal(before[tuple(slice(n) for n in shard.shape)])
-        found[name] = (str(param.placements[0]), tuple(param.to_local().shape))
-    return found
+        results[name] = (str(param.placements[0]), tuple(param.to_local().shape))
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "kv"), [(2, ("S(0)", (4, 32))), (4, ("R", (8, 32)))])
 def test_tensor_parallel_weights_have_expected_placements(
     ranks: int, kv: tuple[str, tuple[int, ...]]
 ) -> None:
-    found = run_ranks(placements, ranks, True)[0]
+    results = run_ranks(placements, ranks, True)[0]
     block = "layers.1."
-    assert found["embed_tokens.weight"] == ("S(0)", (64 // ranks, 32))
-    assert found[block + "input_layernorm.weight"] == ("R", (32,))
-    assert found[block + "self_attn.q_proj.weight"] == ("S(0)", (32 // ranks, 32))
-    assert found[block + "self_attn.k_proj.weight"] == kv
-    assert found[block + "self_attn.v_proj.weight"] == kv
-    assert found[block + "self_attn.o_proj.weight"] == ("S(1)", (32, 32 // ranks))
-    assert found[block + "mlp.gate_proj.weight"] == ("S(0)", (48 // ranks, 32))
-    assert found[block + "mlp.down_proj.weight"] == ("S(1)", (32, 48 // ranks))
-    assert found["lm_head.weight"] == ("S(0)", (64 // ranks, 32))
+    assert results["embed_tokens.weight"] == ("S(0)", (64 // ranks, 32))
+    assert results[block + "input_layernorm.weight"] == ("R", (32,))
+    assert results[block + "self_attn.q_proj.weight"] == ("S(0)", (32 // ranks, 32))
+    assert results[block + "self_attn.k_proj.weight"] == kv
+    assert results[block + "self_attn.v_proj.weight"] == kv
+    assert results[block + "self_attn.o_proj.weight"] == ("S(1)", (32, 32 // ranks))
+    assert results[block + "mlp.gate_proj.weight"] == ("S(0)", (48 // ranks, 32))
+    assert results[block + "mlp.down_proj.weight"] == ("S(1)", (32, 48 // ranks))
+    assert results["lm_head.weight"] == ("S(0)", (64 // ranks, 32))
 
 
 def forget_a_module() -> None:
@@ -179,25 +179,25 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
     dist.broadcast(x_BTD, 0)
     cos, sin = plain.rope(32, None, torch.float32)
     with symmetric._test_mode(), fresh_inductor_cache():
-        mine = x_BTD.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
-        block(mine, cos, sin, None).square().sum().backward()
+        local = x_BTD.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+        block(local, cos, sin, None).square().sum().backward()
     expected(x_BTD, cos, sin, None).square().sum().backward()
-    far = {}
+    distant = {}
     for (name, param), (_, theirs) in zip(
         block.named_parameters(), expected.named_parameters(), strict=True
     ):
-        difference = (whole(param.grad) - theirs.grad).abs().max()  # type: ignore[arg-type,operator]
-        far[name] = (difference / theirs.grad.abs().max()).item()  # type: ignore[union-attr]
-    return graphs, far
+        difference = (full_tensor(param.grad) - theirs.grad).abs().max()  # type: ignore[arg-type,operator]
+        distant[name] = (difference / theirs.grad.abs().max()).item()  # type: ignore[union-attr]
+    return graphs, distant
 
 
 @pytest.mark.slow  # a minute of compiling
 def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
     """Collectives before or after one matmul are fused, and gradients are correct."""
-    for graphs, far in run_ranks(compiled_block, 2, timeout=300):
+    for graphs, distant in run_ranks(compiled_block, 2, timeout=300):
         forward, backward = graphs
         fused = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
         assert forward == fused
         # A gradient that three products add up to cannot be scattered with one of them.
         assert backward == {"fused_all_gather_matmul": 2, "reduce_scatter_tensor": 2}
-        assert max(far.values()) < 1e-5, far
+        assert max(distant.values()) < 1e-5, distant

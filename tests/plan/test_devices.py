@@ -87,8 +87,8 @@ def test_every_cluster_has_a_peak() -> None:
 
 
 def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
-    mine = tmp_path / "clusters.toml"
-    mine.write_text(
+    clusters_file = tmp_path / "clusters.toml"
+    clusters_file.write_text(
         """
         [devices.H100]
         software = 0.75
@@ -108,7 +108,7 @@ def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
         """
     )
     before, _ = read_clusters(BUILTIN_CLUSTERS)
-    devices, networks = read_clusters(BUILTIN_CLUSTERS, mine)
+    devices, networks = read_clusters(BUILTIN_CLUSTERS, clusters_file)
     h100, abacus = devices["H100"], devices["Abacus 9"]
     assert (h100.software, h100.calibrated, h100.bandwidth) == (0.75, "runs/8b", 3350e9)
     # Other devices do not inherit the measurement.
@@ -122,10 +122,10 @@ def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
 
 def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     """Not again for each device that is like the one that has it."""
-    mine = tmp_path / "clusters.toml"
-    mine.write_text("[devices.H100]\nlike = 'H10'")
+    clusters_file = tmp_path / "clusters.toml"
+    clusters_file.write_text("[devices.H100]\nlike = 'H10'")
     with pytest.raises(InvalidConfig) as caught:
-        read_clusters(BUILTIN_CLUSTERS, mine)
+        read_clusters(BUILTIN_CLUSTERS, clusters_file)
     assert len(caught.value.problems) == 1
 
 
@@ -170,12 +170,12 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     ],
 )
 def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
-    mine = tmp_path / "clusters.toml"
-    mine.write_text(text)
+    clusters_file = tmp_path / "clusters.toml"
+    clusters_file.write_text(text)
     with pytest.raises(InvalidConfig) as caught:
-        read_clusters(BUILTIN_CLUSTERS, mine)
+        read_clusters(BUILTIN_CLUSTERS, clusters_file)
     lines = [str(problem) for problem in caught.value.problems]
-    assert all(line.startswith(str(mine)) for line in lines)
+    assert all(line.startswith(str(clusters_file)) for line in lines)
     assert all(any(part in line for line in lines) for part in parts), lines
 
 
@@ -195,8 +195,8 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
     ],
 )
 def test_another_board_is_another_device(driver: str, name: str | None) -> None:
-    found = match_device(driver, 80 << 30)
-    assert (found and found.name) == name
+    result = match_device(driver, 80 << 30)
+    assert (result and result.name) == name
 
 
 def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> None:
@@ -205,5 +205,7 @@ def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> No
     file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
     with pytest.raises(InvalidConfig) as caught:
         read_clusters(BUILTIN_CLUSTERS, file)
-    said = [str(problem).partition("=")[0].partition(": ")[2] for problem in caught.value.problems]
-    assert said == ["devices.X.link", "devices.Z.like"]
+    output = [
+        str(problem).partition("=")[0].partition(": ")[2] for problem in caught.value.problems
+    ]
+    assert output == ["devices.X.link", "devices.Z.like"]

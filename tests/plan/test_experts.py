@@ -73,12 +73,12 @@ def test_grouped_products_cost_as_their_work_and_one_kernel() -> None:
     device = get_device("H100")
     one = matmul_seconds(Matmul(65536, 2048, 768), device)
     many = matmul_seconds(Matmul(4096, 2048, 768, groups=16), device)
-    apart = matmul_seconds(Matmul(4096, 2048, 768, times=16), device)
+    difference = matmul_seconds(Matmul(4096, 2048, 768, times=16), device)
     assert one == pytest.approx(many, rel=0.1)
-    assert many < apart
+    assert many < difference
     # Few rows of each: what counts are the weights.
-    few = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
-    assert few > 128 * 2 * 2048 * 768 / device.bandwidth
+    subset = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
+    assert subset > 128 * 2 * 2048 * 768 / device.bandwidth
     # Forward, and the gradient of the weights, of 32 rows in 4 groups.
     assert _grouped_matmul((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
     assert _grouped_matmul((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
@@ -97,8 +97,8 @@ def test_a_rank_gathers_its_own_experts_only() -> None:
         "bytes_per_param": 0.0,
         "compute_bytes": 2,
     }
-    whole, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
-    assert spread < whole
+    full, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
+    assert spread < full
 
 
 @pytest.mark.timeout(300)
@@ -107,22 +107,22 @@ def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
     recipe, layers = "qwen3-30b-a3b", 3
     plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
     assert "3,353,032,704 of them active" in describe_plan(plan, machine, recipe)
-    few = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
-    plan, machine = plan_recipe(recipe, few, [], None, lambda device: Machine("cpu", 2))
-    seen = forecast(plan, machine, device_spec(plan, machine))
+    subset = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
+    plan, machine = plan_recipe(recipe, subset, [], None, lambda device: Machine("cpu", 2))
+    prediction = forecast(plan, machine, device_spec(plan, machine))
     shape = plan.model
     rows = plan.microbatch_size * plan.seq_len * shape.active_experts
     # Forward twice, for blocks are computed again, and backward: there and back.
     exchanges = plan.num_microbatches * layers * 3 * 2
-    wanted = exchanges * rows * shape.dim * 2
-    assert seen.communication["ep"].bytes == pytest.approx(wanted, rel=1e-3)
-    assert seen.communication["ep"].exposed_seconds > 0
+    expected = exchanges * rows * shape.dim * 2
+    assert prediction.communication["ep"].bytes == pytest.approx(expected, rel=1e-3)
+    assert prediction.communication["ep"].exposed_seconds > 0
     # Weights of experts in float32, spread over all ranks.
     experts = sum(unit.expert_params for unit in unit_costs(shape, 1))
-    assert seen.gib_by_category()["parameters"] == pytest.approx(
+    assert prediction.gib_by_category()["parameters"] == pytest.approx(
         4 * num_params(shape) / 64 / 2**30, rel=0.02
     )
     # Gathered in bfloat16 over edp only, in each microbatch twice; gradients reduced in float32.
     moved = plan.num_microbatches * experts / plan.ep * (2 + 2 + 4)
-    assert seen.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
-    assert any("perfectly balanced" in doubt for doubt in seen.caveats)
+    assert prediction.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
+    assert any("perfectly balanced" in doubt for doubt in prediction.caveats)

@@ -22,11 +22,11 @@ from weft.train.job_checks import check_names
 
 
 def planned(*overrides: tuple[str, str], cluster: str = "1x8xH100", recipe: str = "demo") -> Plan:
-    job, machine = asked(*overrides, cluster=cluster, recipe=recipe)
+    job, machine = read_plan_job(*overrides, cluster=cluster, recipe=recipe)
     return resolve(job, machine)
 
 
-def asked(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, Machine]:
+def read_plan_job(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, Machine]:
     job, _, problems = read_job(recipe, [*overrides])
     assert not problems, problems
     parsed = parse_cluster(cluster)
@@ -56,7 +56,7 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         False,
     )
     assert not plan.warnings
-    _job, machine = asked(*LARGE, cluster="1x8xH100", recipe="demo")
+    _job, machine = read_plan_job(*LARGE, cluster="1x8xH100", recipe="demo")
     screen = describe_plan(plan, machine, "demo")
     assert "tensorwise, 160 matrices, gathered in float8" in screen
     assert "989 TFLOP/s per device, dense bfloat16: the basis of MFU, also with float8" in screen
@@ -68,9 +68,9 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         ("mxfp8", "1x8xH100", True),
         ("mxfp8", "1x8xB200", False),
     ):
-        found = planned(*LARGE, ("precision.float8", recipe), cluster=cluster)
-        assert found.float8_emulated == emulated
-        assert any("emulated" in warning for warning in found.warnings) == emulated
+        result = planned(*LARGE, ("precision.float8", recipe), cluster=cluster)
+        assert result.float8_emulated == emulated
+        assert any("emulated" in warning for warning in result.warnings) == emulated
     for key, value in (("cpu_offload", "true"), ("reshard_after_forward", "2")):
         assert not planned(*LARGE, (f"parallel.{key}", value)).float8_all_gather
     pipeline = [("parallel.pp", "2"), ("pipeline.schedule", "ZBVZeroBubble")]
@@ -91,19 +91,19 @@ def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
         )
         return {matrix.name.removeprefix("layers.") for matrix in chosen}
 
-    every = {f"{i}.{m}_proj" for i in "01" for m in SITES}
-    few = {name for name in every if not name.endswith(("k_proj", "v_proj"))}
-    assert names(float8_small=True) == every
-    assert names() == few
+    all_names = {f"{i}.{m}_proj" for i in "01" for m in SITES}
+    subset = {name for name in all_names if not name.endswith(("k_proj", "v_proj"))}
+    assert names(float8_small=True) == all_names
+    assert names() == subset
     assert names(float8_exclude=("layers.0.*", "*.o_proj")) == {
-        name for name in few if name[0] == "1" and "o_proj" not in name
+        name for name in subset if name[0] == "1" and "o_proj" not in name
     }
     # What a rank has of it: 512 to 4096 for queries, 4096 to 1792 and back.
-    assert names(tp=8) == {n for n in few if "q_proj" not in n}
+    assert names(tp=8) == {n for n in subset if "q_proj" not in n}
     assert names(tp=8, recipe="rowwise") == set()
-    assert names(tp=4, recipe="rowwise") == {n for n in every if "mlp" in n}
+    assert names(tp=4, recipe="rowwise") == {n for n in all_names if "mlp" in n}
     odd = names(float8_small=True, model={"ffn_dim": 1000})  # not a multiple of 16
-    assert odd == {name for name in every if "attn" in name}
+    assert odd == {name for name in all_names if "attn" in name}
     assert names(float8_small=True, model={"ffn_dim": 1008}, recipe="mxfp8") == odd
 
 

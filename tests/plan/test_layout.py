@@ -166,8 +166,8 @@ def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
 ) -> None:
     problems = refused(layout, world)
     key = key if "." in key else f"parallel.{key}"
-    found = [p for p in problems if p.key == key and rule in p.rule and remedy in p.remedy]
-    assert found, [str(problem) for problem in problems]
+    result = [p for p in problems if p.key == key and rule in p.rule and remedy in p.remedy]
+    assert result, [str(problem) for problem in problems]
     if good is not None:
         degrees = [int(n) for k, n in map(pair, good.split()) if k[9:] in ("tp", "pp", "cp")]
         unit = 1
@@ -199,8 +199,8 @@ def test_layout_every_mistake_is_reported_at_once() -> None:
 def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
     layout = "tp=2 async_tp=true compile.enable=true"
     assert planned(layout, machine=CUDA).tp == 2
-    apart = Machine("cuda", 8, "NVIDIA A10G", peer_access=False)
-    (problem,) = refused(layout, machine=apart)
+    difference = Machine("cuda", 8, "NVIDIA A10G", peer_access=False)
+    (problem,) = refused(layout, machine=difference)
     assert "read each other's memory" in problem.rule
     across = Machine("cuda", 8, "NVIDIA H100", world_size=32, local_world_size=4, peer_access=True)
     crossing = refused("tp=8 async_tp=true compile.enable=true", machine=across)
@@ -328,7 +328,7 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "told", "better"),
+    ("layout", "message", "better"),
     [
         (
             "activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=8",
@@ -353,13 +353,13 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
     ],
 )
 def test_recomputation_that_is_idle_or_dear_is_warned_of(
-    layout: str, told: str, better: str
+    layout: str, message: str, better: str
 ) -> None:
     key = better.partition("=")[0]
     (warning,) = planned(layout).warnings
-    assert told in warning
-    kept = [word for word in layout.split() if not word.startswith(f"{key}=")]
-    assert planned(" ".join([*kept, better])).warnings == ()
+    assert message in warning
+    remaining = [word for word in layout.split() if not word.startswith(f"{key}=")]
+    assert planned(" ".join([*remaining, better])).warnings == ()
 
 
 def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:

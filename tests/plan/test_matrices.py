@@ -13,9 +13,9 @@ TOY = PRESETS["toy"].model_copy(update={"num_layers": 1})
 
 def test_sides_are_those_that_a_rank_has() -> None:
     kinds = ("q", "k", "v", "o", "gate", "up", "down")
-    whole, half = (list_matrices(TOY, load_family("llama"), tp) for tp in (1, 2))
-    assert [m.name.rpartition(".")[2] for m in whole] == [f"{kind}_proj" for kind in kinds]
-    for kind, full, cut in zip(kinds, whole, half, strict=True):
+    unsharded, half = (list_matrices(TOY, load_family("llama"), tp) for tp in (1, 2))
+    assert [m.name.rpartition(".")[2] for m in unsharded] == [f"{kind}_proj" for kind in kinds]
+    for kind, full, cut in zip(kinds, unsharded, half, strict=True):
         row = kind in ("o", "down")
         outputs, inputs = (
             full.out_features // (1 if row else 2),
@@ -26,9 +26,9 @@ def test_sides_are_those_that_a_rank_has() -> None:
     assert TOY.num_kv_heads == 2
     shared = list_matrices(TOY, load_family("llama"), 4)
     assert [m.out_features for m in shared[:3]] == [
-        whole[0].out_features // 4,
-        whole[1].out_features // 2,
-        whole[2].out_features // 2,
+        unsharded[0].out_features // 4,
+        unsharded[1].out_features // 2,
+        unsharded[2].out_features // 2,
     ]
 
 

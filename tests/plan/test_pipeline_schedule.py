@@ -48,9 +48,9 @@ def test_schedule_microbatches_that_a_schedule_excludes_are_refused(name: str, p
     for microbatches in range(1, 4 * pp + 1):
         try:
             schedule = build_schedule(name, pp, per_rank, microbatches)
-            every = [action for order in schedule.values() for action in order]
-            whole = len({(a.stage, a.microbatch) for a in every if a.kind == "F"})
-            possible = whole == pp * per_rank * microbatches
+            actions = [action for order in schedule.values() for action in order]
+            full = len({(a.stage, a.microbatch) for a in actions if a.kind == "F"})
+            possible = full == pp * per_rank * microbatches
         except (ValueError, AssertionError):
             possible = False
         allowed = SCHEDULES[name].supports(microbatches, pp, pp * per_rank)
@@ -124,24 +124,24 @@ def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
         watch(stage)
     rows = torch.zeros((1, job.train.seq_len), dtype=torch.int64)
     built.train_step.forward_backward([Batch(rows, rows, None, None)] * plan.num_microbatches)
-    return {stage: (seen, plan.pipeline.in_flight[stage]) for stage, seen in most.items()}
+    return {stage: (measured, plan.pipeline.in_flight[stage]) for stage, measured in most.items()}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
-    found = {
+    result = {
         stage: pair
         for rank in run_ranks(measure_in_flight, 2, name)
         for stage, pair in rank.items()
     }
-    assert sorted(found) == [*range(2 * stages_per_rank(name))]
-    assert all(seen == planned for seen, planned in found.values()), found
+    assert sorted(result) == [*range(2 * stages_per_rank(name))]
+    assert all(measured == planned for measured, planned in result.values()), result
 
 
 def test_schedule_unknown_name_is_refused() -> None:
-    found = find_schedule("interleaved1f1b")
-    assert not isinstance(found, ConfigError)
-    assert found.name == "Interleaved1F1B"
+    result = find_schedule("interleaved1f1b")
+    assert not isinstance(result, ConfigError)
+    assert result.name == "Interleaved1F1B"
     wrong = find_schedule("1f1p")
     assert isinstance(wrong, ConfigError)
     assert "1F1B" in wrong.remedy
@@ -184,14 +184,14 @@ def test_schedule_file_that_is_not_a_schedule_is_refused(
 ) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)
-    found = read_schedule_csv(path, pp)
-    assert isinstance(found, ConfigError)
-    assert rule in found.rule, found.rule
+    result = read_schedule_csv(path, pp)
+    assert isinstance(result, ConfigError)
+    assert rule in result.rule, result.rule
 
 
 def test_schedule_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
-        found = read_schedule_csv(path, 2)
-        assert isinstance(found, ConfigError)
-        assert "cannot be read" in found.rule
+        result = read_schedule_csv(path, 2)
+        assert isinstance(result, ConfigError)
+        assert "cannot be read" in result.rule

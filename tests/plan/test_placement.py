@@ -34,12 +34,12 @@ WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of ei
 def layouts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
     """Sizes and orders, some of them odd."""
     source = random.Random(0)
-    made = []
+    created = []
     for _ in range(60):
         sizes = {axis: source.choice((1, 1, 2, 3, 4)) for axis in AXES}
         order = (*source.sample(AXES[:-1], 4), "tp")
-        made.append((sizes, source.choice((AXES, REPLICA_OUTER, order))))
-    return made
+        created.append((sizes, source.choice((AXES, REPLICA_OUTER, order))))
+    return created
 
 
 # --------------------------------------------------------------------------- ranks and groups
@@ -67,27 +67,27 @@ def test_another_order_is_a_device_mesh_transposed() -> None:
         named = dict(zip(AXES, indices, strict=True))
         assert coordinates_to_rank(named, sizes, REPLICA_OUTER) == mesh[indices]
     along_both = mesh.transpose(2, 3, 4, 0, 1).reshape(-1, 6)
-    found = rank_groups(("pp", "dp_replicate"), sizes, REPLICA_OUTER)
-    assert found == [tuple(row) for row in along_both.tolist()]
-    found = rank_groups("tp", sizes, REPLICA_OUTER)
-    assert found == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
+    result = rank_groups(("pp", "dp_replicate"), sizes, REPLICA_OUTER)
+    assert result == [tuple(row) for row in along_both.tolist()]
+    result = rank_groups("tp", sizes, REPLICA_OUTER)
+    assert result == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
 
 
 def test_coordinates_and_groups_agree_in_every_layout() -> None:
     for sizes, order in layouts():
         world = count_ranks(sizes)
-        where = [rank_to_coordinates(rank, sizes, order) for rank in range(world)]
-        assert [coordinates_to_rank(indices, sizes, order) for indices in where] == list(
+        coordinates = [rank_to_coordinates(rank, sizes, order) for rank in range(world)]
+        assert [coordinates_to_rank(indices, sizes, order) for indices in coordinates] == list(
             range(world)
         )
         for axes in ("pp", "cp", ("dp_shard",), ("dp_replicate", "dp_shard"), ("tp", "pp"), AXES):
             chosen = {axes} if isinstance(axes, str) else set(axes)
-            found = rank_groups(axes, sizes, order)
-            assert sorted(itertools.chain(*found)) == list(range(world))
-            for group in found:
+            result = rank_groups(axes, sizes, order)
+            assert sorted(itertools.chain(*result)) == list(range(world))
+            for group in result:
                 assert len(group) == math.prod(sizes[axis] for axis in chosen)
                 for axis in set(AXES) - chosen:
-                    assert len({where[rank][axis] for rank in group}) == 1
+                    assert len({coordinates[rank][axis] for rank in group}) == 1
 
 
 def test_an_axis_left_out_has_one_index() -> None:
@@ -156,11 +156,11 @@ def test_max_nodes_per_group_follows_the_mesh_order() -> None:
 
 def test_spans_agree_with_counting() -> None:
     for sizes, order in layouts():
-        for axes, local in itertools.product(
+        for axes, size in itertools.product(
             ("pp", "cp", ("dp_shard", "tp"), ("pp", "dp_replicate")), (1, 3, 4, 8)
         ):
-            counted = [len(ranks_per_node(g, local)) for g in rank_groups(axes, sizes, order)]
-            assert max_nodes_per_group(axes, sizes, local, order) == max(counted)
+            counted = [len(ranks_per_node(g, size)) for g in rank_groups(axes, sizes, order)]
+            assert max_nodes_per_group(axes, sizes, size, order) == max(counted)
 
 
 def test_placement_worked_example_has_its_groups() -> None:
@@ -283,25 +283,29 @@ def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a line are exactly those with the indices that it shows, on its node."""
     monkeypatch.setattr(placement, "MAX_NODES_SHOWN", 10**6)  # every node is shown
     for sizes, order in layouts():
-        for local in (1, 4, 8, 24):
+        for count in (1, 4, 8, 24):
             columns = [axis for axis in order if axis != "tp" and sizes[axis] > 1]
-            seen: list[int] = []
+            observed: list[int] = []
             node = ""
-            for row in rows(format_rank_map(sizes, local, order=order)):
+            for row in rows(format_rank_map(sizes, count, order=order)):
                 node = row.pop(0) or node
                 ranks = unspan(row[0])
-                assert {rank // local for rank in ranks} == {int(node)}
-                seen += ranks
-                shown = {
+                assert {rank // count for rank in ranks} == {int(node)}
+                observed += ranks
+                groups_shown = {
                     axis: unspan(cell)
                     for axis, cell in zip(columns, row[1 : 1 + len(columns)], strict=True)
                 }
                 for rank in ranks:
                     indices_of_rank = rank_to_coordinates(rank, sizes, order)
-                    assert all(indices_of_rank[axis] in indices for axis, indices in shown.items())
+                    assert all(
+                        indices_of_rank[axis] in indices for axis, indices in groups_shown.items()
+                    )
                 tp = {rank_to_coordinates(rank, sizes, order)["tp"] for rank in ranks}
-                assert len(ranks) == len(tp) * math.prod(len(found) for found in shown.values())
-            assert seen == list(range(count_ranks(sizes)))
+                assert len(ranks) == len(tp) * math.prod(
+                    len(result) for result in groups_shown.values()
+                )
+            assert observed == list(range(count_ranks(sizes)))
 
 
 def test_rank_map_of_many_ranks_shows_a_pattern_and_its_continuation() -> None:
@@ -326,14 +330,14 @@ def test_rank_map_continuation_is_true() -> None:
     """The ranks of the nodes that are not shown follow the described pattern."""
     checked = 0
     for sizes, order in layouts():
-        for local in (2, 4, 8):
-            lines = format_rank_map(sizes, local, order=order).splitlines()
+        for count in (2, 4, 8):
+            lines = format_rank_map(sizes, count, order=order).splitlines()
             for line in lines:
                 axis, plus, *_ = words = [*line.split(), "", ""][:6]
                 if not line.startswith("  ") or plus != "+":
                     continue
                 number = 1 if "with" in words else int(words[4].replace(",", ""))
-                step = number * (1 if "rank" in line else local)
+                step = number * (1 if "rank" in line else count)
                 # Wherever the axis does not wrap round, nothing else changes either.
                 for rank in range(count_ranks(sizes) - step):
                     before = rank_to_coordinates(rank, sizes, order)

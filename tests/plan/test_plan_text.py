@@ -66,8 +66,8 @@ PARAMETERS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_80
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_plan_recipe_on_its_cluster_has_the_published_layout(recipe: str) -> None:
     job, plan, machine = planned(recipe)
-    found = (plan.world_size, plan.tp, plan.cp, plan.pp, plan.dp_size)
-    assert (*found, job.train.global_batch_size, job.train.seq_len) == PUBLISHED[recipe]
+    result = (plan.world_size, plan.tp, plan.cp, plan.pp, plan.dp_size)
+    assert (*result, job.train.global_batch_size, job.train.seq_len) == PUBLISHED[recipe]
     assert plan.local_world_size == machine.devices == 8
     assert plan.num_params == PARAMETERS[job.model.preset]
     assert plan.compute_dtype == "bfloat16"
@@ -102,10 +102,10 @@ def test_lora_is_fine_tuning_of_adapters() -> None:
 
 
 def test_no_recipe_is_left_out() -> None:
-    others = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
-    others |= {"moe-demo", "qwen3-30b-a3b"}
+    rest = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
+    rest |= {"moe-demo", "qwen3-30b-a3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
-    assert {*PUBLISHED, *others, *tuned} == set(recipe_names())
+    assert {*PUBLISHED, *rest, *tuned} == set(recipe_names())
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])
@@ -142,7 +142,7 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
     lines = screen("llama3-405b")
     text = "\n".join(lines)
     assert lines[0] == "llama3-405b on 64 nodes of 8 H100"
-    for shown in (
+    for expected in (
         "model      llama-405b: 405,853,388,800 parameters",
         "pp 8 x dp_shard 8 x tp 8 = 512 ranks, outermost first (pipeline-outer)",
         "256 sequences of 8,192 tokens: 2,097,152 tokens per step",
@@ -152,13 +152,13 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
         "   15     7  layers 119-125 + head ",
         "slowest rank: 1, 1.1% above the mean",
     ):
-        assert shown in text, shown
+        assert expected in text, expected
     assert not any(line.startswith("warning") for line in lines)
     assert max(map(len, lines)) < 110
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "shown"),
+    ("recipe", "overrides", "message"),
     [
         ("llama3-8b", [("parallel.dp_shard", "128")], "dp_shard 128 = 128 ranks\n"),
         ("llama3-8b", [("train.microbatch_size", "3")], "2 microbatches of 3 (the last of 1)\n"),
@@ -188,9 +188,9 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
     ],
 )
 def test_describe_plan_lines_follow_the_keys(
-    recipe: str, overrides: list[tuple[str, str]], shown: str
+    recipe: str, overrides: list[tuple[str, str]], message: str
 ) -> None:
-    assert shown in "\n".join(screen(recipe, *overrides)) + "\n"
+    assert message in "\n".join(screen(recipe, *overrides)) + "\n"
 
 
 def test_warnings_are_shown() -> None:
@@ -228,11 +228,11 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
     assert plan.pipeline is not None
     stages = plan.pipeline.stages
     loop = [[stages[rank], stages[rank + 8]] for rank in range(8)]
-    fullest = max(sum(stage.memory_bytes for stage in mine) for mine in loop) / GIB
-    found = estimate_memory_bytes(plan)
-    assert found is not None
+    fullest = max(sum(stage.memory_bytes for stage in local) for local in loop) / GIB
+    result = estimate_memory_bytes(plan)
+    assert result is not None
     block = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
-    assert found / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
+    assert result / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
 
 
 def test_unsharded_gradients_cost_memory() -> None:
@@ -327,14 +327,14 @@ def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_pa
 
 
 def test_plan_recipe_local_cluster_is_this_machine() -> None:
-    asked = []
+    requested = []
 
-    def here(section: RunSection) -> Machine:
-        asked.append(section.device)
+    def local_machine(section: RunSection) -> Machine:
+        requested.append(section.device)
         return LAPTOP
 
-    plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", here)
-    assert (asked, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
+    plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", local_machine)
+    assert (requested, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 
 def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:

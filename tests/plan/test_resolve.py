@@ -21,9 +21,9 @@ H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")
 
 
 def job(*overrides: tuple[str, str]) -> Job:
-    made, _, problems = read_job("demo", [("train.global_batch_size", "16"), *overrides])
+    created, _, problems = read_job("demo", [("train.global_batch_size", "16"), *overrides])
     assert problems == []
-    return made
+    return created
 
 
 def test_degrees_and_batches_multiply_up() -> None:
@@ -117,30 +117,36 @@ def test_peaks_by_the_drivers_names(name: str, tera: float | None) -> None:
 def test_the_runs_folder_follows_what_is_trained() -> None:
     """The same model goes on in the same folder; another one never lands there."""
 
-    def folder(*overrides: tuple[str, str]) -> str:
+    def directory(*overrides: tuple[str, str]) -> str:
         changed, base, _ = read_job("demo", overrides)
         return resolve(changed, CPU, "demo", base).run_dir
 
-    assert folder().endswith("/runs/demo")
-    same = folder(("run.nproc_per_node", "2"), ("train.steps", "5"), ("checkpoint.interval", "7"))
-    assert same == folder()
-    names = {folder(("optim.lr", "1e-4")), folder(("data.path", "x")), folder(("train.seed", "1"))}
-    assert len(names | {folder()}) == 4
-    assert folder(("optim.lr", "1e-4")) == folder(("optim.lr", "0.0001"))
-    assert folder(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
+    assert directory().endswith("/runs/demo")
+    same = directory(
+        ("run.nproc_per_node", "2"), ("train.steps", "5"), ("checkpoint.interval", "7")
+    )
+    assert same == directory()
+    names = {
+        directory(("optim.lr", "1e-4")),
+        directory(("data.path", "x")),
+        directory(("train.seed", "1")),
+    }
+    assert len(names | {directory()}) == 4
+    assert directory(("optim.lr", "1e-4")) == directory(("optim.lr", "0.0001"))
+    assert directory(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
 
 
 def test_run_folder_of_user_recipes_is_not_shared(tmp_path: Path) -> None:
-    def folder(recipe: Path, lr: str) -> str:
+    def directory(recipe: Path, lr: str) -> str:
         recipe.parent.mkdir(exist_ok=True)
         recipe.write_text(f'extends = "demo"\n[optim]\nlr = {lr}\n')
-        made, base, _ = read_job(str(recipe))
-        return resolve(made, CPU, str(recipe), base).run_dir
+        created, base, _ = read_job(str(recipe))
+        return resolve(created, CPU, str(recipe), base).run_dir
 
-    first = folder(tmp_path / "a/mine.toml", "1e-3")
-    assert folder(tmp_path / "b/mine.toml", "2e-3") != first
-    assert folder(tmp_path / "a/mine.toml", "3e-3") != first
-    assert folder(tmp_path / "a/mine.toml", "1e-3") == first
+    first = directory(tmp_path / "a/mine.toml", "1e-3")
+    assert directory(tmp_path / "b/mine.toml", "2e-3") != first
+    assert directory(tmp_path / "a/mine.toml", "3e-3") != first
+    assert directory(tmp_path / "a/mine.toml", "1e-3") == first
 
 
 def test_a_plan_is_a_value() -> None:

@@ -80,9 +80,9 @@ def planned(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     return plan.job, plan
 
 
-def place(plan: Plan, where: str) -> int:
+def rank_at(plan: Plan, placement: str) -> int:
     """The rank in the first place of every axis, in the middle, or in the last."""
-    share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[where]
+    share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[placement]
     at = {axis: int(size * share) for axis, size in plan.axis_sizes.items()}
     return coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
 
@@ -90,7 +90,7 @@ def place(plan: Plan, where: str) -> int:
 # --------------------------------------------------------------------------- one step
 
 
-PLACES = ("first", "middle", "last")
+PLACEMENTS = ("first", "middle", "last")
 # Without a pipeline one place does as another; the recipes of 405B share their stages, and
 # three-servers has those of three-servers-small.
 OFTEN = {
@@ -105,25 +105,25 @@ OFTEN = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "where"),
+    ("recipe", "placement"),
     [
         pytest.param(recipe, where, marks=[] if (recipe, where) in OFTEN else [pytest.mark.slow])
         for recipe in HELD
-        for where in PLACES
+        for where in PLACEMENTS
     ],
 )
-def test_step_of_a_recipe_has_the_expected_collectives(recipe: str, where: str) -> None:
-    one_step(recipe, where, BRIEF[recipe] + SHALLOW[recipe])
+def test_step_of_a_recipe_has_the_expected_collectives(recipe: str, placement: str) -> None:
+    one_step(recipe, placement, BRIEF[recipe] + SHALLOW[recipe])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("recipe", HELD)
 def test_step_of_a_recipe_in_full_depth_has_the_expected_collectives(
-    recipe: str, where: str
+    recipe: str, placement: str
 ) -> None:
-    one_step(recipe, where, BRIEF[recipe])
+    one_step(recipe, placement, BRIEF[recipe])
 
 
 def test_no_recipe_is_left_out() -> None:
@@ -135,10 +135,10 @@ def test_no_recipe_is_left_out() -> None:
             base = tomllib.loads((RECIPES / f"{base}.toml").read_text())["extends"]
 
 
-def one_step(recipe: str, where: str, overrides: Overrides) -> None:
+def one_step(recipe: str, placement: str, overrides: Overrides) -> None:
     job, plan = planned(recipe, overrides)
     assert plan.world_size == HELD[recipe][0]
-    rank = place(plan, where)
+    rank = rank_at(plan, placement)
     at = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
     with fake_world(rank, plan.world_size) as mode:
         built, on_cpu = build_fake(plan, mode)
@@ -149,20 +149,20 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
         blocks = {name.split(".")[1] for name in params if name.startswith("layers.")}
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
         train, clip, update = counted_step(built, job, on_cpu, mode)
-        again = gathers_again(built.train_step.schedule, plan, at["pp"])
+        regathers = count_regathers(built.train_step.schedule, plan, at["pp"])
         assert train == expected_in_training(
-            plan, at["pp"], again, job.activation_checkpoint.every_n_layers
+            plan, at["pp"], regathers, job.activation_checkpoint.every_n_layers
         )
         assert clip == expected_in_clipping(plan)
         assert not update
 
 
-def check_groups(plan: Plan, rank: int, made: dict[str, dist.ProcessGroup]) -> None:
+def check_groups(plan: Plan, rank: int, created: dict[str, dist.ProcessGroup]) -> None:
     """The engine's groups are the ones that the planner reckons with."""
     axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
     axes["dp_shard"] = ("dp_shard", "cp")
-    assert set(made) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
-    for axis, group in made.items():
+    assert set(created) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
+    for axis, group in created.items():
         (ranks,) = (
             g for g in rank_groups(axes[axis], plan.axis_sizes, plan.axis_order) if rank in g
         )
@@ -192,7 +192,7 @@ def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> Non
     assert placements[0].startswith("_S(0, " if by_tp == "S(0)" else "S(0)"), name
 
 
-def counts_of_units(plan: Plan, pp: int, every: int = 1) -> Counter[str]:
+def counts_of_units(plan: Plan, pp: int, interval: int = 1) -> Counter[str]:
     """What a rank of the pipeline holds: blocks, embedding, head, and stages with one of these;
     and how many blocks it computes again, the first of each ``every`` in a stage."""
     last = plan.model.num_layers + 1
@@ -200,16 +200,16 @@ def counts_of_units(plan: Plan, pp: int, every: int = 1) -> Counter[str]:
         stages = [range(last + 1)]
     else:
         stages = [plan.pipeline.stages[s].units for s in plan.pipeline.stages_on_rank(pp)]
-    found: Counter[str] = Counter(stages=len(stages))
+    result: Counter[str] = Counter(stages=len(stages))
     for units in stages:
         ends = (0 in units) + (last in units)
-        found.update(blocks=len(units) - ends, embed=0 in units, head=last in units)
-        found.update(again=-(-(len(units) - ends) // every))
-        found.update(roots=ends > 0)
-    return found
+        result.update(blocks=len(units) - ends, embed=0 in units, head=last in units)
+        result.update(again=-(-(len(units) - ends) // interval))
+        result.update(roots=ends > 0)
+    return result
 
 
-def gathers_again(schedule: Any, plan: Plan, pp: int) -> int:
+def count_regathers(schedule: Any, plan: Plan, pp: int) -> int:
     """Gathers of what the schedule itself has freed.
 
     Of more than three stages torch's runtime keeps those gathered whose turn comes next.
@@ -219,21 +219,21 @@ def gathers_again(schedule: Any, plan: Plan, pp: int) -> int:
     freed = Counter(stage for name, stage in kind if name == "UNSHARD")
     assert all(times == 1 for times in freed.values()) or len(freed) > 3
     last = plan.model.num_layers + 1
-    again = 0
+    regathers = 0
     for stage, times in freed.items():
         units = plan.pipeline.stages[stage].units if plan.pipeline else range(0)
         ends = (0 in units) + (last in units)
-        again += (times - 1) * (len(units) - ends + (ends > 0))
-    return again
+        regathers += (times - 1) * (len(units) - ends + (ends > 0))
+    return regathers
 
 
-def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[str, int]:
+def expected_in_training(plan: Plan, pp: int, regathers: int, interval: int) -> dict[str, int]:
     """Collectives of all microbatches' forward and backward passes.
 
     ``again``: gathers beyond those that FSDP does by itself.  Of the recipes, those with tensor
     parallelism compute blocks again: the first of each ``every``.
     """
-    holds, microbatches = counts_of_units(plan, pp, every), plan.num_microbatches
+    holds, microbatches = counts_of_units(plan, pp, interval), plan.num_microbatches
     blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
     per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
@@ -242,7 +242,7 @@ def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[st
     # FSDP: a gather for forward and one for backward, unless what is gathered stays; it always
     # does in the root.  Gradients go first to the shards' owners, then over the replicas.
     gathers = 2 * microbatches if plan.reshard_after_forward else 1
-    counts["all_gather dp_shard"] = blocks * gathers + holds["roots"] + again
+    counts["all_gather dp_shard"] = blocks * gathers + holds["roots"] + regathers
     counts["reduce_scatter dp_shard"] = units * per_step
     counts["all_reduce dp_replicate"] += units
     # Tensor parallel: into and out of attention and feed-forward, each with its opposite in
@@ -263,17 +263,17 @@ def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[st
     # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbor.
     handed = microbatches * (2 * holds["stages"] - holds["embed"] - holds["head"])
     counts["send pp"] = counts["recv pp"] = handed
-    return of_axes(plan, counts)
+    return collectives_by_axis(plan, counts)
 
 
 def expected_in_clipping(plan: Plan) -> dict[str, int]:
     """Squares are added over what a matrix is cut by, those of the gains apart if less."""
     counts = Counter({"all_reduce dp_shard": 1 + (plan.tp > 1), "all_reduce tp": 1})
     counts["all_reduce pp"] = 1
-    return of_axes(plan, counts)
+    return collectives_by_axis(plan, counts)
 
 
-def of_axes(plan: Plan, counts: Counter[str]) -> dict[str, int]:
+def collectives_by_axis(plan: Plan, counts: Counter[str]) -> dict[str, int]:
     """Without those over axes of one rank."""
     sizes = plan.axis_sizes | {"dp_shard": plan.dp_shard * plan.cp}
     return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
@@ -295,7 +295,7 @@ def test_every_weight_is_held_once(recipe: str) -> None:
     job, plan = planned(recipe, SHALLOW[recipe])
     family = load_family(job.model.kind)
     with torch.device("meta"):
-        whole = {name: p.shape for name, p in family.build(plan.model).named_parameters()}
+        full = {name: p.shape for name, p in family.build(plan.model).named_parameters()}
     elements: dict[str, int] = {}
     for pp in range(plan.pp):
         # Another place on the other axes each time.
@@ -306,9 +306,9 @@ def test_every_weight_is_held_once(recipe: str) -> None:
             for name, param in trainable_parameters(built.model_parts):
                 assert isinstance(param, DTensor)
                 assert name not in elements
-                assert param.shape == whole[name]
+                assert param.shape == full[name]
                 elements[name] = param.to_local().numel() * shards(param)
-    assert elements == {name: math.prod(shape) for name, shape in whole.items()}
+    assert elements == {name: math.prod(shape) for name, shape in full.items()}
     assert sum(elements.values()) == plan.num_params
 
 
@@ -374,19 +374,19 @@ def test_counted_step_fake_ranks_do_what_real_ranks_do() -> None:
             with fake_world(rank, 4) as mode:
                 built, plan = build_fake(plan_here(job), mode)
                 counted_step(built, job, plan, mode)
-                seen = counted_step(built, job, plan, mode)
-                assert seen == real[rank][layout], layout
+                counts = counted_step(built, job, plan, mode)
+                assert counts == real[rank][layout], layout
 
 
 def real_counts() -> dict[str, list[dict[str, int]]]:
     """The collectives of this gloo rank in every layout."""
-    found = {}
+    results = {}
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)
         plan = plan_here(job)
         built = build(plan, this_rank())
         counted_step(built, job, plan)
-        seen = counted_step(built, job, plan)
-        found[layout] = seen
+        counts = counted_step(built, job, plan)
+        results[layout] = counts
         clear_mesh_cache()
-    return found
+    return results

@@ -31,7 +31,7 @@ def one_f_one_b(num_stages: int, microbatches: int = 10**6) -> list[int]:
     return [min(microbatches, num_stages - s) for s in range(num_stages)]
 
 
-def by_trying_all(
+def best_by_trying_all(
     seconds: Sequence[float],
     state: Sequence[float],
     activation: Sequence[float],
@@ -42,17 +42,17 @@ def by_trying_all(
     n, num_stages = len(seconds), len(in_flight)
     candidates = []
     for inner in itertools.combinations(range(1, n), num_stages - 1):
-        cut = [range(a, b) for a, b in itertools.pairwise([0, *inner, n])]
-        times = [sum(Fraction(seconds[i]) for i in stage) for stage in cut]
+        split_evenly = [range(a, b) for a, b in itertools.pairwise([0, *inner, n])]
+        times = [sum(Fraction(seconds[i]) for i in stage) for stage in split_evenly]
         memories = [
             sum(Fraction(state[i]) + count * Fraction(activation[i]) for i in stage)
-            for stage, count in zip(cut, in_flight, strict=True)
+            for stage, count in zip(split_evenly, in_flight, strict=True)
         ]
         levels = [max(times), max(memories)]
         if objective == "memory":
             levels.reverse()
-        squares = sum(each * each for each in times)
-        candidates.append((*levels, squares, inner, cut))
+        squares = sum(time * time for time in times)
+        candidates.append((*levels, squares, inner, split_evenly))
     return min(candidates)[-1]
 
 
@@ -82,15 +82,15 @@ def test_the_cut_is_the_best_of_all_at_every_level(objective: Objective, costs: 
             )
         )
         costs_and_counts = seconds, state, activation, in_flight
-        assert partition(*costs_and_counts, objective) == by_trying_all(
+        assert partition(*costs_and_counts, objective) == best_by_trying_all(
             *costs_and_counts, objective
         )
 
 
 def test_the_fastest_rest_is_not_always_the_best_rest() -> None:
     """The first stage takes 3 anyway, so the others may too, and then need less memory."""
-    found = partition([3, 1, 1, 2], [1, 2, 1, 1], [0] * 4, [1, 1, 1])
-    assert found == [range(0, 1), range(1, 2), range(2, 4)]
+    result = partition([3, 1, 1, 2], [1, 2, 1, 1], [0] * 4, [1, 1, 1])
+    assert result == [range(0, 1), range(1, 2), range(2, 4)]
 
 
 def test_a_bound_met_exactly_is_met() -> None:
@@ -117,8 +117,8 @@ def test_microbatches_in_flight_shrink_the_first_stages() -> None:
 
 def test_each_stage_has_its_own_count_in_flight() -> None:
     """Not by position from the end, nor the largest for all: one odd stage gets the least."""
-    found = partition([1.0] * 9, [0] * 9, [1.0] * 9, [1, 8, 1], "memory")
-    assert found == [range(0, 4), range(4, 5), range(5, 9)]
+    result = partition([1.0] * 9, [0] * 9, [1.0] * 9, [1, 8, 1], "memory")
+    assert result == [range(0, 4), range(4, 5), range(5, 9)]
 
 
 def test_more_stages_never_make_it_slower() -> None:
@@ -137,11 +137,11 @@ def test_more_stages_never_make_it_slower() -> None:
 
 
 def test_cut_of_one_stage_or_one_unit_each_is_trivial() -> None:
-    def cut(n: int, num_stages: int) -> list[range]:
+    def split_evenly(n: int, num_stages: int) -> list[range]:
         return partition([1] * n, [1] * n, [1] * n, [1] * num_stages)
 
-    assert cut(5, 1) == [range(5)]
-    assert cut(3, 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert split_evenly(5, 1) == [range(5)]
+    assert split_evenly(3, 3) == [range(0, 1), range(1, 2), range(2, 3)]
     assert partition([0] * 4, [0] * 4, [0] * 4, [1, 1]) == [range(0, 1), range(1, 4)]
 
 
@@ -197,7 +197,9 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
     counted = split_into_stages(
         model, in_flight, SEQ_LEN, 16, layers_per_stage=[by_count] * num_stages
     )
-    shares, counted_shares = ([stage.time_fraction for stage in cut] for cut in (stages, counted))
+    shares, counted_shares = (
+        [stage.time_fraction for stage in split_evenly] for split_evenly in (stages, counted)
+    )
     assert imbalance(shares) < imbalance(counted_shares)
     smallest = split_into_stages(model, in_flight, SEQ_LEN, 16, "memory")
     assert max(s.memory_bytes for s in smallest) < max(s.memory_bytes for s in stages)
@@ -214,12 +216,12 @@ def test_a_stage_is_the_sum_of_its_units() -> None:
     model = unit_costs(PRESETS["8b"], SEQ_LEN)
     stages = split_into_stages(model, [4, 3, 2, 1], 1024, 2)
     for stage in stages:
-        mine = [model[i] for i in stage.units]
-        assert stage.state_bytes == 2 * sum(unit.params for unit in mine)
-        kept = 1024 * sum(unit.activation_bytes_per_token for unit in mine)
-        assert stage.activation_bytes == kept
-        assert stage.memory_bytes == stage.state_bytes + stage.in_flight * kept
-        flops = sum(unit.flops_per_token for unit in mine)
+        stage_units = [model[i] for i in stage.units]
+        assert stage.state_bytes == 2 * sum(unit.params for unit in stage_units)
+        remaining = 1024 * sum(unit.activation_bytes_per_token for unit in stage_units)
+        assert stage.activation_bytes == remaining
+        assert stage.memory_bytes == stage.state_bytes + stage.in_flight * remaining
+        flops = sum(unit.flops_per_token for unit in stage_units)
         assert stage.time_fraction == pytest.approx(
             flops / sum(unit.flops_per_token for unit in model)
         )
@@ -241,8 +243,8 @@ def test_layers_by_hand() -> None:
         "layers 20-31",
         "head",
     ]
-    whole = split_into_stages(model, [1], SEQ_LEN, 16, layers_per_stage=[32])
-    assert [stage.name for stage in whole] == ["embed_tokens + layers 0-31 + head"]
+    full = split_into_stages(model, [1], SEQ_LEN, 16, layers_per_stage=[32])
+    assert [stage.name for stage in full] == ["embed_tokens + layers 0-31 + head"]
     with pytest.raises(ValueError, match="adds up to 31 blocks, but the model has 32"):
         split_into_stages(model, [2, 1], SEQ_LEN, 16, layers_per_stage=[16, 15])
 
@@ -268,8 +270,8 @@ def test_impossible_layers_are_refused_with_a_remedy() -> None:
         if num_blocks >= num_stages - 2:
             [problem, *_] = check_layers_per_stage([num_blocks + 1], num_stages, num_blocks)
             example = problem.remedy.partition("[")[2].partition("]")[0]
-            shown = [int(count) for count in example.split(", ")]
-            assert check_layers_per_stage(shown, num_stages, num_blocks) == []
+            counts = [int(count) for count in example.split(", ")]
+            assert check_layers_per_stage(counts, num_stages, num_blocks) == []
 
 
 # --------------------------------------------------------------------------- stages of a rank
@@ -308,12 +310,12 @@ def test_stage_table_has_ranks_and_units() -> None:
 
 
 def test_the_table_sums_up_the_stages_of_a_rank() -> None:
-    kept = float(GIB)
+    remaining = float(GIB)
     stages = [
-        Stage(0, 2, "embed + layer 0", 1, 0.2, 2 * kept, kept, 3),
-        Stage(2, 3, "layer 1", 1, 0.2, kept, kept, 2),
-        Stage(3, 4, "layer 2", 1, 0.2, kept, kept, 2),
-        Stage(4, 7, "layer 3 + norm + head", 1, 0.4, 3 * kept, 3 * kept, 1),
+        Stage(0, 2, "embed + layer 0", 1, 0.2, 2 * remaining, remaining, 3),
+        Stage(2, 3, "layer 1", 1, 0.2, remaining, remaining, 2),
+        Stage(3, 4, "layer 2", 1, 0.2, remaining, remaining, 2),
+        Stage(4, 7, "layer 3 + norm + head", 1, 0.4, 3 * remaining, 3 * remaining, 1),
     ]
     assert format_stage_table(stages, [0, 1, 1, 0]) == GOLDEN_V.splitlines()
 

@@ -118,14 +118,16 @@ def planned(text: str, machine: Machine | int) -> Plan:
     return resolve(job, machine)
 
 
-@pytest.mark.parametrize(("key", "idle", "few", "acting", "many"), CASES)
+@pytest.mark.parametrize(("key", "idle", "small_machine", "acting", "many"), CASES)
 def test_key_without_effect_is_warned_of_and_one_that_acts_is_not(
-    key: str, idle: str, few: Machine | int, acting: str, many: Machine | int
+    key: str, idle: str, small_machine: Machine | int, acting: str, many: Machine | int
 ) -> None:
-    (told,) = [w for w in planned(f"{PLAIN} {idle} {key}", few).warnings if "no effect" in w]
-    assert told.startswith(f"{key.partition('=')[0]}=")
-    assert " has no effect: " in told
-    assert told.endswith(".")
+    (warning,) = [
+        w for w in planned(f"{PLAIN} {idle} {key}", small_machine).warnings if "no effect" in w
+    ]
+    assert warning.startswith(f"{key.partition('=')[0]}=")
+    assert " has no effect: " in warning
+    assert warning.endswith(".")
     assert "no effect" not in "\n".join(planned(f"{PLAIN} {acting} {key}", many).warnings)
 
 
@@ -145,8 +147,8 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     job, base, problems = read_job(recipe)
     assert problems == []
     cluster = parse_cluster("3x8xcpu" if job.run.cluster == "local" else job.run.cluster)
-    local = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
-    machine = local if job.run.cluster == "local" else cluster_machine(cluster)  # type: ignore[arg-type]
+    host = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
+    machine = host if job.run.cluster == "local" else cluster_machine(cluster)  # type: ignore[arg-type]
     warnings = resolve(job, machine, recipe, base).warnings
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 
@@ -158,8 +160,8 @@ def test_default_that_is_written_out_is_no_warning() -> None:
 def test_rendezvous_without_nodes_is_warned_of_where_nodes_are_resolved() -> None:
     """Else every node would train the same by itself."""
     job, _, _ = read_job("demo", [("run.rendezvous", "a:29400")])
-    (told,) = resolve_nodes(job, Machine("cpu", 2)).warnings
-    assert "Set run.nodes" in told
+    (warning,) = resolve_nodes(job, Machine("cpu", 2)).warnings
+    assert "Set run.nodes" in warning
 
 
 @pytest.mark.parametrize("nodes", ["2:", "x", "1:2:3"])
@@ -168,7 +170,7 @@ def test_nodes_that_cannot_be_read_are_no_matter_of_warnings(nodes: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("warm", "steps", "told"),
+    ("warm", "steps", "message"),
     [
         (100, 50, "the learning rate ends at 0.0015, below its peak of optim.lr=0.003"),
         (50, 50, "reaches its peak in the last step and never decays"),
@@ -176,8 +178,8 @@ def test_nodes_that_cannot_be_read_are_no_matter_of_warnings(nodes: str) -> None
         (0, 1, ""),
     ],
 )
-def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, told: str) -> None:
+def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, message: str) -> None:
     warnings = planned(f"optim.warmup_steps={warm} train.steps={steps}", 1).warnings
-    assert len(warnings) == bool(told)
-    assert told in "".join(warnings)
-    assert "Use optim.warmup_steps=" in "".join(warnings) or not told
+    assert len(warnings) == bool(message)
+    assert message in "".join(warnings)
+    assert "Use optim.warmup_steps=" in "".join(warnings) or not message

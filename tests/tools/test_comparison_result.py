@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
     started.driver.quit()
 
 
-def compare_runs(folder: Path, count: int, repeats: int = 3) -> ComparisonSummary:
+def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSummary:
     """So many variants, each 10 % slower than the one before, and one that cannot be."""
     variants = [
         Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
@@ -36,20 +36,20 @@ def compare_runs(folder: Path, count: int, repeats: int = 3) -> ComparisonSummar
     ]
     wrong = (ConfigError("parallel.tp", 3, "does not divide <i>heads</i>"),)
     variants.append(Variant("tp=3", "demo", Job(), None, wrong))
-    ended = []
+    results = []
     for v in range(count):
         for r in range(1, repeats + 1):
             seconds = 1.1**v * (1 + 0.01 * (r * (v + 1) % 3))
-            spent = {"productive": 9.0, "restarting": 0.0}
-            told = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "time_breakdown": spent}
-            lines = [values(step, **told) for step in range(1, 21)]
-            run = make_run(trial_dir(folder, v, LABELS[v], r), lines)
+            elapsed = {"productive": 9.0, "restarting": 0.0}
+            row = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "time_breakdown": elapsed}
+            lines = [values(step, **row) for step in range(1, 21)]
+            run = make_run(trial_dir(directory, v, LABELS[v], r), lines)
             (run / "plan.json").write_text(json.dumps(plan()))
-            ended.append(TrialResult(v, r, 0, "", 1.0))
-    result = summarize_comparison(folder, variants, ended, ComparisonSettings(repeats))
-    said: list[str] = []
-    write_page(folder, result, said.append)
-    assert said == []
+            results.append(TrialResult(v, r, 0, "", 1.0))
+    result = summarize_comparison(directory, variants, results, ComparisonSettings(repeats))
+    messages: list[str] = []
+    write_page(directory, result, messages.append)
+    assert messages == []
     return result
 
 
@@ -64,9 +64,11 @@ def test_page_shows_verdict_and_variants_at_any_width(
     assert browser.run("return document.documentElement.scrollWidth") <= width
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
     assert headings[:4] == ["Verdict", "Intervals", "Variants", "Not compared"]
-    said = browser.run("return [...document.querySelectorAll('#part-0 p')].map(p => p.textContent)")
-    assert said == result.verdict
-    assert said[0].startswith("tp=2, activation_checkpoint=full is 9.")
+    output = browser.run(
+        "return [...document.querySelectorAll('#part-0 p')].map(p => p.textContent)"
+    )
+    assert output == result.verdict
+    assert output[0].startswith("tp=2, activation_checkpoint=full is 9.")
     rows = browser.run(
         "return [...document.querySelectorAll('#part-2 tbody tr')]"
         ".map(r => [...r.cells].map(c => c.textContent))"
@@ -95,8 +97,8 @@ def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> 
     )
     assert len(plots) == 2
     (zero, *lines), means, texts, rights, edge = plots[0]
-    percents = [json.loads(json.dumps(each)) for each in result.document["comparisons"]]
-    ends = [each["speed"]["percent"] for each in percents]
+    percents = [json.loads(json.dumps(comparison)) for comparison in result.document["comparisons"]]
+    ends = [percent["speed"]["percent"] for percent in percents]
     scale = (means[1] - means[0]) / (ends[1][1] - ends[0][1])  # pixels of a percent
     for line, mean, (low, middle, high) in zip(lines, means, ends, strict=True):
         assert mean - zero[0] == pytest.approx(scale * middle, abs=0.5)

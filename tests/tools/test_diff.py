@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import nothing_is_left, small_command  # noqa: F401 - a fixture
+from tests.cluster.conftest import no_processes_left, small_command  # noqa: F401 - a fixture
 from tests.cluster.test_launcher import run
 from tests.harness import run_ranks
 from tests.small import Overrides, small_job, train_rank
@@ -20,7 +20,7 @@ from weft.tools.diff import compare_runs
 from weft.train.setup import enable_determinism
 
 # A model whose second block gives 1 % more in one step.
-MINE = """
+LOCAL = """
 from dataclasses import replace
 import torch, torch.distributed as dist
 from weft.models import FAMILIES
@@ -52,16 +52,16 @@ def train_deterministic(overrides: Overrides, store: str) -> None:
     train_rank(overrides, store)
 
 
-def train_in_ranks(overrides: Overrides, store: Path, folder: Path) -> None:
+def train_in_ranks(overrides: Overrides, store: Path, directory: Path) -> None:
     run_ranks(train_deterministic, 2, overrides, str(store))
     job = small_job(*overrides)
-    (folder / dict(overrides)["run.dir"] / "job.toml").write_text(to_toml(job, "demo", job))
+    (directory / dict(overrides)["run.dir"] / "job.toml").write_text(to_toml(job, "demo", job))
 
 
-def train_by_command(overrides: Overrides, store: Path, folder: Path) -> None:
+def train_by_command(overrides: Overrides, store: Path, directory: Path) -> None:
     words = [word for key, value in overrides for word in (f"--{key}", value)]
-    done = run([*small_command(store), *words], folder)
-    assert done.returncode == 0, done.stderr
+    completed = run([*small_command(store), *words], directory)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.timeout(300, method="signal")
@@ -80,7 +80,7 @@ def test_diff_perturbed_layer_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two runs of two ranks; of the same bits until then, for they are deterministic."""
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for kind in ("PLAIN", "PERTURBED"):
@@ -88,18 +88,18 @@ def test_diff_perturbed_layer_is_named(
         train(job, store_path, tmp_path)
     a, b = tmp_path / "PLAIN", tmp_path / "PERTURBED"
     assert main(["diff", str(a), str(b)]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith(
+    output = capsys.readouterr().out
+    assert output.startswith(
         "the runs first differ at step 7: the output of layers.1 in the forward pass (difference"
     )
-    assert "bitwise equal until step 6\n" in said
-    assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in said
-    assert "--debug.layer_stats_steps" not in said  # they are there
+    assert "bitwise equal until step 6\n" in output
+    assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in output
+    assert "--debug.layer_stats_steps" not in output  # they are there
     assert main(["diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["part"] is None
-    assert told["rounding"]["step"] == 7
-    assert told["equal_until"] == 6
+    report = json.loads(capsys.readouterr().out)
+    assert report["part"] is None
+    assert report["rounding"]["step"] == 7
+    assert report["equal_until"] == 6
     assert main(["diff", str(a), str(a)]) == 0
     assert capsys.readouterr().out.startswith("bitwise equal: loss and gradient norm of 9")
 
@@ -107,16 +107,18 @@ def test_diff_perturbed_layer_is_named(
 # --------------------------------------------------------------------------- the pieces
 
 
-def made(
-    folder: Path, losses: Mapping[int, float | None], rows: Sequence[Any] = (), job: str = ""
+def make_run(
+    directory: Path, losses: Mapping[int, float | None], rows: Sequence[Any] = (), job: str = ""
 ) -> Path:
-    folder.mkdir()
-    (folder / "job.toml").write_text(job)
+    directory.mkdir()
+    (directory / "job.toml").write_text(job)
     records = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in losses.items()]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (directory / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(record)}\n" for record in records)
+    )
     if rows:
-        (folder / "statistics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder
+        (directory / "statistics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return directory
 
 
 def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[str, Any]:
@@ -126,45 +128,45 @@ def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[s
 
 def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None:
     before = {10: 5.0, 20: 4.0}
-    a = made(tmp_path / "a", before | {30: 3.0})
-    b = made(tmp_path / "b b", before | {30: 3.1}, job="[optim]\nlr = 0.1\n")
+    a = make_run(tmp_path / "a", before | {30: 3.0})
+    b = make_run(tmp_path / "b b", before | {30: 3.1}, job="[optim]\nlr = 0.1\n")
     (a / "checkpoints" / "step-00000010").mkdir(parents=True)
     (a / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
-    found = compare_runs(a, b, 1e-4)
-    assert found.part is not None
-    assert found.part.step == 30
-    said = str(found)
-    assert said.startswith("the runs first differ at step 30: the loss (difference 3.23%)\n")
-    assert "bitwise equal until step 20" in said
-    assert f"weft train {a}/job.toml --run.dir {a}-again --debug.layer_stats_steps 21-30" in said
-    assert f"or, in place: weft rollback {a} 10, then the command above" in said
+    result = compare_runs(a, b, 1e-4)
+    assert result.part is not None
+    assert result.part.step == 30
+    output = str(result)
+    assert output.startswith("the runs first differ at step 30: the loss (difference 3.23%)\n")
+    assert "bitwise equal until step 20" in output
+    assert f"weft train {a}/job.toml --run.dir {a}-again --debug.layer_stats_steps 21-30" in output
+    assert f"or, in place: weft rollback {a} 10, then the command above" in output
     assert (
-        f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in said
+        f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in output
     )
-    assert "  optim.lr: 0.0003 / 0.1" in said
+    assert "  optim.lr: 0.0003 / 0.1" in output
 
 
 def test_diff_rounding_is_distinguished_from_a_difference(tmp_path: Path) -> None:
-    a = made(tmp_path / "a", {1: 5.0, 2: 4.0, 3: 3.0})
-    b = made(tmp_path / "b", {1: 5.0, 2: 4.000004, 3: 3.0003})
-    found = compare_runs(a, b, 1e-4)
-    assert found.part is None
-    assert str(found).startswith(
+    a = make_run(tmp_path / "a", {1: 5.0, 2: 4.0, 3: 3.0})
+    b = make_run(tmp_path / "b", {1: 5.0, 2: 4.000004, 3: 3.0003})
+    result = compare_runs(a, b, 1e-4)
+    assert result.part is None
+    assert str(result).startswith(
         "no difference above the tolerance of 0.0001: the largest is 1.0e-04; loss and"
     )
-    assert "bitwise equal until step 1; first rounding: the loss" in str(found)
-    assert "configurations and environments are equal" in str(found)
+    assert "bitwise equal until step 1; first rounding: the loss" in str(result)
+    assert "configurations and environments are equal" in str(result)
     part = compare_runs(a, b, 1e-5).part
     assert part is not None
     assert part.step == 3
 
 
 def test_diff_step_without_a_loss_is_not_comparable(tmp_path: Path) -> None:
-    a = made(tmp_path / "a", {1: 5.0, 2: None})
+    a = make_run(tmp_path / "a", {1: 5.0, 2: None})
     assert compare_runs(a, a, 1e-4).part is None
-    found = compare_runs(a, made(tmp_path / "b", {1: 5.0, 2: 4.0}), 1e-4)
-    assert "the runs first differ at step 2: the loss (not comparable)" in str(found)
-    assert '"distance": "inf"' in found.to_json()
+    result = compare_runs(a, make_run(tmp_path / "b", {1: 5.0, 2: 4.0}), 1e-4)
+    assert "the runs first differ at step 2: the loss (not comparable)" in str(result)
+    assert '"distance": "inf"' in result.to_json()
 
 
 ROWS = [
@@ -199,10 +201,8 @@ ROWS = [
 def test_diff_first_departure_is_in_order_of_computation(
     changed: dict[str, str], first: str, tmp_path: Path
 ) -> None:
-    others = [
-        each | ({"rms": 1.1} if changed.get(each["name"]) == each["kind"] else {}) for each in ROWS
-    ]
-    a, b = made(tmp_path / "a", {5: 1.0}, ROWS), made(tmp_path / "b", {5: 1.0}, others)
+    rest = [row | ({"rms": 1.1} if changed.get(row["name"]) == row["kind"] else {}) for row in ROWS]
+    a, b = make_run(tmp_path / "a", {5: 1.0}, ROWS), make_run(tmp_path / "b", {5: 1.0}, rest)
     assert f"the runs first differ at step 5: {first}" in str(compare_runs(a, b, 1e-4))
 
 
@@ -210,23 +210,23 @@ def test_diff_first_departure_is_in_order_of_computation(
     "change", [{"mean": 0.6}, {"max_abs": 2.1}, {"nonfinite": 1}, {"count": 5}]
 )
 def test_diff_any_statistic_that_differs_is_found(change: dict[str, float], tmp_path: Path) -> None:
-    a = made(tmp_path / "a", {}, [row(5, "activation", "layers.0", 1)])
-    b = made(tmp_path / "b", {}, [row(5, "activation", "layers.0", 1, **change)])
+    a = make_run(tmp_path / "a", {}, [row(5, "activation", "layers.0", 1)])
+    b = make_run(tmp_path / "b", {}, [row(5, "activation", "layers.0", 1, **change)])
     assert compare_runs(a, b, 1e-4).part is not None
 
 
 def test_diff_earlier_departure_in_records_precedes_statistics(tmp_path: Path) -> None:
-    others = [each | {"rms": 1.1} for each in ROWS]
-    a, b = made(tmp_path / "a", {3: 1.0}, ROWS), made(tmp_path / "b", {3: 1.1}, others)
-    said = str(compare_runs(a, b, 1e-4))
-    assert said.startswith("the runs first differ at step 3: the loss")
-    assert "--debug.layer_stats_steps 1-3" in said
+    rest = [row | {"rms": 1.1} for row in ROWS]
+    a, b = make_run(tmp_path / "a", {3: 1.0}, ROWS), make_run(tmp_path / "b", {3: 1.1}, rest)
+    output = str(compare_runs(a, b, 1e-4))
+    assert output.startswith("the runs first differ at step 3: the loss")
+    assert "--debug.layer_stats_steps 1-3" in output
 
 
 def test_diff_runs_without_common_steps_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = made(tmp_path / "a", {1: 5.0}), made(tmp_path / "b", {2: 5.0})
+    a, b = make_run(tmp_path / "a", {1: 5.0}), make_run(tmp_path / "b", {2: 5.0})
     with pytest.raises(InvalidConfig, match="has no step in common with"):
         compare_runs(a, b, 1e-4)
     assert main(["diff", str(a), str(tmp_path)]) == 2

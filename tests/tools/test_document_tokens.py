@@ -31,7 +31,7 @@ from weft.tools.multiple_choice import encode_pair
 PROMPTS = ["def parse", "x = 1", "some words, and more"]
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
@@ -59,18 +59,18 @@ def template(tokenizer: Tokenizer, single: str) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
+def write_folder(directory: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
     """A model's directory; ``files``: its JSON files, by name without ending."""
-    folder.mkdir()
-    shutil.copy(weights / "model.safetensors", folder)
+    directory.mkdir()
+    shutil.copy(weights / "model.safetensors", directory)
     tree = json.loads((weights / "config.json").read_text())
     tree = {n: v for n, v in tree.items() if n not in ("eos_token_id", "bos_token_id")}
     tree |= files.pop("config", {})
-    (folder / "config.json").write_text(json.dumps(tree))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps(tree))
+    tokenizer.save(str(directory / "tokenizer.json"))
     for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -91,36 +91,39 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(config)
     for name, param in model.named_parameters():
         torch.nn.init.normal_(param, float("norm" in name), 0.3)
-    folder = tmp_path_factory.mktemp("weights")
-    model.save_pretrained(folder)
-    return folder
+    directory = tmp_path_factory.mktemp("weights")
+    model.save_pretrained(directory)
+    return directory
 
 
-def written(run: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
+def generate_tokens(run: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
     """Token ids of prompts and their likeliest continuations, by weft."""
-    found = find_checkpoint(run)
-    model, speech = load_local_model(found, torch.device("cpu")), load_chat_format(found)
-    rows = make_sequences(prompts, speech, Sampling(max_tokens=tokens, temperature=0))
-    for _ in generate(model, speech, rows, Sampling(max_tokens=tokens, temperature=0)):
+    checkpoint = find_checkpoint(run)
+    model, chat_format = (
+        load_local_model(checkpoint, torch.device("cpu")),
+        load_chat_format(checkpoint),
+    )
+    rows = make_sequences(prompts, chat_format, Sampling(max_tokens=tokens, temperature=0))
+    for _ in generate(model, chat_format, rows, Sampling(max_tokens=tokens, temperature=0)):
         pass
     return [row.ids for row in rows]
 
 
-def written_by_theirs(folder: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
+def written_by_theirs(directory: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
     """The same by transformers, without the token that ends a text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     ends = model.generation_config.eos_token_id
-    found = []
+    result = []
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        told = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-        ended = told[-1] in (ends if isinstance(ends, list) else [ends])
-        found.append(told[:-1] if ended and len(told) > ids.shape[1] else told)
-    return found
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+        results = generated[-1] in (ends if isinstance(ends, list) else [ends])
+        result.append(generated[:-1] if results and len(generated) > ids.shape[1] else generated)
+    return result
 
 
 EOS = {"tokenizer_config": {"eos_token": "<|stop|>", "bos_token": "<s>"}}
@@ -149,16 +152,16 @@ def test_generate_imported_model_writes_what_transformers_does(
     tokenizer = make_tokenizer("<|stop|>", "<s>")
     if single:
         template(tokenizer, single)
-    folder = write_folder(tmp_path / "hf", weights, tokenizer, **files)
-    import_model(folder, tmp_path / "run", silent)
-    theirs = written_by_theirs(folder, PROMPTS)
-    assert written(tmp_path / "run", PROMPTS) == theirs
+    directory = write_folder(tmp_path / "hf", weights, tokenizer, **files)
+    import_model(directory, tmp_path / "run", ignore_progress)
+    theirs = written_by_theirs(directory, PROMPTS)
+    assert generate_tokens(tmp_path / "run", PROMPTS) == theirs
     # And so does its export.
-    export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", silent)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", ignore_progress)
     assert written_by_theirs(tmp_path / "out", PROMPTS) == theirs
     # What multiple choice asks with begins alike.
-    speech = load_chat_format(find_checkpoint(tmp_path / "run"))
-    context, answer = encode_pair(speech, "x = 1", " and")
+    chat_format = load_chat_format(find_checkpoint(tmp_path / "run"))
+    context, answer = encode_pair(chat_format, "x = 1", " and")
     assert context == tokenizer.encode("x = 1").ids
     assert context + answer == tokenizer.encode("x = 1 and").ids or single.endswith("<|stop|>")
 
@@ -166,21 +169,21 @@ def test_generate_imported_model_writes_what_transformers_does(
 def test_generate_ends_at_any_of_the_end_tokens(weights: Path, tmp_path: Path) -> None:
     tokenizer = make_tokenizer("<|stop|>", "<s>")
     plain = write_folder(tmp_path / "plain", weights, tokenizer, **EOS)
-    import_model(plain, tmp_path / "first", silent)
-    free = written(tmp_path / "first", ["x = 1"])[0]
+    import_model(plain, tmp_path / "first", ignore_progress)
+    free = generate_tokens(tmp_path / "first", ["x = 1"])[0]
     begun = len(tokenizer.encode("x = 1").ids)
     chosen = [free[begun + 7], free[begun + 4]]
-    for place, ends in enumerate(([0, *chosen], chosen[0])):
+    for position, ends in enumerate(([0, *chosen], chosen[0])):
         files = {"generation_config": {"eos_token_id": ends}, "config": {"eos_token_id": 0}}
-        folder = write_folder(tmp_path / f"hf{place}", weights, tokenizer, **EOS, **files)
-        run, out = tmp_path / f"run{place}", tmp_path / f"out{place}"
-        import_model(folder, run, silent)
-        [ids] = written(run, ["x = 1"])
+        directory = write_folder(tmp_path / f"hf{position}", weights, tokenizer, **EOS, **files)
+        run, out = tmp_path / f"run{position}", tmp_path / f"out{position}"
+        import_model(directory, run, ignore_progress)
+        [ids] = generate_tokens(run, ["x = 1"])
         assert begun < len(ids) < len(free)
-        assert [ids] == written_by_theirs(folder, ["x = 1"])
-        export_checkpoint(run, out, "float32", "5GB", silent)
-        kept = json.loads((out / "generation_config.json").read_text())
-        assert kept["eos_token_id"] == ends
+        assert [ids] == written_by_theirs(directory, ["x = 1"])
+        export_checkpoint(run, out, "float32", "5GB", ignore_progress)
+        text = json.loads((out / "generation_config.json").read_text())
+        assert text["eos_token_id"] == ends
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
 
 
@@ -196,12 +199,12 @@ def test_generate_run_of_text_starts_documents_as_in_training(
     for name, changed in (("own", tokenizer), ("other", other)):
         changed.save(str(run / "tokenizer.json"))
         (run / RECORD_FILE).write_text(format_record(0, True))
-        ids = written(run, PROMPTS)
+        ids = generate_tokens(run, PROMPTS)
         plain = [tokenizer.encode(p, add_special_tokens=False).ids for p in PROMPTS]
         assert [row[: len(p) + 1] for row, p in zip(ids, plain, strict=True)] == [
             [0, *p] for p in plain
         ]
-        export_checkpoint(run, tmp_path / name, "float32", "5GB", silent)
+        export_checkpoint(run, tmp_path / name, "float32", "5GB", ignore_progress)
         assert written_by_theirs(tmp_path / name, PROMPTS) == ids
     same = (tmp_path / "own" / "tokenizer.json").read_bytes()
     assert same == (store_path / "tokenizer.json").read_bytes() or b'"start"' in same
@@ -209,7 +212,7 @@ def test_generate_run_of_text_starts_documents_as_in_training(
     (run / RECORD_FILE).write_text(format_record(0, False))
     tree = json.loads(tokenizer.to_str()) | {"post_processor": None}
     (run / "tokenizer.json").write_text(json.dumps(tree))
-    assert written(run, ["x"])[0][0] != 0
+    assert generate_tokens(run, ["x"])[0][0] != 0
 
 
 # --------------------------------------------------------------------------- end tokens
@@ -222,12 +225,12 @@ def tokenizer() -> Tokenizer:
     return make_tokenizer(*SPECIAL)
 
 
-def beside(tokenizer: Tokenizer, folder: Path, files: dict[str, Any]) -> Path:
-    tokenizer.save(str(folder / "tokenizer.json"))
+def write_beside(tokenizer: Tokenizer, directory: Path, files: dict[str, Any]) -> Path:
+    tokenizer.save(str(directory / "tokenizer.json"))
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
-        (folder / f"{name}.json").write_text(text)
-    return folder / "tokenizer.json"
+        (directory / f"{name}.json").write_text(text)
+    return directory / "tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -266,10 +269,10 @@ def test_find_document_tokens_first_file_decides(
         if value is not None:
             many = [names[n] for n in value] if isinstance(value, list) else names[value]
             content["eos_token_id"] = many
-    found = load_document_tokens(tokenizer, beside(tokenizer, tmp_path, numbered))
-    assert found.separator == names[separator]
-    assert found.end_tokens == {names[n] for n in ends}
-    assert found.note == ""
+    result = load_document_tokens(tokenizer, write_beside(tokenizer, tmp_path, numbered))
+    assert result.separator == names[separator]
+    assert result.end_tokens == {names[n] for n in ends}
+    assert result.note == ""
 
 
 def test_find_document_tokens_contradiction_is_in_the_note(
@@ -279,10 +282,10 @@ def test_find_document_tokens_contradiction_is_in_the_note(
         "generation_config": {"eos_token_id": 5},  # an ordinary token: it separates nothing
         "tokenizer_config": {"eos_token": "<|stop|>"},
     }
-    found = load_document_tokens(tokenizer, beside(tokenizer, tmp_path, files))
+    result = load_document_tokens(tokenizer, write_beside(tokenizer, tmp_path, files))
     stop = tokenizer.token_to_id("<|stop|>")
-    assert (found.separator, found.end_tokens) == (stop, {5, stop})
-    assert 'tokenizer_config.json names "<|stop|>"' in found.note
+    assert (result.separator, result.end_tokens) == (stop, {5, stop})
+    assert 'tokenizer_config.json names "<|stop|>"' in result.note
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,7 @@ def test_find_document_tokens_contradiction_is_in_the_note(
 def test_find_document_tokens_bad_value_is_named(
     files: dict[str, Any], rule: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    path = beside(tokenizer, tmp_path, files)
+    path = write_beside(tokenizer, tmp_path, files)
     with pytest.raises(InvalidConfig) as caught:
         load_document_tokens(tokenizer, path)
     assert rule in str(caught.value)
@@ -319,7 +322,7 @@ def test_find_document_tokens_absence_is_named(tmp_path: Path) -> None:
         InvalidConfig, match=r'Set "eos_token": "\.\.\." in a tokenizer_config.json'
     ):
         find_document_tokens(nameless, [], "t.json")
-    path = beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})
+    path = write_beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})
     with pytest.raises(InvalidConfig, match=r"config\.json names .*, which is not special"):
         load_document_tokens(nameless, path)
 
@@ -331,7 +334,9 @@ def test_prepare_given_tokenizer_separates_by_the_files_beside_it(tmp_path: Path
         (text / f"{index}.txt").write_text(f"text number {index}, of some words\n" * 10)
     tokenizer = make_tokenizer("<|stop|>", "</s>")
     (tmp_path / "model").mkdir()
-    path = beside(tokenizer, tmp_path / "model", {"tokenizer_config": {"eos_token": "<|stop|>"}})
+    path = write_beside(
+        tokenizer, tmp_path / "model", {"tokenizer_config": {"eos_token": "<|stop|>"}}
+    )
     section = DataSection(path=str(text), tokenizer=str(path))
     store = prepare_store(section, tmp_path / "cache")
     assert store.manifest.separator == tokenizer.token_to_id("<|stop|>")

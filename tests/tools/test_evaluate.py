@@ -31,26 +31,26 @@ def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_run(tmp_path_factory.mktemp("evaluate") / "run", store_path)
 
 
-def told(
-    run: str, store: str, overrides: list[tuple[str, str]], whole: bool = False
+def evaluate_store(
+    run: str, store: str, overrides: list[tuple[str, str]], full: bool = False
 ) -> dict[str, Any]:
-    found = find_checkpoint(Path(run))
-    job, plan = plan_inference(found, overrides, [], ALLOWED, for_generation=False)
+    checkpoint = find_checkpoint(Path(run))
+    job, plan = plan_inference(checkpoint, overrides, [], ALLOWED, for_generation=False)
     sequences = (
         job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else ALL_SEQUENCES
     )
-    seen: list[Progress] = []
-    asked = (found, plan, open_dataset(store), sequences, this_rank(), whole)
-    (loss,) = evaluate_sources(*asked, seen.append)
-    counts = [each.done for each in seen if each.message == seen[-1].message]
+    progress: list[Progress] = []
+    call_args = (checkpoint, plan, open_dataset(store), sequences, this_rank(), full)
+    (loss,) = evaluate_sources(*call_args, progress.append)
+    counts = [item.done for item in progress if item.message == progress[-1].message]
     assert counts == sorted(counts)
     assert len(set(counts)) > 1
-    assert counts[-1] == seen[-1].total
+    assert counts[-1] == progress[-1].total
     return loss.to_dict()
 
 
 def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: Path) -> None:
-    (ours,) = run_ranks(told, 1, str(run), str(store_path), [])
+    (ours,) = run_ranks(evaluate_store, 1, str(run), str(store_path), [])
     model = load_local_model(find_checkpoint(run), torch.device("cpu"))
     store = open_store(store_path)
     stream, length = store.tokens("validation"), 32
@@ -73,22 +73,22 @@ def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: 
     "layout", ["dp_shard2 tp2", "pp2", pytest.param("cp2 tp2", marks=pytest.mark.slow)]
 )
 def test_evaluate_in_every_layout_is_the_same(layout: str, run: Path, store_path: Path) -> None:
-    few = ("train.eval_sequences", "9")
-    (expected,) = run_ranks(told, 1, str(run), str(store_path), [few])
+    subset = ("train.eval_sequences", "9")
+    (expected,) = run_ranks(evaluate_store, 1, str(run), str(store_path), [subset])
     ranks, overrides = parse(layout)
-    for ours in run_ranks(told, ranks, str(run), str(store_path), [*overrides, few]):
+    for ours in run_ranks(evaluate_store, ranks, str(run), str(store_path), [*overrides, subset]):
         assert ours == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluate_command_prints_loss_and_refuses_mistakes(
-    run: Path, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, text_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", str(run), "--json", "--data.cache_dir", str(tmp_path)]
-    assert main([*words, "--data.path", str(text_folder), "--train.eval_sequences", "4"]) == 0
+    assert main([*words, "--data.path", str(text_dir), "--train.eval_sequences", "4"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert 5 < numbers["nats_per_token"] < 100
     assert numbers["tokens"] > 1000
     assert main([*words, "--train.steps", "3", "--task", "nowhere.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert "--task" in said
-    assert "train.steps" in said
+    output = capsys.readouterr().err
+    assert "--task" in output
+    assert "train.steps" in output

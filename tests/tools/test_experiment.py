@@ -78,38 +78,38 @@ def test_parse_vary_mistakes_are_problems() -> None:
 
 def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # noqa: B006
     recipes, *vary = arguments
-    here = [("run.device", "cpu"), ("run.nproc_per_node", "2"), *overrides]
+    all_overrides = [("run.device", "cpu"), ("run.nproc_per_node", "2"), *overrides]
 
     def read(recipe: str, overrides: Overrides) -> Plan:
         return prepare_variant("runs", recipe, overrides)
 
-    return read_variants(recipes, vary, here, [], read)
+    return read_variants(recipes, vary, all_overrides, [], read)
 
 
 def test_variants_labels_name_what_changed() -> None:
-    found = variants(
+    result = variants(
         ["demo"], ("parallel.tp", ["1", "2"]), ("activation_checkpoint.mode", ["none", "full"])
     )
-    assert [each.label for each in found] == [
+    assert [item.label for item in result] == [
         "tp=1, activation_checkpoint=none",
         "tp=1, activation_checkpoint=full",
         "tp=2, activation_checkpoint=none",
         "tp=2, activation_checkpoint=full",
     ]
-    assert [each.job.parallel.tp for each in found] == [1, 1, 2, 2]
-    assert all(each.job.checkpoint.interval == 0 for each in found)
+    assert [item.job.parallel.tp for item in result] == [1, 1, 2, 2]
+    assert all(item.job.checkpoint.interval == 0 for item in result)
     two = variants(["demo"], ("train.steps", ["5", "6"]), ("compile.enable", ["false", "true"]))
     assert two[3].label == "steps=6, compile=true"
-    assert [each.label for each in variants(["demo", "demo"])] == ["demo", "demo (2)"]
-    asked = variants(["demo", "demo"], overrides=[("checkpoint.interval", "5")])
-    assert asked[0].job.checkpoint.interval == 5
+    assert [variant.label for variant in variants(["demo", "demo"])] == ["demo", "demo (2)"]
+    named = variants(["demo", "demo"], overrides=[("checkpoint.interval", "5")])
+    assert named[0].job.checkpoint.interval == 5
 
 
 def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
-    found = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
-    assert [each.plan is None for each in found] == [False, True, True]
-    assert "does not divide" in str(found[1].problems[0])
-    assert str(found[2].problems[0]).startswith('parallel.tp="x" must be a whole number')
+    result = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
+    assert [item.plan is None for item in result] == [False, True, True]
+    assert "does not divide" in str(result[1].problems[0])
+    assert str(result[2].problems[0]).startswith('parallel.tp="x" must be a whole number')
     with pytest.raises(InvalidConfig) as error:
         variants(["demo"], ("parallel.tpp", ["1", "2"]))
     assert [problem.key for problem in error.value.problems] == ["parallel.tpp"] * 2
@@ -177,47 +177,47 @@ def test_order_alternates_and_seeds_are_paired() -> None:
 
 
 def test_why_failed_trial_gives_last_reason() -> None:
-    said = "step 1\nweft: rank 0 failed: KeyError: 3\n  | Traceback\n  log: x\n"
-    assert failure_reason(1, said) == "rank 0 failed: KeyError: 3"
-    said = "weft: 2 problems, nothing was started:\n  a=1 is bad. Use 2.\n  b=2 is worse.\n"
-    assert failure_reason(2, said) == "a=1 is bad. Use 2. b=2 is worse."
+    output = "step 1\nweft: rank 0 failed: KeyError: 3\n  | Traceback\n  log: x\n"
+    assert failure_reason(1, output) == "rank 0 failed: KeyError: 3"
+    output = "weft: 2 problems, nothing was started:\n  a=1 is bad. Use 2.\n  b=2 is worse.\n"
+    assert failure_reason(2, output) == "a=1 is bad. Use 2. b=2 is worse."
     assert failure_reason(-9, "") == "ended with signal SIGKILL"
 
 
 # --------------------------------------------------------------------------- real runs
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+def start(command: list[str], directory: Path) -> subprocess.Popen[str]:
     """``weft compare`` in ``folder``; what it says goes to ``said``."""
-    with (folder / "said").open("a") as file:
+    with (directory / "said").open("a") as file:
         return subprocess.Popen(
-            [*WEFT, "compare", *command], cwd=folder, stdout=file, stderr=file, text=True
+            [*WEFT, "compare", *command], cwd=directory, stdout=file, stderr=file, text=True
         )
 
 
-def finish(command: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
+def finish(command: list[str], directory: Path) -> tuple[int, dict[str, Any]]:
     """Its status and ``comparison.json``."""
-    status = start(command, folder).wait(timeout=400)
-    return status, json.loads((folder / "out/comparison.json").read_text())
+    status = start(command, directory).wait(timeout=400)
+    return status, json.loads((directory / "out/comparison.json").read_text())
 
 
-def until(there: Path, text: str, process: subprocess.Popen[str]) -> None:
+def wait_for_text(path: Path, text: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    while not there.is_file() or text not in there.read_text():
+    while not path.is_file() or text not in path.read_text():
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def stamps(folder: Path, pattern: str) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.glob(pattern))}
+def stamps(directory: Path, pattern: str) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(directory.glob(pattern))}
 
 
-def no_ranks_in(folder: Path) -> bool:
+def no_ranks_in(directory: Path) -> bool:
     """Whether all that was started for runs below a folder has ended."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(folder) in entry.read_text():
+            if str(directory) in entry.read_text():
                 return False
         except OSError:
             continue
@@ -235,83 +235,89 @@ def leave_records(finished: Path, killed: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def once(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def first_comparison(
+    store_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
     """Four variants, of which one crashes and one cannot be: killed in the second run, which has
     left some records, and run again."""
-    folder = tmp_path_factory.mktemp("once")
+    directory = tmp_path_factory.mktemp("once")
     same = [("train.steps", "12"), ("resilience.max_restarts_per_hour", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
     recipes = [
-        toml(folder / "plain.toml", store_path, *same, slow(0.1)),
-        toml(folder / "seed.toml", store_path, *same, slow(0.1), ("train.seed", "5")),
-        toml(folder / "crash.toml", store_path, *same, ("resilience.faults", crash)),
-        toml(folder / "wrong.toml", store_path, *same, ("parallel.tp", "3")),
+        toml(directory / "plain.toml", store_path, *same, slow(0.1)),
+        toml(directory / "seed.toml", store_path, *same, slow(0.1), ("train.seed", "5")),
+        toml(directory / "crash.toml", store_path, *same, ("resilience.faults", crash)),
+        toml(directory / "wrong.toml", store_path, *same, ("parallel.tp", "3")),
     ]
     command = [*recipes, "--out", "out", "--price", "2"]
-    seen: dict[str, Any] = {"folder": folder, "recipes": recipes, "command": command}
-    process = start([*command, "--repeat", "1"], folder)
-    until(folder / "said", "trial 2 of 3", process)
+    state: dict[str, Any] = {"folder": directory, "recipes": recipes, "command": command}
+    process = start([*command, "--repeat", "1"], directory)
+    wait_for_text(directory / "said", "trial 2 of 3", process)
     process.kill()
     process.wait()
-    leave_records(folder / "out/1-plain-repeat-1", folder / "out/2-seed-repeat-1", seed=5)
-    seen["first"] = stamps(folder, "out/1-plain-repeat-1/**/*")
-    with (folder / "said").open("a") as said, chdir(folder), redirect_stdout(said):
-        seen["status"] = main(["compare", *command, "--repeat", "1"])
-    seen["found"] = json.loads((folder / "out/comparison.json").read_text())
-    seen["first again"] = stamps(folder, "out/1-plain-repeat-1/**/*")
-    yield seen
-    assert no_ranks_in(folder)
+    leave_records(directory / "out/1-plain-repeat-1", directory / "out/2-seed-repeat-1", seed=5)
+    state["first"] = stamps(directory, "out/1-plain-repeat-1/**/*")
+    with (directory / "said").open("a") as output, chdir(directory), redirect_stdout(output):
+        state["status"] = main(["compare", *command, "--repeat", "1"])
+    state["found"] = json.loads((directory / "out/comparison.json").read_text())
+    state["first again"] = stamps(directory, "out/1-plain-repeat-1/**/*")
+    yield state
+    assert no_ranks_in(directory)
 
 
 @pytest.fixture(scope="module")
-def twice(once: dict[str, Any]) -> dict[str, Any]:
+def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
     """The same with a second repeat, stopped by Ctrl-C, and resumed."""
-    folder, command = once["folder"], [*once["command"], "--repeat", "2"]
-    process = start(command, folder)
-    until(folder / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
+    directory, command = first_comparison["folder"], [*first_comparison["command"], "--repeat", "2"]
+    process = start(command, directory)
+    wait_for_text(directory / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
     process.send_signal(signal.SIGINT)
     stopped = process.wait(timeout=60)
-    status, found = finish(command, folder)
-    return once | {"stopped": stopped, "status": status, "found": found}
+    status, result = finish(command, directory)
+    return first_comparison | {"stopped": stopped, "status": status, "found": result}
 
 
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 
-def test_compare_resumed_finished_trials_are_kept(once: dict[str, Any]) -> None:
-    assert once["first"] == once["first again"] != {}
-    assert (once["folder"] / "said").read_text().count("trial 1 of 3: plain, repeat 1") == 1
+def test_compare_resumed_finished_trials_are_kept(first_comparison: dict[str, Any]) -> None:
+    assert first_comparison["first"] == first_comparison["first again"] != {}
+    assert (first_comparison["folder"] / "said").read_text().count(
+        "trial 1 of 3: plain, repeat 1"
+    ) == 1
 
 
-def test_compare_one_run_each_gives_no_verdict(once: dict[str, Any]) -> None:
-    found = once["found"]
-    assert once["status"] == 0
-    (sentence,) = found["verdict"]
+def test_compare_one_run_each_gives_no_verdict(first_comparison: dict[str, Any]) -> None:
+    result = first_comparison["found"]
+    assert first_comparison["status"] == 0
+    (sentence,) = result["verdict"]
     assert sentence.startswith("one run each: seed's was ")
     assert "which is within noise" in sentence
     assert "one pair: no verdict" in sentence
-    (judged,) = found["comparisons"]
-    assert judged["speed"]["interval"] is judged["loss"]["interval"] is None
-    trials = [each["trials"] for each in found["variants"]]
-    assert [len(some) for some in trials] == [1, 1, 0, 0]
+    (comparison,) = result["comparisons"]
+    assert comparison["speed"]["interval"] is comparison["loss"]["interval"] is None
+    trials = [variant["trials"] for variant in result["variants"]]
+    assert [len(subset) for subset in trials] == [1, 1, 0, 0]
     (trial,) = trials[1]
     assert trial["tokens"] == 12 * 8 * 32
     assert (trial["records"], trial["warm_up"]) == (10, 2)
     assert trial["step_seconds"] > 0.1
 
 
-def test_compare_crash_and_invalid_variant_are_rows(once: dict[str, Any]) -> None:
-    wrong, crash = sorted(once["found"]["failures"], key=lambda line: line.startswith("crash"))
+def test_compare_crash_and_invalid_variant_are_rows(first_comparison: dict[str, Any]) -> None:
+    wrong, crash = sorted(
+        first_comparison["found"]["failures"], key=lambda line: line.startswith("crash")
+    )
     assert wrong.startswith("wrong: cannot be run: parallel.tp=3 does not divide")
     assert "crash: repeat 1 failed: rank 0 failed: RuntimeError: injected fault" in crash
-    log = once["folder"] / crash.rpartition("log: ")[2]
+    log = first_comparison["folder"] / crash.rpartition("log: ")[2]
     assert "injected fault" in log.read_text()
 
 
 def test_compare_folder_of_another_comparison_is_refused(
-    once: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    first_comparison: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipes, out = once["recipes"], ["--out", str(once["folder"] / "out")]
+    recipes, out = first_comparison["recipes"], ["--out", str(first_comparison["folder"] / "out")]
     (line,) = rejected(capsys, "compare", *recipes, *out, "--train.steps", "7")
     assert "holds another comparison: train.steps of plain was 12, and is 7" in line
     (line,) = rejected(capsys, "compare", *recipes[:2], *out)
@@ -319,41 +325,47 @@ def test_compare_folder_of_another_comparison_is_refused(
 
 
 @pytest.mark.slow
-def test_compare_interrupted_asks_to_be_requeued(twice: dict[str, Any]) -> None:
-    assert twice["stopped"] == REQUEUE
-    assert "the same command resumes the trial" in (twice["folder"] / "said").read_text()
+def test_compare_interrupted_asks_to_be_requeued(second_comparison: dict[str, Any]) -> None:
+    assert second_comparison["stopped"] == REQUEUE
+    assert (
+        "the same command resumes the trial" in (second_comparison["folder"] / "said").read_text()
+    )
 
 
 @pytest.mark.slow
-def test_compare_more_repeats_add_runs(once: dict[str, Any], twice: dict[str, Any]) -> None:
-    found = twice["found"]
-    trials = {each["label"]: each["trials"] for each in found["variants"]}
+def test_compare_more_repeats_add_runs(
+    first_comparison: dict[str, Any], second_comparison: dict[str, Any]
+) -> None:
+    result = second_comparison["found"]
+    trials = {variant["label"]: variant["trials"] for variant in result["variants"]}
     assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # seeds are what differs
     assert [trial["seed"] for trial in trials["seed"]] == [5, 11]
-    assert trials["plain"][0] == once["found"]["variants"][0]["trials"][0]
+    assert trials["plain"][0] == first_comparison["found"]["variants"][0]["trials"][0]
     # The order of the second repeat: the interrupted trial came before.
     runs = [
-        (twice["folder"] / f"out/{name}-repeat-2/job.toml").stat().st_mtime
+        (second_comparison["folder"] / f"out/{name}-repeat-2/job.toml").stat().st_mtime
         for name in ("2-seed", "1-plain")
     ]
     assert runs == sorted(runs)
-    (judged,) = found["comparisons"]
-    assert judged["pairs"] == 2
-    assert judged["speed"]["interval"] is not None
-    assert judged["loss"]["answer"] in ("equivalent", "undecided")
-    assert len(found["looks"]) == 2
-    assert any("2 verdicts were given" in note for note in found["notes"])
+    (comparison,) = result["comparisons"]
+    assert comparison["pairs"] == 2
+    assert comparison["speed"]["interval"] is not None
+    assert comparison["loss"]["answer"] in ("equivalent", "undecided")
+    assert len(result["looks"]) == 2
+    assert any("2 verdicts were given" in note for note in result["notes"])
 
 
 @pytest.mark.slow
 def test_compare_nothing_left_to_run_same_verdict(
-    twice: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    second_comparison: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--json`, and only the crash is tried again."""
-    monkeypatch.chdir(twice["folder"])
-    assert main(["compare", *twice["command"], "--repeat", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == twice["found"]["verdict"]
+    monkeypatch.chdir(second_comparison["folder"])
+    assert main(["compare", *second_comparison["command"], "--repeat", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == second_comparison["found"]["verdict"]
 
 
 # --------------------------------------------------------------------------- truth and verdict
@@ -374,21 +386,21 @@ def test_compare_planted_slowdown_is_found(
         toml(tmp_path / "fast.toml", store_path, steps, slow(fast)),
         toml(tmp_path / "slow.toml", store_path, steps, slow(slower)),
     ]
-    status, found = finish([*recipes, "--out", "out", "--repeat", str(repeats)], tmp_path)
+    status, result = finish([*recipes, "--out", "out", "--repeat", str(repeats)], tmp_path)
     assert status == 0
-    (judged,) = found["comparisons"]
-    assert judged["loss"]["answer"] == "equivalent"  # the very same
-    assert judged["loss"]["differences"] == [0.0] * repeats
-    for each, sleep in zip(found["variants"], (fast, slower), strict=True):
-        took = [trial["step_seconds"] for trial in each["trials"]]
-        assert min(took) > sleep
-        if max(took) > (1 + room) * sleep:
-            pytest.skip(f"the machine is too busy: steps of {sleep} s took {max(took):.3g} s")
-    assert judged["speed"]["answer"] == "slower", found["verdict"]
-    low, _, high = judged["speed"]["percent"]
+    (comparison,) = result["comparisons"]
+    assert comparison["loss"]["answer"] == "equivalent"  # the very same
+    assert comparison["loss"]["differences"] == [0.0] * repeats
+    for variant, sleep in zip(result["variants"], (fast, slower), strict=True):
+        seconds = [trial["step_seconds"] for trial in variant["trials"]]
+        assert min(seconds) > sleep
+        if max(seconds) > (1 + room) * sleep:
+            pytest.skip(f"the machine is too busy: steps of {sleep} s took {max(seconds):.3g} s")
+    assert comparison["speed"]["answer"] == "slower", result["verdict"]
+    low, _, high = comparison["speed"]["percent"]
     assert low - 1 < 100 * (fast / slower - 1) < high + 1
-    assert found["verdict"][0].startswith("slow is ")
-    assert "% slower than fast (95 % interval" in found["verdict"][0]
+    assert result["verdict"][0].startswith("slow is ")
+    assert "% slower than fast (95 % interval" in result["verdict"][0]
 
 
 @pytest.mark.slow
@@ -398,12 +410,12 @@ def test_compare_recipe_with_itself_finds_no_difference(store_path: Path, tmp_pa
     recipe = toml(tmp_path / "mine.toml", store_path, ("train.steps", "10"), slow(0.5))
     command = [recipe, "--vary", "train.seed=1,2", "--out", "out"]
     for _ in range(3):
-        status, found = finish(command, tmp_path)
+        status, result = finish(command, tmp_path)
         assert status == 0
-        (judged,) = found["comparisons"]
-        assert judged["loss"]["answer"] in ("equivalent", "undecided")
-        if judged["speed"]["answer"] == "no difference found":
-            assert "no difference in speed was found" in found["verdict"][0]
+        (comparison,) = result["comparisons"]
+        assert comparison["loss"]["answer"] in ("equivalent", "undecided")
+        if comparison["speed"]["answer"] == "no difference found":
+            assert "no difference in speed was found" in result["verdict"][0]
             break
         os.rename(tmp_path / "out", tmp_path / f"out-{time.monotonic()}")
     else:

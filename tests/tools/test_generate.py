@@ -44,27 +44,27 @@ KINDS: dict[str, list[tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def runs(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    return {kind: random_run(folder / kind, store_path, *own) for kind, own in KINDS.items()}
+    directory = tmp_path_factory.mktemp("runs")
+    return {kind: random_run(directory / kind, store_path, *own) for kind, own in KINDS.items()}
 
 
-def opened(run: Path) -> tuple[LanguageModel, ChatFormat]:
-    found = find_checkpoint(run)
-    return load_local_model(found, torch.device("cpu")), load_chat_format(found)
+def load_run(run: Path) -> tuple[LanguageModel, ChatFormat]:
+    checkpoint = find_checkpoint(run)
+    return load_local_model(checkpoint, torch.device("cpu")), load_chat_format(checkpoint)
 
 
-def written(
+def generate_text(
     model: LanguageModel,
-    speech: ChatFormat,
+    chat_format: ChatFormat,
     prompts: list[str],
     sampling: Sampling,
     number: int = 0,
     cached: bool = True,
 ) -> list[GeneratedSequence]:
-    rows = make_sequences(prompts, speech, sampling, number)
+    rows = make_sequences(prompts, chat_format, sampling, number)
     pieces = [""] * len(rows)
-    for row, piece in generate(model, speech, rows, sampling, cached):
-        pieces[next(i for i, each in enumerate(rows) if each is row)] += piece
+    for row, piece in generate(model, chat_format, rows, sampling, cached):
+        pieces[next(i for i, item in enumerate(rows) if item is row)] += piece
     assert pieces == [row.text for row in rows]
     return rows
 
@@ -77,11 +77,11 @@ def written(
 def test_greedy_with_cache_is_greedy_without(
     kind: str, context: int, runs: dict[str, Path]
 ) -> None:
-    model, speech = opened(runs[kind])
+    model, chat_format = load_run(runs[kind])
     # Nothing ends: rows of 2 to 40 tokens and 24 more.
-    speech = replace(speech, max_context=context, end_tokens=frozenset())
-    ours = written(model, speech, PROMPTS, GREEDY)
-    theirs = written(model, speech, PROMPTS, GREEDY, cached=False)
+    chat_format = replace(chat_format, max_context=context, end_tokens=frozenset())
+    ours = generate_text(model, chat_format, PROMPTS, GREEDY)
+    theirs = generate_text(model, chat_format, PROMPTS, GREEDY, cached=False)
     assert [row.ids for row in ours] == [row.ids for row in theirs]
     assert len({tuple(row.ids[-24:]) for row in ours}) == len(PROMPTS)
     assert all(
@@ -90,7 +90,7 @@ def test_greedy_with_cache_is_greedy_without(
 
 
 def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
-    model, _ = opened(runs["qwen3"])
+    model, _ = load_run(runs["qwen3"])
     tokens = torch.randint(512, (3, 30), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([4, 9, 1])
     rows, everywhere = torch.arange(3), torch.arange(30).expand(3, 30)
@@ -104,18 +104,18 @@ def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
         )  # the shorter ones end in what comes later
         model.logits(tokens[:, :9], rows, lengths - 1, everywhere[:, :9])
         for step in range(12):
-            places = (lengths + step).unsqueeze(1)
-            cache.set_positions(places, reset=False)
-            new = tokens.gather(1, places)
-            ours = model.logits(new, rows, torch.zeros(3, dtype=torch.int64), places)
+            positions = (lengths + step).unsqueeze(1)
+            cache.set_positions(positions, reset=False)
+            new = tokens.gather(1, positions)
+            ours = model.logits(new, rows, torch.zeros(3, dtype=torch.int64), positions)
             expected = whole_logits[rows, lengths + step]
             torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_training_does_not_see_the_cache(runs: dict[str, Path]) -> None:
-    model, speech = opened(runs["llama"])
+    model, chat_format = load_run(runs["llama"])
     before = [m.attend for m in model.module.modules() if hasattr(m, "attend")]
-    written(model, speech, ["x"], GREEDY)
+    generate_text(model, chat_format, ["x"], GREEDY)
     assert [m.attend for m in model.module.modules() if hasattr(m, "attend")] == before
 
 
@@ -123,14 +123,14 @@ def test_training_does_not_see_the_cache(runs: dict[str, Path]) -> None:
 
 
 def test_a_prompt_s_text_does_not_depend_on_the_batch(runs: dict[str, Path]) -> None:
-    model, speech = opened(runs["llama"])
+    model, chat_format = load_run(runs["llama"])
     sampling = Sampling(max_tokens=16, seed=3, top_p=0.9, min_p=0.01)
-    together = written(model, speech, PROMPTS, sampling)
-    alone = [written(model, speech, [p], sampling, i)[0] for i, p in enumerate(PROMPTS)]
-    assert [row.ids for row in together] == [row.ids for row in alone]
-    again = written(model, speech, ["x"], replace(sampling, seed=6))
-    assert again[0].ids == together[3].ids  # the seed of the fourth
-    other = written(model, speech, PROMPTS, replace(sampling, seed=4))
+    together = generate_text(model, chat_format, PROMPTS, sampling)
+    single = [generate_text(model, chat_format, [p], sampling, i)[0] for i, p in enumerate(PROMPTS)]
+    assert [row.ids for row in together] == [row.ids for row in single]
+    other_seed = generate_text(model, chat_format, ["x"], replace(sampling, seed=6))
+    assert other_seed[0].ids == together[3].ids  # the seed of the fourth
+    other = generate_text(model, chat_format, PROMPTS, replace(sampling, seed=4))
     assert [row.ids for row in other] != [row.ids for row in together]
 
 
@@ -155,8 +155,8 @@ def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[
     logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log() + 5
     sampling = Sampling(**{"temperature": 1.0, "top_k": 0, **options})
     ids = [0] if "repetition_penalty" in options else []
-    seen = {sample_token(logits, row_of(ids, seed), sampling) for seed in range(200)}
-    assert seen == possible
+    observed = {sample_token(logits, row_of(ids, seed), sampling) for seed in range(200)}
+    assert observed == possible
 
 
 def test_choose_frequencies_follow_the_temperature() -> None:
@@ -170,45 +170,51 @@ def test_choose_frequencies_follow_the_temperature() -> None:
 
 
 def test_generate_stops_at_stop_texts_and_end_tokens(runs: dict[str, Path]) -> None:
-    model, speech = opened(runs["llama"])
-    speech = replace(speech, end_tokens=frozenset())
-    (whole,) = written(model, speech, ["x"], GREEDY)
-    stop = whole.text[9:12]
-    (row,) = written(model, speech, ["x"], replace(GREEDY, stop=("no such text", stop)))
-    assert row.text == whole.text[: whole.text.index(stop)]
+    model, chat_format = load_run(runs["llama"])
+    chat_format = replace(chat_format, end_tokens=frozenset())
+    (full,) = generate_text(model, chat_format, ["x"], GREEDY)
+    stop = full.text[9:12]
+    (row,) = generate_text(model, chat_format, ["x"], replace(GREEDY, stop=("no such text", stop)))
+    assert row.text == full.text[: full.text.index(stop)]
     assert row.finish_reason == "stop"
-    end = whole.ids[whole.prompt_length + 5]
-    (row,) = written(model, replace(speech, end_tokens=frozenset({end})), ["x"], GREEDY)
-    assert row.ids == whole.ids[: whole.ids.index(end, whole.prompt_length)]
+    end = full.ids[full.prompt_length + 5]
+    (row,) = generate_text(model, replace(chat_format, end_tokens=frozenset({end})), ["x"], GREEDY)
+    assert row.ids == full.ids[: full.ids.index(end, full.prompt_length)]
     assert row.finish_reason == "end"
 
 
 def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    found = find_checkpoint(runs["llama"])
-    assert load_chat_format(found).max_context == 32  # what it was trained on
+    checkpoint = find_checkpoint(runs["llama"])
+    assert load_chat_format(checkpoint).max_context == 32  # what it was trained on
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "tokenizer.json").write_bytes((runs["llama"] / "tokenizer.json").read_bytes())
     config = {"bos_token_id": 7, "eos_token_id": 8}
     (tmp_path / "huggingface/config.json").write_text(json.dumps(config))
-    more = {"eos_token_id": [8, 9]}
-    (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(more))
-    speech = load_chat_format(found._replace(run_dir=tmp_path))
-    separator = load_chat_format(found).start_token  # of 8 and 9 neither is special
-    assert (speech.start_token, speech.end_tokens, speech.max_context) == (7, {separator, 8, 9}, 64)
+    extra = {"eos_token_id": [8, 9]}
+    (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(extra))
+    chat_format = load_chat_format(checkpoint._replace(run_dir=tmp_path))
+    separator = load_chat_format(checkpoint).start_token  # of 8 and 9 neither is special
+    assert (chat_format.start_token, chat_format.end_tokens, chat_format.max_context) == (
+        7,
+        {separator, 8, 9},
+        64,
+    )
 
 
 # --------------------------------------------------------------------------- layouts
 
 
 def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
-    found = find_checkpoint(Path(run))
-    _job, plan = plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
+    checkpoint = find_checkpoint(Path(run))
+    _job, plan = plan_inference(checkpoint, overrides, [], ("parallel.",), for_generation=True)
     rank = this_rank()
     assert plan.world_size == rank.world_size
-    model = load_model(found, plan, rank)
-    rows = written(model, replace(load_chat_format(found), end_tokens=frozenset()), PROMPTS, GREEDY)
+    model = load_model(checkpoint, plan, rank)
+    rows = generate_text(
+        model, replace(load_chat_format(checkpoint), end_tokens=frozenset()), PROMPTS, GREEDY
+    )
     return [row.ids for row in rows]
 
 
@@ -219,8 +225,8 @@ def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
 def test_generate_over_ranks_writes_the_same(
     kind: str, degrees: dict[str, str], runs: dict[str, Path]
 ) -> None:
-    model, speech = opened(runs[kind])
-    expected = written(model, replace(speech, end_tokens=frozenset()), PROMPTS, GREEDY)
+    model, chat_format = load_run(runs[kind])
+    expected = generate_text(model, replace(chat_format, end_tokens=frozenset()), PROMPTS, GREEDY)
     ranks = 4 if "4" in degrees.values() else 2
     overrides = [(f"parallel.{axis}", size) for axis, size in degrees.items()]
     for ids in run_ranks(over_ranks, ranks, str(runs[kind]), overrides):
@@ -228,19 +234,19 @@ def test_generate_over_ranks_writes_the_same(
 
 
 def test_plan_inference_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
-    found = find_checkpoint(runs["llama"])
-    file = found.run_dir / "job.toml"
+    checkpoint = find_checkpoint(runs["llama"])
+    file = checkpoint.run_dir / "job.toml"
     before = file.read_text()
     try:
         file.write_text(before.replace('device = "auto"', 'device = "cuda"'))
-        job, plan = plan_inference(found, [], [], (), for_generation=True)
+        job, plan = plan_inference(checkpoint, [], [], (), for_generation=True)
         assert (job.run.device, plan.world_size) == ("auto", 1)
     finally:
         file.write_text(before)
 
 
 def test_plan_inference_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
-    found = find_checkpoint(runs["llama"])
+    checkpoint = find_checkpoint(runs["llama"])
     overrides = [
         ("parallel.pp", "2"),
         ("parallel.cp", "2"),
@@ -248,7 +254,7 @@ def test_plan_inference_impossible_keys_are_reported_at_once(runs: dict[str, Pat
         ("parallel.tpp", "2"),
     ]
     with pytest.raises(InvalidConfig) as caught:
-        plan_inference(found, overrides, [], ("parallel.",), for_generation=True)
+        plan_inference(checkpoint, overrides, [], ("parallel.",), for_generation=True)
     text = str(caught.value)
     for name in ("parallel.pp", "parallel.cp", "model.dim", "parallel.tpp"):
         assert name in text
@@ -264,19 +270,19 @@ def test_generate_command_completes_prompts_and_refuses_mistakes(
     file.write_text('"def "\n{"prompt": "x", "more": 1}\n')
     words = ["generate", str(runs["llama"]), "--max-tokens", "5", "--temperature", "0"]
     assert main([*words, "--prompt", "import", "--prompts", str(file), "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["prompt"] for line in told] == ["import", "def ", "x"]
-    for line in told:
+    report = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in report] == ["import", "def ", "x"]
+    for line in report:
         assert main([*words, "--prompt", line["prompt"]]) == 0
         assert capsys.readouterr().out == f"{line['prompt']}{line['text']}\n"
         assert line["finish"] in ("end", "length")
     assert main([*words, "--prompts", str(file), "--batch", "1"]) == 0
-    both = [f"{line['prompt']}{line['text']}\n---\n" for line in told[1:]]
+    both = [f"{line['prompt']}{line['text']}\n---\n" for line in report[1:]]
     assert capsys.readouterr().out == "".join(both)
     assert main([*words, "--top-p", "0", "--prompts", "nowhere.txt", "--train.steps", "3"]) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for name in ("--top-p", "--prompts", "train.steps"):
-        assert f"  {name}=" in said
+        assert f"  {name}=" in output
 
 
 def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
@@ -290,10 +296,10 @@ def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("one\u2028two\nthree\r\n\n", "utf-8")
     assert read_prompts(text, problems) == ["one\u2028two", "three", ""]
-    asked = [{"role": "user", "content": "why?"}]
-    file.write_text(json.dumps({"messages": asked}) + '\n{"messages": [{"role": "user"}]}\n')
+    messages = [{"role": "user", "content": "why?"}]
+    file.write_text(json.dumps({"messages": messages}) + '\n{"messages": [{"role": "user"}]}\n')
     problems.clear()
-    assert read_prompts(file, problems, chat=True) == [asked]
+    assert read_prompts(file, problems, chat=True) == [messages]
     assert "nor one with messages, each with role and content" in str(problems[0])
 
 
@@ -320,12 +326,12 @@ def test_generate_chat_uses_the_template(
     assert main([*words, "--prompts", str(tmp_path / "asked.jsonl")]) == 2
     assert "the chat template rejects it: no tools" in capsys.readouterr().err
 
-    speech = load_chat_format(find_checkpoint(run), str(template))
-    [row] = make_sequences(["why<|endoftext|>?"], speech, GREEDY)
-    separator = speech.start_token
+    chat_format = load_chat_format(find_checkpoint(run), str(template))
+    [row] = make_sequences(["why<|endoftext|>?"], chat_format, GREEDY)
+    separator = chat_format.start_token
     assert row.ids.count(separator) == 2  # what looks like one is one, as in training
-    decoded = speech.tokenizer.decode(row.ids, skip_special_tokens=False)
+    decoded = chat_format.tokenizer.decode(row.ids, skip_special_tokens=False)
     assert decoded == "u: why<|endoftext|>?<|endoftext|>a: "
-    assert separator in speech.end_tokens
+    assert separator in chat_format.end_tokens
     template.write_text(template.read_text().replace("<|endoftext|>", ""))
     assert load_chat_format(find_checkpoint(run), str(template)).end_tokens == {separator}

@@ -62,7 +62,7 @@ MODEL: Overrides = [
 ]
 # What tensor-parallel ranks wrote, `test_export_has_shards_index_and_dtype` loads.
 LAYOUTS = ["pp2", "model.tied_embeddings=true dp_shard2"]
-MORE = [
+EXTRA = [
     "",
     "tp2",
     "dp_shard2",
@@ -75,23 +75,23 @@ MORE = [
 
 def load_checkpoint(run: Path) -> tuple[nn.Module, ChatFormat]:
     """The model with its head, and how its texts are written."""
-    found = find_checkpoint(run)
-    return load_unsharded(found, torch.device("cpu")), load_chat_format(found)
+    checkpoint = find_checkpoint(run)
+    return load_unsharded(checkpoint, torch.device("cpu")), load_chat_format(checkpoint)
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
-def trained(layout: str, folder: Path, store: Path, model: Overrides = MODEL) -> Path:
+def trained(layout: str, directory: Path, store: Path, model: Overrides = MODEL) -> Path:
     """A run's folder, as `weft train` leaves it."""
     ranks, overrides = parse(layout)
-    every = model + overrides + [("run.dir", str(folder))]
-    run_ranks(train_rank, ranks, every, str(store), timeout=180)
-    job = small_job(*every)
-    (folder / "job.toml").write_text(to_toml(job, "demo", job))
-    shutil.copy(store / "tokenizer.json", folder)
-    return folder
+    all_overrides = model + overrides + [("run.dir", str(directory))]
+    run_ranks(train_rank, ranks, all_overrides, str(store), timeout=180)
+    job = small_job(*all_overrides)
+    (directory / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,10 @@ def own_run(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "run"))
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor
-        for file in folder.glob("*.safetensors")
+        for file in directory.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
 
@@ -131,7 +131,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE)]
+    "layout", [*LAYOUTS, *(pytest.param(m, marks=pytest.mark.slow) for m in EXTRA)]
 )
 def test_export_loaded_by_transformers_computes_the_same(
     layout: str, store_path: Path, tmp_path: Path
@@ -140,7 +140,7 @@ def test_export_loaded_by_transformers_computes_the_same(
 
     run = trained(layout, tmp_path / "run", store_path)
     out = tmp_path / "out"
-    export_checkpoint(run, out, "float32", "5GB", silent)
+    export_checkpoint(run, out, "float32", "5GB", ignore_progress)
     assert_same_bits(of_model(newest_state(run)), weights_in(out))
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
 
@@ -150,8 +150,8 @@ def test_export_loaded_by_transformers_computes_the_same(
     assert not any(loaded.values()), loaded
     assert twin.dtype == torch.float32
     theirs = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    model, speech = load_checkpoint(run)
-    tokenizer = speech.tokenizer
+    model, chat_format = load_checkpoint(run)
+    tokenizer = chat_format.tokenizer
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -175,16 +175,16 @@ def test_export_loaded_by_transformers_computes_the_same(
             gradients[name] / scale, param.grad / scale, atol=2e-5, rtol=1e-4
         )
 
-    asked = load_local_model(find_checkpoint(run), torch.device("cpu"))
+    language_model = load_local_model(find_checkpoint(run), torch.device("cpu"))
     sampling = Sampling(max_tokens=20, temperature=0)
-    rows = make_sequences(["def "], speech, sampling)
-    said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
+    rows = make_sequences(["def "], chat_format, sampling)
+    output = "".join(piece for _, piece in generate(language_model, chat_format, rows, sampling))
     begun = torch.tensor([theirs("def ")["input_ids"]])
     written = twin.generate(
         begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
     )
-    assert len(said) > 10
-    assert theirs.decode(written[0, 1:], skip_special_tokens=True).startswith("def " + said)
+    assert len(output) > 10
+    assert theirs.decode(written[0, 1:], skip_special_tokens=True).startswith("def " + output)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
@@ -195,18 +195,18 @@ def test_export_and_import_other_families_keep_every_bit(
 
     own = [("model.kind", kind), ("model.head_dim", "12"), ("model.tied_embeddings", "false")]
     run = trained("tp2", tmp_path / "run", store_path, [*own, *MODEL[3:]])
-    out, again = tmp_path / "out", tmp_path / "again"
-    export_checkpoint(run, out, "float32", "5GB", silent)
+    out, second_run = tmp_path / "out", tmp_path / "again"
+    export_checkpoint(run, out, "float32", "5GB", ignore_progress)
     twin, loaded = AutoModelForCausalLM.from_pretrained(
         out, local_files_only=True, output_loading_info=True
     )
     assert not any(loaded.values()), loaded
     assert twin.config.model_type == kind
-    import_model(out, again, silent)
-    assert_same_bits(of_model(newest_state(run)), of_model(newest_state(again)))
+    import_model(out, second_run, ignore_progress)
+    assert_same_bits(of_model(newest_state(run)), of_model(newest_state(second_run)))
     tokens = torch.arange(32).unsqueeze(0)
-    for folder in (run, again):
-        model, _ = load_checkpoint(folder)
+    for directory in (run, second_run):
+        model, _ = load_checkpoint(directory)
         torch.testing.assert_close(model(tokens), twin(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
@@ -256,13 +256,13 @@ def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> 
     name = read_manifest(path)["files"][shards[2][2]]["name"]
     flip(path / name, shards[2][3] + 5)
     with pytest.raises(CheckpointError, match=f"{name} differs from what was written"):
-        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", ignore_progress)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name}: No such file"):
-        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", ignore_progress)
     flip(path / "manifest.json", 40)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", ignore_progress)
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -294,13 +294,13 @@ def test_export_every_mistake_is_reported_at_once(
 
 
 def test_export_values_beyond_the_dtype_are_refused(tmp_path: Path, store_path: Path) -> None:
-    run = made_run(
+    run = fabricate_run(
         tmp_path / "run", store_path, lambda name, t: t * 1e6 if "up_proj" in name else t
     )
     with pytest.raises(WeftError, match=r"layers.0.mlp.up_proj.weight has values that float16"):
-        export_checkpoint(run, tmp_path / "out", "float16", "5GB", silent)
+        export_checkpoint(run, tmp_path / "out", "float16", "5GB", ignore_progress)
     assert os.listdir(tmp_path) == ["run"]
-    export_checkpoint(run, tmp_path / "out", "bfloat16", "5GB", silent)
+    export_checkpoint(run, tmp_path / "out", "bfloat16", "5GB", ignore_progress)
 
 
 # --------------------------------------------------------------------------- interruption
@@ -322,17 +322,17 @@ def test_export_and_import_killed_leave_nothing_of_that_name(run: Path, tmp_path
     out = tmp_path / "out"
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(die_half_way, 1, str(run), str(out))
-    (left,) = os.listdir(tmp_path)
-    assert left.startswith(".tmp-out-")
-    assert len(list((tmp_path / left).glob("*.safetensors"))) > 1
-    export_checkpoint(run, out, "float32", "5GB", silent)
+    (remaining,) = os.listdir(tmp_path)
+    assert remaining.startswith(".tmp-out-")
+    assert len(list((tmp_path / remaining).glob("*.safetensors"))) > 1
+    export_checkpoint(run, out, "float32", "5GB", ignore_progress)
     assert os.listdir(tmp_path) == ["out"]
 
     out.rename(tmp_path / "hf")
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(die_half_way, 1, str(tmp_path / "hf"), str(tmp_path / "new"))
     assert len(os.listdir(tmp_path)) == 2
-    import_model(tmp_path / "hf", tmp_path / "new", silent)
+    import_model(tmp_path / "hf", tmp_path / "new", ignore_progress)
     assert sorted(os.listdir(tmp_path)) == ["hf", "new"]
 
 
@@ -364,7 +364,7 @@ def export_with_little_room(run: str, out: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     with pytest.raises(WeftError, match=r"out: could not be written: .*File too large"):
-        export_checkpoint(Path(run), Path(out), "float32", "5GB", silent)
+        export_checkpoint(Path(run), Path(out), "float32", "5GB", ignore_progress)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -376,8 +376,12 @@ def test_export_on_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None
 # --------------------------------------------------------------------------- in, and round
 
 
-def hf_folder(
-    folder: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Path, max_shard: str = "5GB"
+def hf_dir(
+    directory: Path,
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    tokenizer: Path,
+    max_shard: str = "5GB",
 ) -> Path:
     """A model as transformers saves it."""
     from transformers import LlamaConfig as TheirConfig
@@ -387,9 +391,9 @@ def hf_folder(
     twin = LlamaForCausalLM(TheirConfig(**to_hf_config(LLAMA, config, "float32"), bos_token_id=0))
     for name, param in twin.named_parameters():
         torch.nn.init.normal_(param, float("norm" in name), 0.2)
-    twin.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
-    shutil.copy(tokenizer, folder / "tokenizer.json")
-    return folder
+    twin.to(dtype).save_pretrained(directory, max_shard_size=max_shard)
+    shutil.copy(tokenizer, directory / "tokenizer.json")
+    return directory
 
 
 def small_config(**changes: Any) -> LlamaConfig:
@@ -408,7 +412,7 @@ def test_import_and_export_reproduce_every_byte(
 ) -> None:
     """To the byte, the file with its table, too."""
     tokenizer = store_path / "tokenizer.json"
-    source = hf_folder(tmp_path / "hf", small_config(tied_embeddings=tied), dtype, tokenizer)
+    source = hf_dir(tmp_path / "hf", small_config(tied_embeddings=tied), dtype, tokenizer)
     (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
     state = of_model(newest_state(tmp_path / "run"))
@@ -433,19 +437,19 @@ def test_export_and_import_reproduce_every_bit(
 ) -> None:
     """Also where a tensor is read in parts that do not fit its shards."""
     monkeypatch.setattr(export, "ROW_CHUNK_ELEMENTS", elements)
-    export_checkpoint(run, tmp_path / "out", "float32", "30KB", silent)
-    import_model(tmp_path / "out", tmp_path / "again", silent)
+    export_checkpoint(run, tmp_path / "out", "float32", "30KB", ignore_progress)
+    import_model(tmp_path / "out", tmp_path / "again", ignore_progress)
     assert_same_bits(of_model(newest_state(run)), of_model(newest_state(tmp_path / "again")))
 
 
-def first_loss(folder: str, store: str) -> float:
+def first_loss(directory: str, store: str) -> float:
     """What transformers computes on the first global batch."""
     from transformers import AutoModelForCausalLM
 
     job = small_job(*MODEL)
     plan = plan_here(job)
     loader = loader_of(job, plan, store, build(plan, this_rank()).mesh)
-    twin = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    twin = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     loss, count = 0.0, 0
     for batch in loader.get_microbatches(0):
         logits = twin(batch.tokens_BT).logits.flatten(0, 1)
@@ -455,42 +459,40 @@ def first_loss(folder: str, store: str) -> float:
 
 
 def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path: Path) -> None:
-    source = hf_folder(
+    source = hf_dir(
         tmp_path / "hf", small_config(), torch.float32, store_path / "tokenizer.json", "30KB"
     )
     (expected,) = run_ranks(first_loss, 1, str(source), str(store_path))
-    found = {}
+    results = {}
     for layout in ("", "tp2 pp2"):
-        folder = tmp_path / layout.replace(" ", "")
-        folder = folder if layout else tmp_path / "one"
-        import_model(source, folder, silent)
+        directory = tmp_path / layout.replace(" ", "")
+        directory = directory if layout else tmp_path / "one"
+        import_model(source, directory, ignore_progress)
         ranks, overrides = parse(layout)
-        steps = [("train.steps", "3"), ("monitor.log_interval", "1"), ("run.dir", str(folder))]
+        steps = [("train.steps", "3"), ("monitor.log_interval", "1"), ("run.dir", str(directory))]
         run_ranks(train_rank, ranks, MODEL + overrides + steps, str(store_path), timeout=180)
-        found[layout] = losses(folder)
-        state = newest_state(folder)
+        results[layout] = losses(directory)
+        state = newest_state(directory)
         assert state["optim.norm.weight.step"] == 3  # begun anew, and saved from now on
-        assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [
+        assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
             "step-00000000",
             "step-00000003",
         ]
     # And from there, as any run does.
-    more = [("train.steps", "4"), ("run.dir", str(folder))]
-    run_ranks(train_rank, 1, MODEL + more, str(store_path))
-    assert newest_state(folder)["optim.norm.weight.step"] == 4
-    assert found[""][0] == pytest.approx(expected, rel=1e-5)
-    assert found[""][2] < found[""][0] - 0.1
-    for layout, values in found.items():
-        assert values == pytest.approx(found[""], rel=2e-5), layout
+    extra = [("train.steps", "4"), ("run.dir", str(directory))]
+    run_ranks(train_rank, 1, MODEL + extra, str(store_path))
+    assert newest_state(directory)["optim.norm.weight.step"] == 4
+    assert results[""][0] == pytest.approx(expected, rel=1e-5)
+    assert results[""][2] < results[""][0] - 0.1
+    for layout, values in results.items():
+        assert values == pytest.approx(results[""], rel=2e-5), layout
 
 
 def test_import_run_can_be_trained_and_generates(
     store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands: go on, with what does not hang on the weights, and generate."""
-    source = hf_folder(
-        tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json"
-    )
+    source = hf_dir(tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json")
     run = tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
     assert "converted from BF16 to float32" in capsys.readouterr().out
@@ -505,8 +507,15 @@ def test_import_run_can_be_trained_and_generates(
         "--train.global_batch_size",
         "8",
     ]
-    mine = ["--data.path", str(store_path), "--train.seed", "7", "--train.seq_len", "32"]
-    assert main([*train, *mine]) == 0
+    common_arguments = [
+        "--data.path",
+        str(store_path),
+        "--train.seed",
+        "7",
+        "--train.seq_len",
+        "32",
+    ]
+    assert main([*train, *common_arguments]) == 0
     changes = [
         ("run.nproc_per_node", "2"),
         ("train.global_batch_size", "8"),
@@ -519,12 +528,12 @@ def test_import_run_can_be_trained_and_generates(
     assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
     assert "has no checkpoint of the run; they are in" in capsys.readouterr().err
     # A recipe that has it by a preset and some fields means the same as all of the fields.
-    few = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
-    table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in few.items())
+    subset = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
+    table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in subset.items())
     recipe = tmp_path / "mine.toml"
     tokenizer = f"[data]\ntokenizer = {json.dumps(str(run / 'tokenizer.json'))}"
     recipe.write_text(f'extends = "demo"\n{tokenizer}\n[model]\n{table}\n')
-    another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *mine]
+    another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *common_arguments]
     assert main(another) == 0
     assert main([*another, "--model.rope_theta", "99"]) == 2
     assert "model.rope_theta=99.0 differs from the run in" in capsys.readouterr().err
@@ -539,24 +548,22 @@ def test_import_run_can_be_trained_and_generates(
     for steps, seed in (("1", "7"), ("2", "7")):
         overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]
         run_ranks(train_rank, 1, MODEL + overrides, str(store_path))
-    assert main([*train, *mine[:2], "--train.seed", "8"]) == 2
+    assert main([*train, *common_arguments[:2], "--train.seed", "8"]) == 2
     assert "train.seed=8 differs from the run in" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path) -> None:
-    source = hf_folder(
-        tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json"
-    )
+    source = hf_dir(tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json")
     weft = [sys.executable, "-m", "weft.cli"]
     subprocess.run([*weft, "import", str(source), "run"], cwd=tmp_path, check=True)
     keys = ["--run.dir", "run", "--data.path", str(store_path), "--train.steps", "2"]
     keys += ["--run.nproc_per_node", "2", "--train.global_batch_size", "4", "--parallel.tp", "2"]
     command = [*weft, "train", "run/job.toml", *keys]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout
-    assert "step-00000000" in done.stdout
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert "resuming from" in completed.stdout
+    assert "step-00000000" in completed.stdout
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
     names = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
     assert names == ["step-00000000", "step-00000002"]
@@ -581,19 +588,19 @@ def tiny_weights() -> dict[str, torch.Tensor]:
     return {hf_name(name): torch.randn(shape) for name, shape in param_shapes(LLAMA, TINY).items()}
 
 
-def tiny_folder(folder: Path, tokenizer: Path) -> Path:
-    folder.mkdir()
-    save_file(tiny_weights(), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(to_hf_config(LLAMA, TINY, "float32")))
-    shutil.copy(tokenizer, folder / "tokenizer.json")
-    return folder
+def tiny_dir(directory: Path, tokenizer: Path) -> Path:
+    directory.mkdir()
+    save_file(tiny_weights(), directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(to_hf_config(LLAMA, TINY, "float32")))
+    shutil.copy(tokenizer, directory / "tokenizer.json")
+    return directory
 
 
 def with_table(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     """The file with its table changed."""
 
-    def spoil(folder: Path) -> None:
-        path = folder / "model.safetensors"
+    def corrupt(directory: Path) -> None:
+        path = directory / "model.safetensors"
         content = path.read_bytes()
         (length,) = struct.unpack("<Q", content[:8])
         table = json.loads(content[8 : 8 + length])
@@ -601,72 +608,74 @@ def with_table(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], o
         text = text if isinstance(text, str) else json.dumps(table)
         path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + content[8 + length :])
 
-    return spoil
+    return corrupt
 
 
 def with_weights(**changes: torch.Tensor | None) -> Callable[[Path], object]:
-    def spoil(folder: Path) -> None:
+    def corrupt(directory: Path) -> None:
         weights = tiny_weights()
         for name, tensor in changes.items():
             weights.pop(name.replace("__", "."), None)
             if tensor is not None:
                 weights[name.replace("__", ".")] = tensor
-        save_file(weights, folder / "model.safetensors")
+        save_file(weights, directory / "model.safetensors")
 
-    return spoil
+    return corrupt
 
 
 def with_json(name: str, **changes: Any) -> Callable[[Path], object]:
-    def spoil(folder: Path) -> None:
-        path = folder / name
+    def corrupt(directory: Path) -> None:
+        path = directory / name
         tree = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(tree | changes))
 
-    return spoil
+    return corrupt
 
 
 def with_bytes(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
+    return lambda directory: (directory / name).write_bytes(content)
 
 
-def with_index(where: dict[str, Any] | str) -> Callable[[Path], object]:
+def with_index(tokenizer_field: dict[str, Any] | str) -> Callable[[Path], object]:
     """The weights behind an index that says for every tensor the same, but for ``where``."""
 
-    def spoil(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder / "a.safetensors")
+    def corrupt(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
         names = dict.fromkeys(tiny_weights(), "a.safetensors")
-        table: Any = names | where if isinstance(where, dict) else where
-        (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+        table: Any = (
+            names | tokenizer_field if isinstance(tokenizer_field, dict) else tokenizer_field
+        )
+        (directory / INDEX).write_text(json.dumps({"weight_map": table}))
 
-    return spoil
-
-
-def fifo(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
+    return corrupt
 
 
-def truncated(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 5000)
+def fifo(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    os.mkfifo(directory / "model.safetensors")
 
 
-def lengthened(folder: Path) -> None:
-    with (folder / "model.safetensors").open("ab") as file:
+def truncated(directory: Path) -> None:
+    os.truncate(directory / "model.safetensors", 5000)
+
+
+def lengthened(directory: Path) -> None:
+    with (directory / "model.safetensors").open("ab") as file:
         file.write(b"1234")
 
 
-def twice(folder: Path) -> None:
-    with_index({"lm_head.weight": "b.safetensors"})(folder)
-    save_file({"lm_head.weight": torch.ones(512, 16)}, folder / "b.safetensors")
+def export_twice(directory: Path) -> None:
+    with_index({"lm_head.weight": "b.safetensors"})(directory)
+    save_file({"lm_head.weight": torch.ones(512, 16)}, directory / "b.safetensors")
 
 
-def only_a_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save(tiny_weights(), folder / "pytorch_model.bin")
+def only_a_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save(tiny_weights(), directory / "pytorch_model.bin")
 
 
 def remove(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
+    return lambda directory: (directory / name).unlink()
 
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -675,7 +684,7 @@ NAN = torch.tensor([float("nan")] * 16)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "expected"),
+    ("corrupt", "expected"),
     [
         # The file's table.
         (with_bytes("model.safetensors", b""), "too few for its header"),
@@ -728,7 +737,7 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_index("all"), "must map every tensor to a file"),
         (with_index({HEAD: "b.safetensors"}), "b.safetensors does not exist"),
         (with_index({"more": "a.safetensors"}), "does not match the tensors in the files"),
-        (twice, "has lm_head.weight, which is also in a.safetensors"),
+        (export_twice, "has lm_head.weight, which is also in a.safetensors"),
         # What is no safetensors, or none at all.
         (only_a_pickle, "only the pickle pytorch_model.bin, which may run code"),
         (remove("model.safetensors"), "does not exist, nor does its index"),
@@ -761,46 +770,46 @@ NAN = torch.tensor([float("nan")] * 16)
             "generation_config.json is not a JSON object",
         ),
         (
-            lambda folder: (folder / "chat_template.jinja").mkdir(),
+            lambda directory: (directory / "chat_template.jinja").mkdir(),
             "chat_template.jinja is not a file",
         ),
     ],
 )
 def test_import_hostile_folder_is_refused(
-    spoil: Callable[[Path], object],
+    corrupt: Callable[[Path], object],
     expected: str,
     store_path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
-    spoil(folder)
-    before = sorted(os.listdir(folder))
-    assert main(["import", str(folder), str(tmp_path / "new/run")]) == 2
-    said = capsys.readouterr().err
-    assert expected in said
-    assert "Traceback" not in said
-    assert "\x1b" not in said
-    assert len(said) < 3000
+    directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
+    corrupt(directory)
+    before = sorted(os.listdir(directory))
+    assert main(["import", str(directory), str(tmp_path / "new/run")]) == 2
+    output = capsys.readouterr().err
+    assert expected in output
+    assert "Traceback" not in output
+    assert "\x1b" not in output
+    assert len(output) < 3000
     assert os.listdir(tmp_path) == ["hf"]
-    assert sorted(os.listdir(folder)) == before
+    assert sorted(os.listdir(directory)) == before
 
 
 def test_import_undamaged_folder_is_accepted(store_path: Path, tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
+    directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
     # What an old checkpoint has beside its weights; a cache's folder is of links.
-    with_weights(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(folder)
-    (folder / "model.safetensors").rename(tmp_path / "blob")
-    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
-    import_model(folder, tmp_path / "run", silent)
+    with_weights(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(directory)
+    (directory / "model.safetensors").rename(tmp_path / "blob")
+    (directory / "model.safetensors").symlink_to(tmp_path / "blob")
+    import_model(directory, tmp_path / "run", ignore_progress)
     assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
 
 
 def test_import_existing_folder_is_not_touched(store_path: Path, tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
+    directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
     (tmp_path / "run").mkdir()
-    for target in (tmp_path / "run", folder):
-        assert main(["import", str(folder), str(target)]) == 2
+    for target in (tmp_path / "run", directory):
+        assert main(["import", str(directory), str(target)]) == 2
     assert main(["import", str(tmp_path / "none"), str(tmp_path / "new")]) == 2
     assert os.listdir(tmp_path / "run") == []
 
@@ -808,8 +817,8 @@ def test_import_existing_folder_is_not_touched(store_path: Path, tmp_path: Path)
 # --------------------------------------------------------------------------- memory
 
 
-def made_run(
-    folder: Path, store: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **fields: Any
+def fabricate_run(
+    directory: Path, store: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **fields: Any
 ) -> Path:
     """A run with a checkpoint of random weights."""
     config = TINY.model_copy(update=fields)
@@ -819,24 +828,27 @@ def made_run(
         for name, shape in param_shapes(LLAMA, config).items()
     )
     write_weights_checkpoint(
-        folder / "checkpoints/step-00000001", parts, {"step": 1, "samples": 8}, lambda done: None
+        directory / "checkpoints/step-00000001",
+        parts,
+        {"step": 1, "samples": 8},
+        lambda completed: None,
     )
-    job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})
-    (folder / "job.toml").write_text(to_toml(job, "demo", job))
-    shutil.copy(store / "tokenizer.json", folder)
-    return folder
+    job = replace(small_job(), model=config.model_dump(), run={"dir": str(directory)})
+    (directory / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", directory)
+    return directory
 
 
-def peak_growth(run: str, out: str, again: str) -> tuple[float, float]:
+def peak_growth(run: str, out: str, second_run: str) -> tuple[float, float]:
     """MB by which the process grew at most: exporting, importing."""
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
     before = peak()
-    export_checkpoint(Path(run), Path(out), "float32", "50MB", silent)
+    export_checkpoint(Path(run), Path(out), "float32", "50MB", ignore_progress)
     between = peak()
-    import_model(Path(out), Path(again), silent, force=True)
+    import_model(Path(out), Path(second_run), ignore_progress, force=True)
     return between - before, peak() - before
 
 
@@ -846,7 +858,7 @@ def test_import_and_export_memory_does_not_grow_with_the_model(
 ) -> None:
     """240 MB, of which one tensor has 200."""
     sizes = {"vocab_size": 100_000, "dim": 512, "ffn_dim": 4096, "tied_embeddings": True}
-    run = made_run(tmp_path / "run", store_path, lambda name, t: t, **sizes)
+    run = fabricate_run(tmp_path / "run", store_path, lambda name, t: t, **sizes)
     paths = [str(tmp_path / name) for name in ("run", "out", "again")]
     ((out, both),) = run_ranks(peak_growth, 1, *paths, timeout=100)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

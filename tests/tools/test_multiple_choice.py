@@ -52,24 +52,24 @@ def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty questions with choices of different lengths; some contexts end in a space."""
-    folder = tmp_path_factory.mktemp("task")
+    directory = tmp_path_factory.mktemp("task")
     lines = []
     for i in range(40):
         first, second, third = (WORDS[(i * k) % 15] for k in (2, 3, 7))
         begin = f"{WORDS[i % 15]} {WORDS[(i * 4) % 15]}" + " " * (i % 3 == 0)
         fields = {"first": first, "second": f"{second} {third}s", "third": third * 2}
         lines.append(json.dumps({"begin": begin, **fields, "answer": i % 3}))
-    data = folder / "data.jsonl"
+    data = directory / "data.jsonl"
     data.write_text("\n".join(lines) + "\n")
-    path = folder / "task.yaml"
+    path = directory / "task.yaml"
     path.write_text(TASK.replace("FILE", str(data)))
     return path
 
 
 def ours(run: Path, task_file: Path) -> dict[str, Any]:
-    found = find_checkpoint(run)
-    model = load_local_model(found, torch.device("cpu"))
-    return asdict(score_task(read_task(task_file), model, load_chat_format(found), 8))
+    checkpoint = find_checkpoint(run)
+    model = load_local_model(checkpoint, torch.device("cpu"))
+    return asdict(score_task(read_task(task_file), model, load_chat_format(checkpoint), 8))
 
 
 def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
@@ -78,15 +78,15 @@ def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
 
     # Only this file: the harness's own thousands of tasks take seconds to list.
     tasks = TaskManager(include_path=str(task_file.parent), include_defaults=False)
-    told = lm_eval.simple_evaluate(
+    report = lm_eval.simple_evaluate(
         model=model, tasks=["continue_it"], task_manager=tasks, bootstrap_iters=0, log_samples=True
     )
-    assert told is not None
-    numbers = told["results"]["continue_it"]
+    assert report is not None
+    numbers = report["results"]["continue_it"]
     return {
         name: numbers[f"{name},none"]
         for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
-    } | {"logs": [[r[0][0] for r in s["resps"]] for s in told["samples"]["continue_it"]]}
+    } | {"logs": [[r[0][0] for r in s["resps"]] for s in report["samples"]["continue_it"]]}
 
 
 def test_score_equals_the_harness_and_transformers(
@@ -100,34 +100,34 @@ def test_score_equals_the_harness_and_transformers(
 
     from weft.tools.lm_eval_model import WeftLM
 
-    mine = ours(run, task_file)
-    assert 0.1 < mine["acc"] < 0.9
-    assert mine["acc"] != mine["acc_norm"]
+    scores = ours(run, task_file)
+    assert 0.1 < scores["acc"] < 0.9
+    assert scores["acc"] != scores["acc_norm"]
     export_checkpoint(run, tmp_path / "out", "float32", "5GB", lambda progress: None)
     lm = WeftLM(str(run), device="cpu", batch_size=3)
     hf = HFLM(pretrained=str(tmp_path / "out"), device="cpu", dtype="float32", batch_size=4)
     with_weft, theirs = harness_scores(lm, task_file), harness_scores(hf, task_file)
     for name in ("acc", "acc_norm"):
-        assert mine[name] == with_weft[name] == theirs[name]
-        assert mine[f"{name}_stderr"] == pytest.approx(_analytic(mine[name]))
+        assert scores[name] == with_weft[name] == theirs[name]
+        assert scores[f"{name}_stderr"] == pytest.approx(_analytic(scores[name]))
     torch.testing.assert_close(
         torch.tensor(with_weft["logs"]), torch.tensor(theirs["logs"]), atol=1e-3, rtol=1e-4
     )
 
     text = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 4
     assert len(lm.tok_encode(text)) > lm.model.config.max_seq_len
-    (whole,) = lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)])
-    assert whole == pytest.approx(
-        hf.loglikelihood_rolling([asked("loglikelihood_rolling", text)])[0], rel=1e-5
+    (full,) = lm.loglikelihood_rolling([make_instance("loglikelihood_rolling", text)])
+    assert full == pytest.approx(
+        hf.loglikelihood_rolling([make_instance("loglikelihood_rolling", text)])[0], rel=1e-5
     )
     options = {"until": [WORDS[3], "zz"], "max_gen_toks": 12, "do_sample": False}
-    requests = [asked("generate_until", text, options) for text in ("def f(", "x = ")]
+    requests = [make_instance("generate_until", text, options) for text in ("def f(", "x = ")]
     # A last character that is not whole is shown by them, and left out by us.
     theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
     assert lm.generate_until(requests) == theirs_until
 
 
-def asked(kind: Any, *arguments: Any) -> Any:
+def make_instance(kind: Any, *arguments: Any) -> Any:
     from lm_eval.api.instance import Instance
 
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
@@ -139,27 +139,31 @@ def _analytic(share: float, count: int = 40) -> float:
 
 
 def over_ranks(run: str, task: str) -> dict[str, Any]:
-    found = find_checkpoint(Path(run))
+    checkpoint = find_checkpoint(Path(run))
     _job, plan = plan_inference(
-        found, [("parallel.tp", "2")], [], ("parallel.",), for_generation=True
+        checkpoint, [("parallel.tp", "2")], [], ("parallel.",), for_generation=True
     )
-    model = load_model(found, plan, this_rank())
-    return asdict(score_task(read_task(Path(task)), model, load_chat_format(found), 16))
+    model = load_model(checkpoint, plan, this_rank())
+    return asdict(score_task(read_task(Path(task)), model, load_chat_format(checkpoint), 16))
 
 
 def test_score_with_a_sharded_vocabulary_is_the_same(run: Path, task_file: Path) -> None:
-    for told in run_ranks(over_ranks, 2, str(run), str(task_file)):
-        assert told == ours(run, task_file)
+    for results in run_ranks(over_ranks, 2, str(run), str(task_file)):
+        assert results == ours(run, task_file)
 
 
 def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
-    found = find_checkpoint(run)
-    model, speech = load_local_model(found, torch.device("cpu")), load_chat_format(found)
+    checkpoint = find_checkpoint(run)
+    model, chat_format = (
+        load_local_model(checkpoint, torch.device("cpu")),
+        load_chat_format(checkpoint),
+    )
     pairs = [
-        encode_pair(speech, a, b) for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))
+        encode_pair(chat_format, a, b)
+        for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))
     ]
-    assert pairs[1][0] == [speech.start_token]
-    assert pairs[2][1] == speech.tokenizer.encode("for i in").ids[2:]  # the space went over
+    assert pairs[1][0] == [chat_format.start_token]
+    assert pairs[2][1] == chat_format.tokenizer.encode("for i in").ids[2:]  # the space went over
     pairs.append((list(range(100)), [5, 6]))  # longer than the model takes
     together = compute_log_probs(model, pairs, 4)
     for pair, (sum_, _) in zip(pairs, together, strict=True):
@@ -210,11 +214,11 @@ def test_evaluate_task_command_prints_the_scores(
     run: Path, task_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["evaluate", str(run), "--task", str(task_file), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["name"] == "continue_it"
-    assert told["acc"] == ours(run, task_file)["acc"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["name"] == "continue_it"
+    assert report["acc"] == ours(run, task_file)["acc"]
     assert main(["evaluate", str(run), "--task", str(task_file)]) == 0
-    assert f"  acc             {told['acc']:.4f}\n" in capsys.readouterr().out
+    assert f"  acc             {report['acc']:.4f}\n" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []
 
 

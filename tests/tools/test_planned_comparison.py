@@ -64,9 +64,9 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
     command += ["--train.seq_len", "4096", "--train.global_batch_size", "64", "--json"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    found = json.loads(text)
-    assert json.loads((tmp_path / "out/comparison.json").read_text()) == found
-    variants = {each["label"]: each for each in found["variants"]}
+    result = json.loads(text)
+    assert json.loads((tmp_path / "out/comparison.json").read_text()) == result
+    variants = {variant["label"]: variant for variant in result["variants"]}
     assert len(variants) == 6
     for activation_checkpoint in ("none", "full"):
         refused = variants[f"tp=3, activation_checkpoint={activation_checkpoint}"]
@@ -80,7 +80,7 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
     wide = variants["tp=8, activation_checkpoint=none"]
     assert wide["forecast"]["step_seconds"] > 1.15 * one["step_seconds"]
     slower = next(
-        line for line in found["verdict"] if line.startswith("tp=8, activation_checkpoint=none")
+        line for line in result["verdict"] if line.startswith("tp=8, activation_checkpoint=none")
     )
     assert "slower than tp=1, activation_checkpoint=none (94 % of such" in slower
     speed = wide["forecast"]["tokens_per_second_per_device"]
@@ -114,16 +114,16 @@ def test_compare_plan_only_replaces_only_another_plan(
 
 def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for two of them may be equal."""
-    asked = []
+    labels = []
 
     def note(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
-        asked.append((label, machine.device_name))
+        labels.append((label, machine.device_name))
         return PlannedVariant(label, None, None, "not asked")
 
     monkeypatch.setattr(planning, "_predict", note)
     vary = [("run.cluster", ["1x8xH100", "1x8xH200"])]
     planning.compare_plans(["llama3-8b"], vary, [], [], None, None, None, lambda line: None)
-    assert ["H100" in asked[0][1], "H200" in asked[1][1]] == [True, True]
+    assert ["H100" in labels[0][1], "H200" in labels[1][1]] == [True, True]
 
 
 def test_compare_plan_only_unwritable_folder_is_reported(

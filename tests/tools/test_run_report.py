@@ -35,7 +35,7 @@ needs_browser = pytest.mark.skipif(
 BEGAN = 1.7e9
 
 
-def values(step: int, **more: Any) -> dict[str, Any]:
+def values(step: int, **extra: Any) -> dict[str, Any]:
     """A record as JSON values, every number in it another one for each step."""
     noise = math.sin(step * 12.9898)
     seconds = {"productive": 0.9 * step, "saving": 0.05 * step, "lost": 0.0}
@@ -48,25 +48,25 @@ def values(step: int, **more: Any) -> dict[str, Any]:
         memory_peak_gib=1.0 + step / 1000,
         time_breakdown=seconds,
     ).to_dict()
-    return changed | {"time": BEGAN + step} | more
+    return changed | {"time": BEGAN + step} | extra
 
 
 def make_run(
-    folder: Path,
+    directory: Path,
     lines: list[dict[str, Any]],
     *overrides: tuple[str, str],
     events: list[dict[str, Any]] | None = None,
 ) -> Path:
     """A run's folder with these records, of a job of 100 steps."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     base = small_job(("train.steps", "100"))
     job = small_job(("train.steps", "100"), *overrides)
-    (folder / "job.toml").write_text(to_toml(job, "demo", base))
-    (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "devices": []}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "job.toml").write_text(to_toml(job, "demo", base))
+    (directory / "environment.json").write_text(json.dumps({"torch": "2.13.0", "devices": []}))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if events is not None:
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    return folder
+        (directory / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return directory
 
 
 def event(step: int, kind: str, text: str = "something") -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Browser:
             self.driver.get_log(log)
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        self.dark(dark)
+        self.set_dark(dark)
         self.driver.get(path.as_uri())
         charts = self.run("return [...document.querySelectorAll('.chart')].map(c => !!c.data)")
         assert all(charts)
@@ -104,14 +104,14 @@ class Browser:
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
         ]
-        asked = {
+        options = {
             message["params"]["request"]["url"].partition(":")[0]
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
         }
-        assert asked <= {"file", "data", "about"}
+        assert options <= {"file", "data", "about"}
 
-    def dark(self, dark: bool) -> None:
+    def set_dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
@@ -129,12 +129,12 @@ class Browser:
 
     def traces(self, chart: str) -> dict[str, dict[str, Any]]:
         """What plotly has drawn, by name, without what smoothing leaves pale behind."""
-        drawn = self.run(
+        drawn_points = self.run(
             "return document.getElementById(arguments[0])._fullData.map(t => "
             "({name: t.name, x: [...t.x], y: [...t.y], opacity: t.opacity, text: t.text}))",
             f"chart-{chart}",
         )
-        return {trace["name"]: trace for trace in drawn if trace["opacity"] != 0.25}
+        return {trace["name"]: trace for trace in drawn_points if trace["opacity"] != 0.25}
 
     def layout(self, chart: str) -> Any:
         return self.run(
@@ -155,9 +155,9 @@ def browser() -> Iterator[Browser]:
     started.driver.quit()
 
 
-def written(folders: list[Path], **options: Any) -> Path:
-    path = folders[0] / REPORT_FILE
-    path.write_bytes(report_page(folders, **options))
+def write_page(directories: list[Path], **options: Any) -> Path:
+    path = directories[0] / REPORT_FILE
+    path.write_bytes(report_page(directories, **options))
     return path
 
 
@@ -167,11 +167,11 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
     for line in lines[19::20]:
         line["eval_loss"] = line["loss"] - 0.25
     lines[30] |= {"loss": None, "grad_norm": None}
-    browser.open(written([make_run(tmp_path / "one", lines)]))
+    browser.open(write_page([make_run(tmp_path / "one", lines)]))
 
-    def drawn(key: str) -> tuple[list[int], list[float]]:
-        found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        return [step for step, _ in found], [value for _, value in found]
+    def drawn_points(key: str) -> tuple[list[int], list[float]]:
+        result = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        return [step for step, _ in result], [value for _, value in result]
 
     for chart, name, key in (
         ("loss", "train", "loss"),
@@ -186,7 +186,7 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
         ("step_breakdown", "waiting for data", "data_seconds"),
     ):
         trace = browser.traces(chart)[name]
-        assert (trace["x"], trace["y"]) == drawn(key), key
+        assert (trace["x"], trace["y"]) == drawn_points(key), key
     productive = browser.traces("time_breakdown")["productive"]["y"]
     assert productive == [line["time_breakdown"]["productive"] for line in lines]
     rest = browser.traces("step_breakdown")["computing and communication"]["y"]
@@ -209,7 +209,7 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
 @needs_browser
 def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 41)]
-    browser.open(written([make_run(tmp_path / "one", lines)]))
+    browser.open(write_page([make_run(tmp_path / "one", lines)]))
     losses = [line["loss"] for line in lines]
 
     browser.set("axis", "token")
@@ -248,7 +248,7 @@ def test_report_page_zoom_is_shared_and_can_be_reset(browser: Browser, tmp_path:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
-    browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 41)])]))
+    browser.open(write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 41)])]))
     assert browser.layout("loss")["x"] == pytest.approx([1, 40], abs=3)
     plot = browser.driver.find_element(By.CSS_SELECTOR, "#chart-loss .nsewdrag")
     wide = plot.size["width"]
@@ -268,13 +268,13 @@ def test_report_page_zoom_is_shared_and_can_be_reset(browser: Browser, tmp_path:
 def test_report_page_of_several_runs_compares_them(
     browser: Browser, tmp_path: Path, count: int
 ) -> None:
-    folders = []
+    directories = []
     for number in range(count):
         lines = [values(step, loss=number + 1 / step) for step in range(1, 21 + number)]
         rate = ("optim.lr", str(1e-3 * (number + 1)))
-        folders.append(make_run(tmp_path / f"run-{number}", lines, rate))
+        directories.append(make_run(tmp_path / f"run-{number}", lines, rate))
     sections = [("Verdict & more", "<p id='mine'>the first is better</p>")]
-    browser.open(written(folders, title="Rates", sections=sections))
+    browser.open(write_page(directories, title="Rates", sections=sections))
     traces = browser.traces("loss")
     assert {*traces} == {f"run-{number}" for number in range(count)}
     for number in range(count):
@@ -296,12 +296,12 @@ def test_report_page_fits_the_window(
     browser: Browser, tmp_path: Path, width: int, runs: int
 ) -> None:
     events = [event(5, "anomaly", "a long text " * 30), event(9, "failure", "x" * 300)]
-    folders = [
+    directories = [
         make_run(tmp_path / f"run-{n}", [values(step) for step in range(1, 9)], events=events)
         for n in range(runs)
     ]
     picture = '<div class="wide"><svg width="1200" height="50"></svg></div>'
-    browser.open(written(folders, appendix=[("Picture", picture)]), width, 844)
+    browser.open(write_page(directories, appendix=[("Picture", picture)]), width, 844)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     inside = browser.run(
         "return [...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().right)"
@@ -311,14 +311,14 @@ def test_report_page_fits_the_window(
 
 @needs_browser
 def test_report_page_follows_dark_and_light(browser: Browser, tmp_path: Path) -> None:
-    path = written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])])
+    path = write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])])
     paper = "return getComputedStyle(document.body).backgroundColor"
-    seen = []
+    colors = []
     browser.open(path, dark=True)
     for dark in (True, False, True):  # also when it changes under the page
-        browser.dark(dark)
-        seen.append((browser.run(paper), browser.layout("loss")["color"]))
-    assert seen == [
+        browser.set_dark(dark)
+        colors.append((browser.run(paper), browser.layout("loss")["color"]))
+    assert colors == [
         ("rgb(22, 22, 22)", "#e8e8e8"),
         ("rgb(255, 255, 255)", "#1b1b1b"),
         ("rgb(22, 22, 22)", "#e8e8e8"),
@@ -337,12 +337,12 @@ def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) ->
         event(25, "failure", "rank 1 failed"),
         event(20, "restart"),
     ]
-    browser.open(written([make_run(tmp_path / "one", lines, events=events)]))
+    browser.open(write_page([make_run(tmp_path / "one", lines, events=events)]))
     marks = browser.traces("loss")["events"]
-    told = sorted(zip(marks["x"], marks["text"], strict=True))
-    assert [step for step, _ in told] == [0, 7, 12, 20, 25]
-    assert told[1][1] == "anomaly: the loss was nan"
-    assert [text.partition(":")[0] for _, text in told] == [
+    markers = sorted(zip(marks["x"], marks["text"], strict=True))
+    assert [step for step, _ in markers] == [0, 7, 12, 20, 25]
+    assert markers[1][1] == "anomaly: the loss was nan"
+    assert [text.partition(":")[0] for _, text in markers] == [
         "start",
         "anomaly",
         "slow rank",
@@ -356,7 +356,7 @@ def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) ->
 
 @needs_browser
 def test_report_page_without_records_says_so(browser: Browser, tmp_path: Path) -> None:
-    browser.open(written([make_run(tmp_path / "empty", [])]))
+    browser.open(write_page([make_run(tmp_path / "empty", [])]))
     assert "No step has been recorded yet." in browser.text("header")
     assert browser.text(".state") == "not started"
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
@@ -371,14 +371,14 @@ def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Pa
         for n in range(1, 9)
     ]
     name = "<script>hacked=1<b>&amp;"
-    folder = make_run(
+    directory = make_run(
         tmp_path / name, lines, ("data.path", evil), events=[event(3, "failure", evil)]
     )
-    (folder / "environment.json").write_text(json.dumps({"torch": evil, evil: evil}))
+    (directory / "environment.json").write_text(json.dumps({"torch": evil, evil: evil}))
     other = make_run(tmp_path / "other", lines)
     sections = [(evil, "<p>mine</p>")]
-    for folders in ([folder], [folder, other]):
-        browser.open(written(folders, sections=sections))
+    for directories in ([directory], [directory, other]):
+        browser.open(write_page(directories, sections=sections))
         assert browser.run("return window.hacked") is None
         assert browser.run("return document.images.length") == 0
         assert name in browser.text("h1")
@@ -405,19 +405,19 @@ def test_report_page_sources_have_different_lines(
         values(step) | {f"loss/{name}": loss for name, loss in losses.items()}
         for step in range(1, 9)
     ]
-    browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
-    drawn = browser.run(
+    browser.open(write_page([make_run(tmp_path / name, lines) for name in ("one", "other")]))
+    drawn_points = browser.run(
         "return document.querySelector('#chart-loss- .js-plotly-plot, "
         "#chart-loss-.js-plotly-plot').data.filter(t => t.y.length)"
         ".map(t => [t.line.color, t.line.dash])"
     )
-    looks = {tuple(each) for each in drawn if each[0]}
+    looks = {tuple(item) for item in drawn_points if item[0]}
     assert len(looks) == 2 * sources
 
 
 @needs_browser
 def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> None:
-    browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
+    browser.open(write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
     titles = browser.run(
         "return [...document.querySelectorAll('#chart-loss .modebar-btn')]"
         ".map(b => b.getAttribute('data-title') || b.getAttribute('aria-label'))"
@@ -430,8 +430,8 @@ def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> N
 def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path: Path) -> None:
     count = 100_000
     lines = [values(step) for step in range(1, 1001)]
-    folder = make_run(tmp_path / "long", [])
-    with (folder / "metrics.jsonl").open("w") as file:
+    directory = make_run(tmp_path / "long", [])
+    with (directory / "metrics.jsonl").open("w") as file:
         for start in range(0, count, 1000):
             for line in lines:
                 line |= {"step": line["step"] % 1000 + start or 1000}
@@ -439,13 +439,13 @@ def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path
                 lines[345]["loss"], lines[346]["loss"] = 99.0, -99.0
             file.writelines(json.dumps(line) + "\n" for line in lines)
             lines[345]["loss"] = lines[346]["loss"] = 5.0
-    began = time.monotonic()
-    page = report_page([folder]).decode()
-    seconds = time.monotonic() - began
+    start_time = time.monotonic()
+    page = report_page([directory]).decode()
+    seconds = time.monotonic() - start_time
     print(f"{count:,} records: {seconds:.2f} s, {len(page) / 2**20:.1f} MiB")
     assert seconds < 20  # 1.3 on a free core
-    (folder / REPORT_FILE).write_text(page)
-    browser.open(folder / REPORT_FILE)
+    (directory / REPORT_FILE).write_text(page)
+    browser.open(directory / REPORT_FILE)
     trace = browser.traces("loss")["Loss"]
     assert MAX_POINTS / 2 < len(trace["y"]) <= 1.1 * MAX_POINTS
     assert {99.0, -99.0} <= {*trace["y"]}
@@ -458,15 +458,15 @@ def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path
 
 
 def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "one", [values(1), values(2), values(3)])
-    text = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    directory = make_run(tmp_path / "one", [values(1), values(2), values(3)])
+    text = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     text[1] = text[1][:40] + "\n"
-    (folder / "metrics.jsonl").write_text("".join([*text, "[1]\n", "\n", '{"step": 4, "lo']))
-    run = RunReader(folder)
+    (directory / "metrics.jsonl").write_text("".join([*text, "[1]\n", "\n", '{"step": 4, "lo']))
+    run = RunReader(directory)
     assert run.columns["step"].tolist() == [1, 3]
     assert run.damaged == 3  # the last one is only not whole yet
-    assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([folder]).decode()
-    with (folder / "metrics.jsonl").open("a") as file:
+    assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([directory]).decode()
+    with (directory / "metrics.jsonl").open("a") as file:
         file.write(f'ss": 7.0}}\n{json.dumps(values(5, new=1.5))}\n')
     run.read_new_records()
     assert run.columns["step"].tolist() == [1, 3, 4, 5]
@@ -478,18 +478,18 @@ def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Path) -> None:
     """Events among them have a place by their step at least."""
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
-    folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
-    runs = [RunReader(folder)]
-    drawn = json.loads(serialize_charts(runs, ["one"], build_charts(runs)))["runs"][0]
-    assert drawn["x"]["step"] == [1, 2, 3]
-    assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
-    (mark,) = drawn["events"]
+    directory = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
+    runs = [RunReader(directory)]
+    drawn_points = json.loads(serialize_charts(runs, ["one"], build_charts(runs)))["runs"][0]
+    assert drawn_points["x"]["step"] == [1, 2, 3]
+    assert drawn_points["x"]["time"][:2] == drawn_points["x"]["token"][:2] == [None, None]
+    (mark,) = drawn_points["events"]
     assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
 
 
 def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
-    told = {"moe_max_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
-    runs = [RunReader(make_run(tmp_path / "one", [values(1, **told)]))]
+    markers = {"moe_max_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
+    runs = [RunReader(make_run(tmp_path / "one", [values(1, **markers)]))]
     assert next(chart["unit"] for chart in build_charts(runs)) == "nats per token"
     dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
     assert next(chart["unit"] for chart in build_charts([RunReader(dpo)])) == "nats per pair"
@@ -501,21 +501,21 @@ def test_history_line_that_grows_while_it_is_read_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rest is no line of its own, and nothing after it is shifted."""
-    folder = make_run(tmp_path / "one", [values(1)])
+    directory = make_run(tmp_path / "one", [values(1)])
     first, second = (json.dumps(values(step)) + "\n" for step in (2, 3))
-    with (folder / "metrics.jsonl").open("a") as file:
+    with (directory / "metrics.jsonl").open("a") as file:
         file.write(first[:50])
     parse = history.parse_records
 
-    def and_then_more(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    def append_lines(lines: Sequence[bytes]) -> list[dict[str, Any]]:
         monkeypatch.setattr(history, "parse_records", parse)
-        with (folder / "metrics.jsonl").open("a") as file:
+        with (directory / "metrics.jsonl").open("a") as file:
             file.write(first[50:])
         return parse(lines)
 
-    monkeypatch.setattr(history, "parse_records", and_then_more)
-    run = RunReader(folder)
-    with (folder / "metrics.jsonl").open("a") as file:
+    monkeypatch.setattr(history, "parse_records", append_lines)
+    run = RunReader(directory)
+    with (directory / "metrics.jsonl").open("a") as file:
         file.write(second)
     run.read_new_records()
     assert run.columns["step"].tolist() == [1, 2, 3]
@@ -534,19 +534,19 @@ def test_fewer_points_keep_every_extreme(count: int) -> None:
     assert (np.diff(at) > 0).all()
     assert (mean is None) == (count == 1999)
     if mean is not None:
-        each = math.ceil((count - 1) / 1000)
+        item = math.ceil((count - 1) / 1000)
         finite = numbers[np.isfinite(numbers)]
-        assert mean[0] == pytest.approx(finite[:each].mean())
-        assert mean[-1] == pytest.approx(finite[(count - 2) // each * each :].mean())
+        assert mean[0] == pytest.approx(finite[:item].mean())
+        assert mean[-1] == pytest.approx(finite[(count - 2) // item * item :].mean())
 
 
 def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
     records = [{"a": 1.5, "b": {"c": 2}}, {"a": [1], "b": 7}, {"b": {"c": None, "d": 10**400}}]
-    found = to_columns(records)
-    assert found.keys() == {"a", "b.c", "b.d"}
-    assert [str(value) for value in found["a"]] == ["1.5", "nan", "nan"]
-    assert [str(value) for value in found["b.c"]] == ["2.0", "nan", "nan"]
-    assert np.isnan(found["b.d"]).all()
+    result = to_columns(records)
+    assert result.keys() == {"a", "b.c", "b.d"}
+    assert [str(value) for value in result["a"]] == ["1.5", "nan", "nan"]
+    assert [str(value) for value in result["b.c"]] == ["2.0", "nan", "nan"]
+    assert np.isnan(result["b.d"]).all()
     (tokens,) = to_columns([{"tokens": 5}, {"tokens": 6}, {"tokens": "x"}]).values()
     assert [str(value) for value in tokens] == ["5.0", "6.0", "nan"]
 
@@ -565,10 +565,12 @@ def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> N
 def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
     def state(name: str, last: int, after: float, *kinds: str, running: bool | None = None) -> str:
         events = [event(last, kind) | {"time": BEGAN + last + n} for n, kind in enumerate(kinds)]
-        folder = make_run(tmp_path / name, [values(n) for n in range(1, last + 1)], events=events)
-        found, why = RunReader(folder).state(BEGAN + last + after, running)
-        assert (why == "something") == (found == "failed" or kinds[-1:] == ("stop",))
-        return found
+        directory = make_run(
+            tmp_path / name, [values(n) for n in range(1, last + 1)], events=events
+        )
+        result, reason = RunReader(directory).state(BEGAN + last + after, running)
+        assert (reason == "something") == (result == "failed" or kinds[-1:] == ("stop",))
+        return result
 
     assert state("a", 100, 1.0) == "finished"
     assert state("b", 50, 1.0) == "running"
@@ -583,21 +585,21 @@ def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
 
 
 def test_a_running_page_loads_itself_again(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "one", [values(step) for step in range(1, 9)])
-    assert 'http-equiv="refresh"' in report_page([folder], running=True).decode()
-    assert 'id="fact-left"' in report_page([folder], running=True).decode()
-    assert 'http-equiv="refresh"' not in report_page([folder], running=False).decode()
+    directory = make_run(tmp_path / "one", [values(step) for step in range(1, 9)])
+    assert 'http-equiv="refresh"' in report_page([directory], running=True).decode()
+    assert 'id="fact-left"' in report_page([directory], running=True).decode()
+    assert 'http-equiv="refresh"' not in report_page([directory], running=False).decode()
 
 
 def test_live_report_is_renewed_if_there_are_new_records(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "one", [])
+    directory = make_run(tmp_path / "one", [])
     messages: list[str] = []
-    live = LiveReport(folder, messages.append)
-    page = folder / REPORT_FILE
+    live = LiveReport(directory, messages.append)
+    page = directory / REPORT_FILE
     assert not live.write_if_changed()
     assert not page.exists()
     for number in (1, 2):
-        with (folder / "metrics.jsonl").open("a") as file:
+        with (directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(values(number)) + "\n")
         assert live.write_if_changed()
         assert f"{number} of 100" in page.read_text()
@@ -610,56 +612,56 @@ def test_live_report_thread_writes_the_first_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_report, "POLL_SECONDS", 0.05)
-    folder = make_run(tmp_path / "one", [values(1)])
-    with LiveReport(folder, print):
+    directory = make_run(tmp_path / "one", [values(1)])
+    with LiveReport(directory, print):
         deadline = time.monotonic() + 30
-        while not (folder / REPORT_FILE).exists() and time.monotonic() < deadline:
+        while not (directory / REPORT_FILE).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert "1 of 100" in (folder / REPORT_FILE).read_text()
+    assert "1 of 100" in (directory / REPORT_FILE).read_text()
     assert not [thread for thread in threading.enumerate() if thread.name == "weft-report"]
 
 
 def test_live_report_without_plotly_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_run(tmp_path / "one", [values(1)])
+    directory = make_run(tmp_path / "one", [values(1)])
     monkeypatch.setitem(sys.modules, "plotly", None)
     messages: list[str] = []
-    live = LiveReport(folder, messages.append)
+    live = LiveReport(directory, messages.append)
     assert not live.write_if_changed()
     assert not live.write_if_changed()
     (warning,) = messages
     assert "report.html cannot be written: a report needs plotly: pip install" in warning
-    assert not (folder / REPORT_FILE).exists()
+    assert not (directory / REPORT_FILE).exists()
     with pytest.raises(WeftError, match=r"weft\[report\]"):
-        report_page([folder])
-    assert main(["report", str(folder)]) == 1
+        report_page([directory])
+    assert main(["report", str(directory)]) == 1
     assert "pip install 'weft[report]'" in capsys.readouterr().err
 
 
 def test_live_report_that_cannot_be_written_warns_and_leaves_no_file(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "one", [values(1)])
-    (folder / REPORT_FILE).mkdir()  # no file can replace it
+    directory = make_run(tmp_path / "one", [values(1)])
+    (directory / REPORT_FILE).mkdir()  # no file can replace it
     messages: list[str] = []
-    assert not LiveReport(folder, messages.append).write_if_changed()
-    assert messages == [f"warning: {folder / REPORT_FILE} cannot be written: is a directory"]
-    assert not list(folder.glob(".*.tmp"))
+    assert not LiveReport(directory, messages.append).write_if_changed()
+    assert messages == [f"warning: {directory / REPORT_FILE} cannot be written: is a directory"]
+    assert not list(directory.glob(".*.tmp"))
 
 
 def test_report_command_mistakes_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_run(tmp_path / "one", [values(1)])
+    directory = make_run(tmp_path / "one", [values(1)])
     missing = tmp_path / "nowhere"
     assert main(["report", str(missing), str(tmp_path), "--out", "/no/such/page.html"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("=")[0].strip() for line in lines[1:]] == ["run", "run", "--out"]
     with pytest.raises(InvalidConfig, match="is not a run directory"):
         report_page([missing])
-    assert main(["report", str(folder), "--out", str(tmp_path)]) == 2
-    (folder / "job.toml").write_text("[train\n")
-    assert main(["report", str(folder)]) == 0
-    assert "job.toml cannot be read: Expected" in (folder / REPORT_FILE).read_text()
+    assert main(["report", str(directory), "--out", str(tmp_path)]) == 2
+    (directory / "job.toml").write_text("[train\n")
+    assert main(["report", str(directory)]) == 0
+    assert "job.toml cannot be read: Expected" in (directory / REPORT_FILE).read_text()
 
 
 def test_a_page_needs_no_torch() -> None:

@@ -37,8 +37,8 @@ TABLE = {
 
 @pytest.mark.parametrize("df", TABLE)
 def test_quantile_equals_published_table(df: int) -> None:
-    found = [t_quantile(p, df) for p in (0.9, 0.975, 0.995)]
-    assert found == pytest.approx(TABLE[df], abs=5.1e-4)
+    result = [t_quantile(p, df) for p in (0.9, 0.975, 0.995)]
+    assert result == pytest.approx(TABLE[df], abs=5.1e-4)
 
 
 def test_distribution_equals_integral_of_density() -> None:
@@ -60,9 +60,9 @@ def test_distribution_equals_integral_of_density() -> None:
 def test_t_test_students_example_has_published_value() -> None:
     """Cushny and Peebles' hours of sleep, the data of the paper of 1908."""
     hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    found = confidence_interval(hours)
-    assert found.mean == pytest.approx(1.58)
-    assert (found.low, found.high) == pytest.approx((0.700, 2.460), abs=1e-3)
+    result = confidence_interval(hours)
+    assert result.mean == pytest.approx(1.58)
+    assert (result.low, result.high) == pytest.approx((0.700, 2.460), abs=1e-3)
     assert difference_p_value(hours) == pytest.approx(0.00283, abs=1e-5)
 
 
@@ -82,12 +82,14 @@ def test_equal_differences_have_p_of_zero_or_one() -> None:
 
 
 def test_equivalence_holds_if_90_percent_interval_is_inside_margin() -> None:
-    some = [0.011, -0.004, 0.006, 0.009]
-    found = confidence_interval(some, 0.9)
-    at = max(abs(found.low), abs(found.high))
-    assert equivalence_p_value(some, at) == pytest.approx(SIGNIFICANCE)
+    subset = [0.011, -0.004, 0.006, 0.009]
+    result = confidence_interval(subset, 0.9)
+    at = max(abs(result.low), abs(result.high))
+    assert equivalence_p_value(subset, at) == pytest.approx(SIGNIFICANCE)
     assert (
-        equivalence_p_value(some, at * 1.01) < SIGNIFICANCE < equivalence_p_value(some, at * 0.99)
+        equivalence_p_value(subset, at * 1.01)
+        < SIGNIFICANCE
+        < equivalence_p_value(subset, at * 0.99)
     )
 
 
@@ -97,7 +99,7 @@ def test_equivalence_holds_if_90_percent_interval_is_inside_margin() -> None:
 SIMULATED = 2000
 
 
-def within(hits: int, p: float, sigmas: float = 3.5) -> bool:
+def is_within(hits: int, p: float, sigmas: float = 3.5) -> bool:
     """Whether so many of `SIMULATED` agree with a probability."""
     return abs(hits - SIMULATED * p) < sigmas * math.sqrt(SIMULATED * p * (1 - p))
 
@@ -108,22 +110,22 @@ def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
     noise = np.random.default_rng(pairs).normal(0.02, 0.3, (SIMULATED, pairs))
     inside = false = wrongly_equivalent = 0
     for row in noise.tolist():
-        found = confidence_interval(row)
-        inside += found.low <= 0.02 <= found.high
+        result = confidence_interval(row)
+        inside += result.low <= 0.02 <= result.high
         false += difference_p_value([x - 0.02 for x in row]) < SIGNIFICANCE
         # The truth lies on the margin: an equivalence of less is false.
         wrongly_equivalent += equivalence_p_value([x + 0.98 for x in row], 1.0) < SIGNIFICANCE
-    assert within(inside, 0.95)
-    assert within(false, 0.05)
-    assert within(wrongly_equivalent, 0.05)
+    assert is_within(inside, 0.95)
+    assert is_within(false, 0.05)
+    assert is_within(wrongly_equivalent, 0.05)
 
 
 def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
     """Without the correction 14 % of the comparisons of equals would name a winner."""
     noise = np.random.default_rng(1).normal(0, 0.1, (SIMULATED, 3, 6)).tolist()
-    found = [[difference_p_value(row) for row in rows] for rows in noise]
-    assert within(sum(min(holm_adjust(p)) < SIGNIFICANCE for p in found), 0.05)
-    assert sum(min(p) < SIGNIFICANCE for p in found) > 0.11 * SIMULATED
+    result = [[difference_p_value(row) for row in rows] for rows in noise]
+    assert is_within(sum(min(holm_adjust(p)) < SIGNIFICANCE for p in result), 0.05)
+    assert sum(min(p) < SIGNIFICANCE for p in result) > 0.11 * SIMULATED
 
 
 @pytest.mark.parametrize(
@@ -146,21 +148,21 @@ def test_pairs_needed_give_the_power_asked_for(
     template = np.array([-1.0, 1.0, -1.0, 1.0])
     needed = pairs_needed((mean + template / template.std(ddof=1)).tolist(), margin)
     assert needed is not None
-    found = np.random.default_rng(2).normal(mean, 1.0, (SIMULATED, needed)).tolist()
+    result = np.random.default_rng(2).normal(mean, 1.0, (SIMULATED, needed)).tolist()
     p = [
         equivalence_p_value(row, margin) if mean < margin else difference_p_value(row)
-        for row in found
+        for row in result
     ]
-    assert least < sum(each < SIGNIFICANCE for each in p) / SIMULATED < most
+    assert least < sum(item < SIGNIFICANCE for item in p) / SIMULATED < most
 
 
 def test_pairs_needed_grow_with_comparisons() -> None:
     """As many as give the power at Holm's first level."""
     pilot = [-0.9, 0.8, -0.7, 0.9]
-    alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, SIGNIFICANCE / 4)
-    assert alone is not None
+    single, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, SIGNIFICANCE / 4)
+    assert single is not None
     assert of_four is not None
-    assert of_four > alone
+    assert of_four > single
 
 
 def test_pairs_needed_grow_with_noise() -> None:

@@ -26,7 +26,7 @@ from weft.tools.verdict import percent
 TOKENS = 256  # of a step
 
 
-def record(step: int, seconds: float, loss: float, **more: Any) -> dict[str, Any]:
+def record(step: int, seconds: float, loss: float, **extra: Any) -> dict[str, Any]:
     return {
         "step": step,
         "loss": loss,
@@ -35,7 +35,7 @@ def record(step: int, seconds: float, loss: float, **more: Any) -> dict[str, Any
         "mfu": None,
         "memory_peak_gib": 1.0,
         "time_breakdown": {"restarting": 0.0},
-    } | more
+    } | extra
 
 
 def plan(devices: int = 1) -> dict[str, Any]:
@@ -43,10 +43,12 @@ def plan(devices: int = 1) -> dict[str, Any]:
     return {"world_size": devices, "num_params": 1000, "tokens_per_step": TOKENS, **axes}
 
 
-def write_run(folder: Path, records: list[dict[str, Any]], devices: int = 1) -> None:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    (folder / "plan.json").write_text(json.dumps(plan(devices)))
+def write_run(directory: Path, records: list[dict[str, Any]], devices: int = 1) -> None:
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    (directory / "plan.json").write_text(json.dumps(plan(devices)))
 
 
 # --------------------------------------------------------------------------- measuring
@@ -68,8 +70,8 @@ def test_warm_up_each_start_has_its_own() -> None:
     first = [record(i, 1.0, 3.0) for i in range(1, 6)]
     second = [record(i, 1.0, 3.0) | {"time_breakdown": {"restarting": 12.5}} for i in range(6, 11)]
     warm, cold = split_warm_up([*first, *second])
-    assert [each["step"] for each in cold] == [1, 6]
-    assert [each["step"] for each in warm] == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert [item["step"] for item in cold] == [1, 6]
+    assert [item["step"] for item in warm] == [2, 3, 4, 5, 7, 8, 9, 10]
 
 
 def test_speed_of_one_step_is_none(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_losses_are_compared_at_equal_tokens() -> None:
 
 
 def outcome(
-    folder: Path,
+    directory: Path,
     speeds: dict[str, list[float]],
     losses: dict[str, list[float]] | None = None,
     devices: dict[str, int] | None = None,
@@ -106,38 +108,40 @@ def outcome(
         Variant(label, "demo", jobs.get(label, Job()), plan=object())  # type: ignore[arg-type]
         for label in speeds
     ]
-    ended = []
-    for v, (label, each) in enumerate(speeds.items()):
-        for r, seconds in enumerate(each, 1):
-            loss = (losses or {}).get(label, [3.0] * len(each))[r - 1]
+    results = []
+    for v, (label, speed) in enumerate(speeds.items()):
+        for r, seconds in enumerate(speed, 1):
+            loss = (losses or {}).get(label, [3.0] * len(speed))[r - 1]
             steps = [record(i, seconds, loss) for i in range(1, 11)]
             if loss is not None:
                 steps[-1] |= {"eval_loss": loss}
-            run = trial_dir(folder, v, label, r)
+            run = trial_dir(directory, v, label, r)
             write_run(run, steps, (devices or {}).get(label, 1))
-            ended.append(TrialResult(v, r, 0, "", 1.0))
+            results.append(TrialResult(v, r, 0, "", 1.0))
     repeats = max(map(len, speeds.values()))
-    return summarize_comparison(folder, variants, ended, ComparisonSettings(repeats, **settings))
+    return summarize_comparison(
+        directory, variants, results, ComparisonSettings(repeats, **settings)
+    )
 
 
 def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
     """The machine is twice as slow in one repeat: the pairs do not mind."""
-    found = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
-    (judged,) = found.comparisons
-    assert judged.speed.answer == "faster"
-    assert judged.speed.differences == pytest.approx(
+    result = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
+    (comparison,) = result.comparisons
+    assert comparison.speed.answer == "faster"
+    assert comparison.speed.differences == pytest.approx(
         [math.log(1 / 0.95), math.log(1 / 0.95), math.log(1.1 / 1.05)]
     )
-    (line,) = found.verdict
+    (line,) = result.verdict
     assert line.startswith("B is 5.1 % faster than A (95 % interval 4.4 to 5.8 %, 3 pairs); ")
     assert "validation losses are equivalent within 0.5 %: B's is +0.0 % to +0.0 %" in line
-    assert found.rows[1][8] == "+5.1 % (+4.4 to +5.8)"
+    assert result.rows[1][8] == "+5.1 % (+4.4 to +5.8)"
 
 
 def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
-    found = outcome(tmp_path, {"A": [1.0, 1.0, 1.0], "B": [0.98, 1.03, 1.0]})
-    assert found.comparisons[0].speed.answer == "no difference found"
-    (line,) = found.verdict
+    result = outcome(tmp_path, {"A": [1.0, 1.0, 1.0], "B": [0.98, 1.03, 1.0]})
+    assert result.comparisons[0].speed.answer == "no difference found"
+    (line,) = result.verdict
     assert line.startswith(
         "no difference in speed was found: B is between 6.3 % slower and 6.1 % faster "
         "than A (95 % interval, 3 pairs)"
@@ -147,7 +151,7 @@ def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
 
 def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
     """An interval that excludes zero, found among three, is what chance brings in 14 %."""
-    found = outcome(
+    result = outcome(
         tmp_path,
         {
             "A": [1.0, 1.0, 1.0],
@@ -156,28 +160,28 @@ def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
             "D": [1.0, 1.02, 0.97],
         },
     )
-    speed = found.comparisons[0].speed
+    speed = result.comparisons[0].speed
     assert speed.answer == "not claimed"
     assert speed.interval is not None
     assert speed.interval.low > 0
-    assert found.verdict[0].startswith(
+    assert result.verdict[0].startswith(
         "B may be faster than A, but this is not significant among 3 comparisons"
     )
-    assert found.verdict[-1].startswith(
+    assert result.verdict[-1].startswith(
         "3 variants were compared with A, not with each other; Holm's procedure"
     )
 
 
 def test_judge_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     speeds = {"A": [1.0, 1.01, 0.99], "B": [0.60, 0.61, 0.60]}
-    found = outcome(tmp_path, speeds, devices={"B": 2}, price=3.0)
-    (judged,) = found.comparisons
-    assert judged.speed.answer == "faster"
-    assert judged.per_device is not None
-    assert judged.per_device.answer == "slower"
-    assert "slower than A per device" in found.verdict[0]
+    result = outcome(tmp_path, speeds, devices={"B": 2}, price=3.0)
+    (comparison,) = result.comparisons
+    assert comparison.speed.answer == "faster"
+    assert comparison.per_device is not None
+    assert comparison.per_device.answer == "slower"
+    assert "slower than A per device" in result.verdict[0]
     hours = 2 * geometric_mean([0.60, 0.61, 0.60]) / TOKENS * 1e9 / 3600
-    assert found.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
+    assert result.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
 
 
 def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None:
@@ -188,10 +192,10 @@ def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None
         "C": [0.51, 0.495, 0.5],
         "D": [1.0, 1.02, 0.97],
     }
-    found = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
-    assert found.comparisons[0].per_device is not None
-    assert found.comparisons[0].per_device.answer == "not claimed"
-    assert "faster than A per device, but this is not significant among 2" in found.verdict[0]
+    result = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
+    assert result.comparisons[0].per_device is not None
+    assert result.comparisons[0].per_device.answer == "not claimed"
+    assert "faster than A per device, but this is not significant among 2" in result.verdict[0]
 
 
 @pytest.mark.parametrize(
@@ -211,14 +215,14 @@ def test_judge_loss_difference_is_compared_with_margin(
     tmp_path: Path, theirs: list[float], answer: str, words: str
 ) -> None:
     same = [1.0, 1.0, 1.0]
-    found = outcome(tmp_path, {"A": same, "B": same}, {"B": theirs})
-    (judged,) = found.comparisons
-    assert judged.loss is not None
-    assert judged.loss.answer == answer
-    assert words in found.verdict[0]
+    result = outcome(tmp_path, {"A": same, "B": same}, {"B": theirs})
+    (comparison,) = result.comparisons
+    assert comparison.loss is not None
+    assert comparison.loss.answer == answer
+    assert words in result.verdict[0]
     if answer == "undecided":
-        assert judged.more_pairs is not None
-        assert f"--repeat {judged.more_pairs} might decide" in found.verdict[0]
+        assert comparison.more_pairs is not None
+        assert f"--repeat {comparison.more_pairs} might decide" in result.verdict[0]
 
 
 def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
@@ -227,9 +231,9 @@ def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
     losses = {"B": [3.020, 3.021, 3.022]}
     answers = []
     for n, (margin, relative) in enumerate([(0.005, True), (0.01, True), (0.02, False)]):
-        found = outcome(tmp_path / str(n), same, losses, margin=margin, relative=relative)
-        assert found.comparisons[0].loss is not None
-        answers.append(found.comparisons[0].loss.answer)
+        result = outcome(tmp_path / str(n), same, losses, margin=margin, relative=relative)
+        assert result.comparisons[0].loss is not None
+        answers.append(result.comparisons[0].loss.answer)
     assert answers == ["higher", "equivalent", "higher"]
 
 
@@ -237,9 +241,9 @@ def test_judge_negative_losses_have_a_margin(tmp_path: Path) -> None:
     """Of an objective of the user's own, the margin is a part of its size."""
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
-    found = outcome(tmp_path, same, losses)
-    assert found.comparisons[0].margin_nats == pytest.approx(0.015)
-    assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
+    result = outcome(tmp_path, same, losses)
+    assert result.comparisons[0].margin_nats == pytest.approx(0.015)
+    assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in result.verdict[0]
 
 
 def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
@@ -249,13 +253,13 @@ def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
         "C": replace(Job(), train={"objective": "dpo"}),
         "D": replace(Job(), train={"objective": "mine:objective"}),
     }
-    found = outcome(tmp_path, same, jobs=jobs)
-    for judged, line in zip(found.comparisons, found.verdict, strict=False):
-        assert judged.loss is None
+    result = outcome(tmp_path, same, jobs=jobs)
+    for comparison, line in zip(result.comparisons, result.verdict, strict=False):
+        assert comparison.loss is None
         assert "losses cannot be compared: they are of different data or objectives" in line
     assert (
         "loss: validation, nats per token, nats per pair, loss of mine:objective after 2,560 tokens"
-        in found.notes
+        in result.notes
     )
 
 
@@ -265,30 +269,30 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
         Variant("A", "demo", job, None, (ConfigError("parallel.tp", 3, "does not divide"),)),
         Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
     ]
-    ended = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]
-    assert completed_trials(tmp_path, variants, ended) == []
-    found = summarize_comparison(tmp_path, variants, ended, ComparisonSettings(1))
-    assert found.verdict == ["no trial has finished, so there is nothing to compare"]
-    assert found.failures[0] == "A: cannot be run: parallel.tp=3 does not divide."
-    assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in found.failures[1]
-    assert "no trial has finished" in found.text()
-    json.dumps(found.document, allow_nan=False)
+    results = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]
+    assert completed_trials(tmp_path, variants, results) == []
+    result = summarize_comparison(tmp_path, variants, results, ComparisonSettings(1))
+    assert result.verdict == ["no trial has finished, so there is nothing to compare"]
+    assert result.failures[0] == "A: cannot be run: parallel.tp=3 does not divide."
+    assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in result.failures[1]
+    assert "no trial has finished" in result.text()
+    json.dumps(result.document, allow_nan=False)
 
 
 def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
     """Every step was skipped: speed is told all the same."""
     same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
-    found = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
-    assert "no repeat has a loss of both variants" in found.verdict[0]
-    assert found.rows[0][7] == "-"
-    json.dumps(found.document, allow_nan=False)
+    result = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
+    assert "no repeat has a loss of both variants" in result.verdict[0]
+    assert result.rows[0][7] == "-"
+    json.dumps(result.document, allow_nan=False)
 
 
 def test_judge_baseline_is_the_first_variant_that_ran(tmp_path: Path) -> None:
-    found = outcome(tmp_path, {"A": [], "B": [1.0, 1.0], "C": [2.0, 2.1]})
-    (judged,) = found.comparisons
-    assert (judged.baseline, judged.variant) == (1, 2)
-    assert "than B" in found.verdict[0]
+    result = outcome(tmp_path, {"A": [], "B": [1.0, 1.0], "C": [2.0, 2.1]})
+    (comparison,) = result.comparisons
+    assert (comparison.baseline, comparison.variant) == (1, 2)
+    assert "than B" in result.verdict[0]
 
 
 def test_percent_is_formatted_without_sign() -> None:

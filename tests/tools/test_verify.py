@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.test_extending import MINE
+from tests.test_extending import LOCAL
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig, WeftError
@@ -69,7 +69,7 @@ LAYOUTS = [
     ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "1F1B", "--train.microbatch_size", "3"],
     ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "ZBVZeroBubble"],
 ]
-OTHERS = [
+OTHER_CASES = [
     ["--parallel.dp_shard", "2", "--precision.compute_dtype", "bfloat16"],
     ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--precision.compute_dtype", "bfloat16"],
     [*TP2, "--parallel.sequence_parallel", "false"],
@@ -84,7 +84,7 @@ OTHERS = [
 def children() -> set[str]:
     """Processes that this one has started."""
     lists = Path("/proc/self/task").glob("*/children")
-    return {number for each in lists for number in each.read_text().split()}
+    return {number for item in lists for number in item.read_text().split()}
 
 
 def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -110,7 +110,7 @@ def test_verify_right_layout_holds(
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
+@pytest.mark.parametrize("arguments", OTHER_CASES, ids=" ".join)
 def test_verify_other_right_layout_holds(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,10 +136,10 @@ def test_verify_compiled_layout_holds(capsys: pytest.CaptureFixture[str]) -> Non
 def test_verify_report_names_layout_steps_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout, what was shrunk, a line per step, the verdict; or one JSON object."""
     arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch_size", "128"]
-    said = check_holds(capsys, *arguments, "--ranks", "2", "--steps", "1").splitlines()
-    assert said[0] == "recipe: dp_shard 64 -> here: dp_shard 2"
-    assert any(line.strip().startswith("model ") and "dim 192 -> " in line for line in said)
-    assert sum(line.strip().startswith("1  ") for line in said) == 1
+    output = check_holds(capsys, *arguments, "--ranks", "2", "--steps", "1").splitlines()
+    assert output[0] == "recipe: dp_shard 64 -> here: dp_shard 2"
+    assert any(line.strip().startswith("model ") and "dim 192 -> " in line for line in output)
+    assert sum(line.strip().startswith("1  ") for line in output) == 1
 
     assert main(["verify", *arguments, "--ranks=2", "--steps=1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -158,12 +158,12 @@ def test_verify_report_names_layout_steps_and_verdict(capsys: pytest.CaptureFixt
 def test_verify_custom_model_and_optimizer_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_model.py").write_text(MINE)
+    (tmp_path / "own_model.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["--model.kind", "own_model:FAMILY", "--model.preset", "small"]
     arguments += ["--optim.name", "own_model:sgd", "--data.vocab_size", "512"]
-    said = check_holds(capsys, "demo", *arguments, "--train.seq_len", "32")
-    assert "the model has no num_layers, dim" in said
+    output = check_holds(capsys, "demo", *arguments, "--train.seq_len", "32")
+    assert "the model has no num_layers, dim" in output
 
 
 # --------------------------------------------------------------------------- breaking one
@@ -267,7 +267,7 @@ def take_the_mean_of_means(built: Built, plan: Plan) -> None:
 
 
 @torch.no_grad()
-def spoil_the_head(built: Built, plan: Plan) -> None:
+def corrupt_the_head(built: Built, plan: Plan) -> None:
     local(dict(trainable_parameters(built.model_parts))["norm.weight"]).mul_(1.01)
 
 
@@ -278,7 +278,7 @@ def average_gradients(built: Built, plan: Plan) -> None:
                 module.set_gradient_divide_factor(2.0)
 
 
-def tell_the_loss_twice(built: Built, plan: Plan) -> None:
+def report_the_loss_twice(built: Built, plan: Plan) -> None:
     built.train_step.owns_loss = True
 
 
@@ -347,11 +347,11 @@ BREAKS: list[tuple[list[str], Corruption, str]] = [
     ),
     (
         TP2,
-        spoil_the_head,
+        corrupt_the_head,
         f"{AGREES}the loss differs (7.7e-05), and every gradient differs, first norm.weight (",
     ),
     (DP2, average_gradients, f"{AGREES}every gradient is 0.5 times one process's: check sums ov"),
-    (TP2, tell_the_loss_twice, f"{AGREES}the loss differs (1.0e+00), and no gradient"),
+    (TP2, report_the_loss_twice, f"{AGREES}the loss differs (1.0e+00), and no gradient"),
     (
         DP2,
         leave_one_out_of_the_norm,
@@ -480,11 +480,11 @@ def test_verify_fault_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch) 
 def break_the_second_step(built: Built, plan: Plan) -> None:
     step = built.optimizer.step
 
-    def then_break(*args: Any, **kwargs: Any) -> Any:
+    def break_after(*args: Any, **kwargs: Any) -> Any:
         break_a_gradient_on_rank_1(built, plan)
         return step(*args, **kwargs)
 
-    built.optimizer.step = then_break  # type: ignore[method-assign]
+    built.optimizer.step = break_after  # type: ignore[method-assign]
 
 
 # --------------------------------------------------------------------------- ranks
@@ -501,9 +501,9 @@ def test_verify_failing_rank_is_reported_with_traceback(
     assert isinstance(failed.value, WeftError)
 
 
-def die_or_wait(how: str) -> None:
+def die_or_wait(mode: str) -> None:
     if dist.get_rank() == 1:
-        if how == "hang":
+        if mode == "hang":
             time.sleep(100)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -515,25 +515,25 @@ def test_run_ranks_silent_death_is_the_cause() -> None:
 
 
 def test_run_ranks_time_limit_reports_stacks() -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         run_ranks(die_or_wait, 2, "hang", timeout=1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start_time < 10
     assert "2 ranks did not end within 1 s" in str(failed.value)
     assert "rank 0, innermost call first:" in str(failed.value)
     assert str(failed.value).count("in die_or_wait") == 2
 
 
-def living(mark: str) -> list[str]:
+def living_processes(mark: str) -> list[str]:
     """Processes with that word in their environment."""
-    found = []
+    results = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
-                found.append(process.name)
+                results.append(process.name)
         except OSError:
             continue
-    return found
+    return results
 
 
 def test_run_ranks_killed_parent_leaves_no_rank() -> None:
@@ -545,25 +545,25 @@ def test_run_ranks_killed_parent_leaves_no_rank() -> None:
     )
     started = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"MARK": mark})
     limit = time.monotonic() + 60
-    while len(living(mark)) < 3 and time.monotonic() < limit:
+    while len(living_processes(mark)) < 3 and time.monotonic() < limit:
         time.sleep(0.1)
-    assert len(living(mark)) == 3
+    assert len(living_processes(mark)) == 3
     started.kill()
     started.wait()
-    while living(mark) and time.monotonic() < limit:
+    while living_processes(mark) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert living(mark) == []
+    assert living_processes(mark) == []
 
 
 @pytest.mark.slow
 def test_verify_command_leaves_no_process() -> None:
     mark = f"weft-{uuid.uuid4()}"
     command = [sys.executable, "-m", "weft.cli", "verify", "demo", "--steps", "1"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=os.environ | {"MARK": mark}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert living(mark) == []
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert living_processes(mark) == []
 
 
 # --------------------------------------------------------------------------- mistakes
@@ -605,9 +605,9 @@ def test_shrink_schedule_file_keeps_its_ranks(
         "2",
     ]
     layout += ["--parallel.dp_shard", "2", *UNTIED]
-    found = case(*layout, ranks=4)
-    assert found.plan.axis_sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
-    assert found.plan.num_microbatches == 2
+    result = case(*layout, ranks=4)
+    assert result.plan.axis_sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert result.plan.num_microbatches == 2
     with pytest.raises(InvalidConfig, match="--ranks=2 is fewer than the 4 pipeline ranks"):
         case(*layout, ranks=2)
 
@@ -619,12 +619,12 @@ def test_shrink_schedule_file_keeps_its_ranks(
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> None:
     """No size of a recipe is left, and of its kind what there are ranks for."""
-    found = case(recipe=recipe, ranks=ranks)
-    plan = found.plan
+    result = case(recipe=recipe, ranks=ranks)
+    plan = result.plan
     job, theirs = read_and_plan(recipe)
     assert plan.world_size <= ranks
-    notes = " ".join(found.notes)
-    for axis, size in found.recipe_sizes.items():
+    notes = " ".join(result.notes)
+    for axis, size in result.recipe_sizes.items():
         assert plan.axis_sizes[axis] > 1 or size == 1 or f"parallel.{axis}: not verified" in notes
         assert plan.axis_sizes[axis] <= size
     assert plan.model.dim <= 128
@@ -640,20 +640,20 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
         assert plan.pipeline.schedule == theirs.pipeline.schedule
         several = len(theirs.pipeline.stages) > theirs.pp
         assert (len(plan.pipeline.stages) > plan.pp) == several
-    assert found.reference_plan.world_size == found.reference_plan.num_microbatches == 1
-    assert found.reference_plan.model == plan.model
-    assert found.reference_plan.tokens_per_step == plan.tokens_per_step
-    assert found.plan.job.parallel.mesh_order == job.parallel.mesh_order
-    assert found.plan.job.parallel.cp_method == job.parallel.cp_method
+    assert result.reference_plan.world_size == result.reference_plan.num_microbatches == 1
+    assert result.reference_plan.model == plan.model
+    assert result.reference_plan.tokens_per_step == plan.tokens_per_step
+    assert result.plan.job.parallel.mesh_order == job.parallel.mesh_order
+    assert result.plan.job.parallel.cp_method == job.parallel.cp_method
 
 
 def test_shrink_405b_equals_the_manual() -> None:
-    found = case(recipe="llama3-405b")
-    assert found.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
-    assert found.plan.axis_sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert found.shrunk["model.dim"] == (16384, found.plan.model.dim)
-    assert found.shrunk["precision.compute_dtype"] == ("auto", "float32")
-    assert found.notes == ()
+    result = case(recipe="llama3-405b")
+    assert result.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
+    assert result.plan.axis_sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert result.shrunk["model.dim"] == (16384, result.plan.model.dim)
+    assert result.shrunk["precision.compute_dtype"] == ("auto", "float32")
+    assert result.notes == ()
 
 
 def test_shrink_ranks_that_share_a_head_still_do() -> None:
@@ -667,28 +667,28 @@ def test_shrink_ranks_that_share_a_head_still_do() -> None:
 
 
 def test_shrink_short_last_microbatch_stays_short() -> None:
-    found = case(
+    result = case(
         "--parallel.dp_shard", "1", "--train.microbatch_size", "3", "--run.nproc_per_node", "1"
     ).plan
-    assert (found.local_batch_size, found.microbatch_size, found.num_microbatches) == (5, 2, 3)
+    assert (result.local_batch_size, result.microbatch_size, result.num_microbatches) == (5, 2, 3)
 
 
 def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     wide = ["--parallel.dp_shard", "64", "--train.global_batch_size", "64"]
-    found = case(*wide, "--parallel.reshard_after_forward", "8")
-    assert (found.plan.dp_shard, found.plan.reshard_after_forward) == (8, 2)
-    found = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
-    assert found.plan.reshard_after_forward is True
-    assert "parallel.reshard_after_forward=8: 2 ranks have no subgroup" in found.notes[0]
+    result = case(*wide, "--parallel.reshard_after_forward", "8")
+    assert (result.plan.dp_shard, result.plan.reshard_after_forward) == (8, 2)
+    result = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
+    assert result.plan.reshard_after_forward is True
+    assert "parallel.reshard_after_forward=8: 2 ranks have no subgroup" in result.notes[0]
     assert case(*wide, "--parallel.hierarchical_gather", "true").plan.shard_ranks_per_node == 4
-    found = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
-    assert found.notes == ("parallel.hierarchical_gather: not verified; 2 shards fit on one node",)
+    result = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
+    assert result.notes == ("parallel.hierarchical_gather: not verified; 2 shards fit on one node",)
     # Of the gains (192 elements) and the smallest matrix (192 x 64) the first, or neither.
-    found = case("--parallel.param_persistence_threshold", "1000")
+    result = case("--parallel.param_persistence_threshold", "1000")
     assert (
-        found.plan.model.dim
-        < found.plan.job.parallel.param_persistence_threshold
-        < found.plan.model.dim * 8
+        result.plan.model.dim
+        < result.plan.job.parallel.param_persistence_threshold
+        < result.plan.model.dim * 8
     )
     assert (
         case(
@@ -701,21 +701,21 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
 def test_shrink_stages_given_by_hand_are_kept() -> None:
     pipeline = ["--parallel.pp", "2", "--parallel.dp_shard", "1", *UNTIED]
     pipeline += ["--model.num_layers", "12", "--pipeline.layers_per_stage", "[7, 5]"]
-    found = case(*pipeline)
-    assert [stage.num_blocks for stage in found.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
+    result = case(*pipeline)
+    assert [stage.num_blocks for stage in result.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
     wide = [*pipeline, "--parallel.pp", "4", "--pipeline.layers_per_stage", "[3, 3, 3, 3]"]
-    found = case(*wide, ranks=2)
-    assert found.notes == ("pipeline.layers_per_stage: given for 4 stages, but verified with 2",)
-    assert found.plan.pp == 2
+    result = case(*wide, ranks=2)
+    assert result.notes == ("pipeline.layers_per_stage: given for 4 stages, but verified with 2",)
+    assert result.plan.pp == 2
 
 
 def test_shrink_keys_that_need_hardware_are_off_and_noted() -> None:
     tp = [*TP2, "--parallel.async_tp", "true"]
     job = read_recipe("demo", overrides([*tp, "--compile.enable", "true"]))
-    found = shrink(plan_for_recipe(job), 8, 3)
-    assert not found.plan.job.parallel.async_tp
-    assert not found.plan.job.compile.enable
-    assert [note.partition(":")[0] for note in found.notes] == [
+    result = shrink(plan_for_recipe(job), 8, 3)
+    assert not result.plan.job.parallel.async_tp
+    assert not result.plan.job.compile.enable
+    assert [note.partition(":")[0] for note in result.notes] == [
         "parallel.async_tp",
         "compile.enable",
     ]
@@ -755,33 +755,33 @@ def test_fingerprints_are_independent_of_the_split() -> None:
         block = nn.Module()
         block.block = nn.Identity()
         prints = measure.Fingerprints([block], lambda part: [part.block])
-        with prints.record([rows] * len(chunks)) as found:
+        with prints.record([rows] * len(chunks)) as result:
             for chunk in chunks:
                 block.block(chunk)
-        assert list(found) == ["before block", "in block"]
-        return found["in block"]
+        assert list(result) == ["before block", "in block"]
+        return result["in block"]
 
-    whole = sums(x_BTD)
-    left, right = sums(x_BTD[:, :2]), sums(x_BTD[:, 2:])
-    assert measure.sums_distance(measure.merge_sums([left, right]), whole) < 1e-12  # slices
-    assert measure.sums_distance(sums(x_BTD[:1], x_BTD[1:]), whole) < 1e-12  # microbatches
-    assert measure.sums_distance(measure.merge_sums([whole, whole]), whole) < 1e-12  # copies
+    full = sums(x_BTD)
+    remaining, right = sums(x_BTD[:, :2]), sums(x_BTD[:, 2:])
+    assert measure.sums_distance(measure.merge_sums([remaining, right]), full) < 1e-12  # slices
+    assert measure.sums_distance(sums(x_BTD[:1], x_BTD[1:]), full) < 1e-12  # microbatches
+    assert measure.sums_distance(measure.merge_sums([full, full]), full) < 1e-12  # copies
     padded = torch.cat((x_BTD, x_BTD[:1]))
-    assert measure.sums_distance(sums(padded, rows=4), whole) < 1e-12
-    assert measure.sums_distance(sums(padded), whole) > 1e-3
-    assert measure.sums_distance(sums(x_BTD[:, :5]), whole) > 1e-3
-    assert measure.sums_distance(sums(x_BTD.flip(2)), whole) > 1e-3
-    assert measure.sums_distance(sums(x_BTD[..., :4]), whole) == float("inf")
+    assert measure.sums_distance(sums(padded, rows=4), full) < 1e-12
+    assert measure.sums_distance(sums(padded), full) > 1e-3
+    assert measure.sums_distance(sums(x_BTD[:, :5]), full) > 1e-3
+    assert measure.sums_distance(sums(x_BTD.flip(2)), full) > 1e-3
+    assert measure.sums_distance(sums(x_BTD[..., :4]), full) == float("inf")
 
 
 def test_data_is_uneven_and_depends_on_the_seed() -> None:
-    found = case("--data.packing", "documents", "--train.microbatch_size", "4").reference_plan
+    result = case("--data.packing", "documents", "--train.microbatch_size", "4").reference_plan
 
     class Mesh:
         dp_rank = 0
 
     def rows(seed: int) -> Batch:
-        (batch,) = measure._loader(replace(found, seed=seed), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
+        (batch,) = measure._loader(replace(result, seed=seed), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
         return measure._mask_targets(batch)
 
     batch = rows(0)

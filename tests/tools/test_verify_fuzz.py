@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living, overrides
+from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
 from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main
 from weft.config.schema import flatten
@@ -77,22 +77,22 @@ def test_candidates_follow_from_the_type() -> None:
 
 
 def test_draw_depends_on_seed_and_index_only() -> None:
-    first, again, other = (draw_job(seed, 5, {}, 8) for seed in (3, 3, 4))
-    assert first == again
+    first, second_run, other = (draw_job(seed, 5, {}, 8) for seed in (3, 3, 4))
+    assert first == second_run
     assert first.overrides != other.overrides
 
 
 def test_draw_covers_techniques_and_layouts() -> None:
     """Every axis of the mesh and most of the goals are there, at most 8 ranks, none of size."""
     jobs = [draw_job(1, index, {}, 8) for index in range(40)]
-    kept, pairs = 0, set()
+    remaining, pairs = 0, set()
     for job in jobs:
         names = {technique_name(key, text) for key, text in job.overrides.items()} & set(
             list_techniques()
         )
-        kept += set(job.goal) <= names
+        remaining += set(job.goal) <= names
         pairs |= set(itertools.combinations(sorted(names), 2))
-    assert kept > 25
+    assert remaining > 25
     assert len(pairs) > 500
     plans = [make_case(job.overrides, 8).plan for job in jobs]
     for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
@@ -108,11 +108,11 @@ def test_case_of_a_drawn_job_is_not_shrunk() -> None:
     """What is drawn is what runs, and what the command that is printed runs."""
     for index in range(5):
         job = draw_job(2, index, {}, 4)
-        here = flatten(make_case(job.overrides, 4).plan.job)
+        local = flatten(make_case(job.overrides, 4).plan.job)
         read = flatten(read_recipe("demo", list(job.overrides.items())))
         for key in job.overrides:
             if key not in ("data.vocab_size", "optim.warmup_steps"):
-                assert here[key] == read[key], key
+                assert local[key] == read[key], key
 
 
 # --------------------------------------------------------------------------- jobs
@@ -134,12 +134,12 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
     words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
     settings = FuzzSettings(ranks=2, steps=2, corrupt=break_tensor_parallel)
     changes = dict(overrides(words.split()))
-    found = shrink_failure(
+    result = shrink_failure(
         FuzzResult(0, 0, changes, {}, 2, Outcome("failed", "gradients first differ")), settings
     )
-    assert found.outcome.status == "failed"
-    assert found.outcome.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
-    command = shlex.split(found.command)
+    assert result.outcome.status == "failed"
+    assert result.outcome.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
+    command = shlex.split(result.command)
     assert command[:3] == ["weft", "verify", "demo"]
     assert command[command.index("--parallel.tp") + 1] == "2"
     assert command[command.index("--steps") + 1] == "1"
@@ -160,17 +160,17 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
     pinned = {"parallel.pp": "2", "model.tied_embeddings": "false"}
     settings = FuzzSettings(seed=6, ranks=2, steps=1, pinned=pinned, corrupt=fail_in_a_pipeline)
-    log, said = tmp_path / "log.jsonl", list[str]()
-    first = fuzz(2, settings, log, log=said.append)
+    log, messages = tmp_path / "log.jsonl", list[str]()
+    first = fuzz(2, settings, log, log=messages.append)
     assert (first["crashed"], first["agreed"], first["missing"]) == (2, 0, 0)
     assert first["failures"][0]["command"].startswith("weft verify demo --steps 1 --ranks 2 ")
     assert "this rank cannot" in first["failures"][0]["reason"]
     with log.open("a") as file:
         file.write('{"seed": 6, "ind')  # as of a process that was killed
     before = log.read_text()
-    again = fuzz(2, settings, log)
+    second_run = fuzz(2, settings, log)
     assert log.read_text() == before
-    assert again["failures"] == first["failures"]
+    assert second_run["failures"] == first["failures"]
     assert len(read_log(log, settings)) == 2
     assert read_log(log, FuzzSettings(seed=7)) == []
 
@@ -192,7 +192,7 @@ def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     result = json.loads(out)
     assert result["interrupted"]
     assert 0 < result["jobs"] - result["missing"] < 50
-    assert living(mark) == []
+    assert living_processes(mark) == []
 
 
 def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +230,12 @@ def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
 def test_resume_layout_lost_optimizer_states_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forgetful(path: Path, parts: Any, optimizer: Any) -> Any:
+    def save_without_step(path: Path, parts: Any, optimizer: Any) -> Any:
         return load_checkpoint(path, parts, None)
 
-    monkeypatch.setattr(measure, "load_checkpoint", forgetful)  # before the ranks are forked
+    monkeypatch.setattr(
+        measure, "load_checkpoint", save_without_step
+    )  # before the ranks are forked
     words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2"]
     assert main(["verify", "demo", *LAYOUT, *words]) == 1
     expected = (
@@ -243,7 +245,7 @@ def test_resume_layout_lost_optimizer_states_are_found(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "messages"),
     [
         (["--resume-layout", "parallel.tp"], "is not KEY=VALUE"),
         (["--resume-layout", "optim.lr=1"], "changes more than the layout"),
@@ -253,10 +255,10 @@ def test_resume_layout_lost_optimizer_states_are_found(
     ],
 )
 def test_resume_layout_mistake_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], messages: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", "demo", *LAYOUT, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert messages in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- many jobs

@@ -23,14 +23,14 @@ STEPS: Overrides = [
 
 
 @pytest.fixture(scope="module")
-def alone(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    run_ranks(train_rank, 1, [*STEPS, ("run.dir", str(folder))], str(store_path))
-    return folder
+def one_rank_run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("alone")
+    run_ranks(train_rank, 1, [*STEPS, ("run.dir", str(directory))], str(store_path))
+    return directory
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"),
+    ("ranks", "extra"),
     [
         pytest.param(2, [], marks=pytest.mark.slow),
         (3, [("data.packing", "windows")]),
@@ -39,14 +39,14 @@ def alone(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_canonical_any_number_of_ranks_gives_the_same_bits(
-    ranks: int, more: Overrides, store_path: Path, tmp_path: Path, alone: Path
+    ranks: int, extra: Overrides, store_path: Path, tmp_path: Path, one_rank_run: Path
 ) -> None:
-    overrides = [*STEPS, ("run.dir", str(tmp_path)), *more]
+    overrides = [*STEPS, ("run.dir", str(tmp_path)), *extra]
     run_ranks(train_rank, ranks, overrides, str(store_path))
-    expected, state = newest_state(alone), newest_state(tmp_path)
+    expected, state = newest_state(one_rank_run), newest_state(tmp_path)
     assert expected.keys() == state.keys()
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
-    assert losses(tmp_path) == losses(alone)
+    assert losses(tmp_path) == losses(one_rank_run)
 
 
 def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("parallel.tp", "2"), "Use parallel.tp=1"),
         (("parallel.pp", "2"), "Use parallel.pp=1"),
@@ -70,7 +70,7 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
         (("train.microbatch_size", "3"), "must be 1 with train.world_size_invariant"),
     ],
 )
-def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], said: str) -> None:
+def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], message: str) -> None:
     job: Any = small_job(*STEPS, ("run.dir", "/nonexistent"), change)
-    with pytest.raises(InvalidConfig, match=said):
+    with pytest.raises(InvalidConfig, match=message):
         resolve(job, Machine("cpu", devices=2, world_size=4))

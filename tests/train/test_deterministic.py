@@ -32,10 +32,10 @@ def test_deterministic_operator_without_order_is_refused() -> None:
     assert "does not have a deterministic implementation" in run_ranks(put, 1, True)[0]
 
 
-def train_twice(overrides: Overrides, store: str, folder: str) -> None:
+def train_twice(overrides: Overrides, store: str, directory: str) -> None:
     enable_determinism()
     for name in ("a", "b"):
-        train_rank([*overrides, ("run.dir", f"{folder}/{name}")], store)
+        train_rank([*overrides, ("run.dir", f"{directory}/{name}")], store)
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def nodes(source: str, count: object, rendezvous: str = "") -> ClusterEnvironmen
 class Case:
     name: str
     environment: dict[str, str]
-    found: ClusterEnvironment
+    expected: ClusterEnvironment
     nodes: str = "auto"
     rendezvous: str = "auto"
 
@@ -257,7 +257,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_where_environment_gives_rank_and_world(case: Case) -> None:
     before = dict(case.environment)
-    assert detect_environment(case.environment, case.nodes, case.rendezvous) == case.found
+    assert detect_environment(case.environment, case.nodes, case.rendezvous) == case.expected
     assert case.environment == before
 
 

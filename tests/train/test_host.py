@@ -78,10 +78,10 @@ def test_unlogged_step_does_not_wait_for_the_device(
     ranks: int, microbatch: str, store_path: Path, tmp_path: Path
 ) -> None:
     overrides = [*UNLOGGED, ("train.microbatch_size", microbatch), ("run.dir", str(tmp_path))]
-    for seen in run_ranks(train_and_count, ranks, overrides, str(store_path)):
+    for results in run_ranks(train_and_count, ranks, overrides, str(store_path)):
         # 1 and 10 are logged, 14 is the last one, and the first makes the optimizer's state.
-        assert {step for step, _ in seen} >= {1, 10, 14}
-        assert {key: n for key, n in seen.items() if key[0] in (*range(2, 10), 11, 12, 13)} == {}
+        assert {step for step, _ in results} >= {1, 10, 14}
+        assert {key: n for key, n in results.items() if key[0] in (*range(2, 10), 11, 12, 13)} == {}
 
 
 def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
@@ -151,15 +151,15 @@ def test_ahead_batches_leave_losses_unchanged(ranks: int, store_path: Path, tmp_
     for name, function in (("plain", train_rank), ("ahead", train_with_thread)):
         overrides = [("run.dir", str(tmp_path / name)), ("data.packing", "documents")]
         overrides.append(("train.steps", "8"))
-        left = run_ranks(function, ranks, overrides, str(store_path))  # type: ignore[arg-type]
+        remaining = run_ranks(function, ranks, overrides, str(store_path))  # type: ignore[arg-type]
     assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
-    assert all("weft-data" not in names for names in left)
+    assert all("weft-data" not in names for names in remaining)
 
 
 def test_ahead_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path))]
-    (left,) = run_ranks(train_with_thread, 1, overrides, str(store_path), 5)
-    assert "weft-data" not in left
+    (remaining,) = run_ranks(train_with_thread, 1, overrides, str(store_path), 5)
+    assert "weft-data" not in remaining
 
 
 def read_fails(overrides: Overrides, store: str) -> None:

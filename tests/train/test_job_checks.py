@@ -18,7 +18,7 @@ from weft.plan.resolve import resolve
 from weft.train.epochs import MAX_EPOCHS, epoch_warnings
 
 
-def warned(job: Job, text: Dataset) -> list[str]:
+def list_warnings(job: Job, text: Dataset) -> list[str]:
     plan = resolve(job, Machine("cpu", 2, world_size=1))
     samples = build_mixture(text, "train", plan.seq_len, job.data, plan.seed)
     return list(epoch_warnings(plan, text, samples))
@@ -31,11 +31,11 @@ def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
     tokens = text.sources[0].store.manifest.train.tokens
     sequences = (tokens - 1) // 32
     enough = int(MAX_EPOCHS * sequences) // 8
-    assert warned(small_job(("train.steps", str(enough))), text) == []
-    (said,) = warned(small_job(("train.steps", str(50 * enough))), text)
+    assert list_warnings(small_job(("train.steps", str(enough))), text) == []
+    (output,) = list_warnings(small_job(("train.steps", str(50 * enough))), text)
     times = 50 * enough * 8 / sequences
-    assert f" {times:,.1f} times (epochs): it has {sequences:,} sequences of 32 tokens" in said
-    assert said.endswith("Use more text, a smaller train.steps or train.global_batch_size.")
+    assert f" {times:,.1f} times (epochs): it has {sequences:,} sequences of 32 tokens" in output
+    assert output.endswith("Use more text, a smaller train.steps or train.global_batch_size.")
 
 
 def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_pat
     text = Dataset(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
     sequences = (one.store.manifest.train.tokens - 1) // 32
     steps = int(2 * MAX_EPOCHS * sequences / 8)
-    (said,) = warned(small_job(("train.steps", str(steps))), text)
-    assert said.startswith("the run sees web ")
-    assert said.endswith("or a smaller weight in data.mixture.")
+    (output,) = list_warnings(small_job(("train.steps", str(steps))), text)
+    assert output.startswith("the run sees web ")
+    assert output.endswith("or a smaller weight in data.mixture.")
 
 
 def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
 
 
 def test_plan_of_a_run_has_its_warnings(store_path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    run_dir = tmp_path / "run"
     job = ("train.seq_len", "64"), ("train.steps", "2"), ("lora.alpha", "3")
-    run_ranks(train_rank, 1, [("run.dir", str(folder)), *job], str(store_path), timeout=100)
-    warnings = json.loads((folder / "plan.json").read_text())["warnings"]
+    run_ranks(train_rank, 1, [("run.dir", str(run_dir)), *job], str(store_path), timeout=100)
+    warnings = json.loads((run_dir / "plan.json").read_text())["warnings"]
     assert [w.partition("=")[0] for w in warnings] == ["optim.warmup_steps", "lora.alpha"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
-from tests.monitor.test_chaos import noted, train_until_killed
+from tests.monitor.test_chaos import read_notes, train_until_killed
 from tests.small import Overrides, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 
@@ -24,28 +24,28 @@ MODEL: Overrides = [
 ]
 
 
-def run(layout: str, folder: Path, store: Path, steps: int = 4) -> list[tuple[float, ...]]:
+def run(layout: str, directory: Path, store: Path, steps: int = 4) -> list[tuple[float, ...]]:
     """Train under a layout; loss, gradient norm and validation loss of each step."""
     ranks, overrides = parse(layout)
-    steps_too = [("run.dir", str(folder)), ("train.steps", str(steps))]
+    steps_too = [("run.dir", str(directory)), ("train.steps", str(steps))]
     run_ranks(train_rank, ranks, MODEL + overrides + steps_too, str(store), timeout=180)
-    return [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(folder)]
+    return [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(directory)]
 
 
 @pytest.fixture(scope="module")
 def one_process(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("one")
-    run("", folder, store_path)
-    return folder
+    directory = tmp_path_factory.mktemp("one")
+    run("", directory, store_path)
+    return directory
 
 
-def expect(found: list[tuple[float, ...]], folder: Path) -> None:
+def expect(result: list[tuple[float, ...]], directory: Path) -> None:
     """Records of four steps equal one process's, first loss to last validation loss."""
-    expected = [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(folder)]
-    assert len(found) == len(expected) == 4
-    for ours, theirs in zip(found, expected, strict=True):
+    expected = [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(directory)]
+    assert len(result) == len(expected) == 4
+    for ours, theirs in zip(result, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
-    assert [step for step, each in enumerate(found, 1) if each[2]] == [2, 4]
+    assert [step for step, item in enumerate(result, 1) if item[2]] == [2, 4]
 
 
 # The last stage is on the last rank, or with a V on rank 0; 6 evaluation rows do not fill
@@ -104,11 +104,11 @@ LONG: Overrides = [
 ]
 
 
-def train_noting(layout: str, folder: Path, store: Path, *more: tuple[str, str]) -> None:
+def train_noting(layout: str, directory: Path, store: Path, *extra: tuple[str, str]) -> None:
     """Train, and note which rows are trained on."""
     ranks, overrides = parse(layout)
-    job = [*LONG, *overrides, ("run.dir", str(folder / "run")), *more]
-    call = (job, str(store), [], 0.0, str(folder / "seen"))
+    job = [*LONG, *overrides, ("run.dir", str(directory / "run")), *extra]
+    call = (job, str(store), [], 0.0, str(directory / "seen"))
     run_ranks(train_until_killed, ranks, *call, timeout=180)
 
 
@@ -116,10 +116,10 @@ def test_run_resumed_through_many_layouts_equals_one_process(
     store_path: Path, tmp_path: Path
 ) -> None:
     """Each trains two steps and fails in the next; it is one process's run all the same."""
-    alone, changing = tmp_path / "alone", tmp_path / "changing"
-    alone.mkdir()
+    single, changing = tmp_path / "alone", tmp_path / "changing"
+    single.mkdir()
     changing.mkdir()
-    train_noting("", alone, store_path)
+    train_noting("", single, store_path)
     for turn, layout in enumerate(CHAIN[:-1], 1):
         fault = ", ".join(['{site = "step", passing = 3, kind = "raise"}'] * turn)
         with pytest.raises(RankError, match="injected fault at step"):
@@ -130,15 +130,15 @@ def test_run_resumed_through_many_layouts_equals_one_process(
     faults = [("resilience.faults", f"[{fault}]")]  # all have happened
     train_noting(CHAIN[-1], changing, store_path, *faults)
 
-    assert noted(changing / "seen") == noted(alone / "seen")
-    assert set(noted(alone / "seen")) == set(range(12 * 2 * len(CHAIN)))
-    ours, theirs = records(changing / "run"), records(alone / "run")
+    assert read_notes(changing / "seen") == read_notes(single / "seen")
+    assert set(read_notes(single / "seen")) == set(range(12 * 2 * len(CHAIN)))
+    ours, theirs = records(changing / "run"), records(single / "run")
     assert [r["step"] for r in ours] == list(range(1, 2 * len(CHAIN) + 1))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["tokens"], a["lr"]) == (b["tokens"], b["lr"])
         for kind in ("loss", "grad_norm", "eval_loss"):
             assert a.get(kind, 0) == pytest.approx(b.get(kind, 0), rel=2e-4), a["step"]
-    final, expected = newest_state(changing / "run"), newest_state(alone / "run")
+    final, expected = newest_state(changing / "run"), newest_state(single / "run")
     assert final.keys() == expected.keys()
     for name in (name for name in expected if name.startswith("model.")):
         # Where the second moment is near zero, rounding decides the step's direction.

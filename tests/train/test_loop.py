@@ -37,17 +37,17 @@ KEYS = {
 }
 
 
-def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> Path:
-    job: Overrides = [("run.dir", str(folder)), *overrides]
+def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> Path:
+    job: Overrides = [("run.dir", str(directory)), *overrides]
     run_ranks(train_rank, ranks, job, str(store))
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="module")
 def one_rank(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 steps on one rank, evaluated every 10."""
-    folder = tmp_path_factory.mktemp("one")
-    return run(folder, store_path, 1, ("train.eval_interval", "10"))
+    directory = tmp_path_factory.mktemp("one")
+    return run(directory, store_path, 1, ("train.eval_interval", "10"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (4, 2)))],
+    [(2, 1), *(pytest.param(*tensor, marks=pytest.mark.slow) for tensor in ((1, 4), (4, 2)))],
 )
 def test_run_resumed_in_another_layout_has_the_same_losses(
     before: int, after: int, one_rank: Path, store_path: Path, tmp_path: Path
@@ -188,18 +188,18 @@ def test_run_nan_loss_stops_before_it_is_recorded(store_path: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("path", "message"),
     [
         ("s3://key:hunter2@bucket/x", "has credentials in it"),
         ("nosuch://bucket/x", "cannot be reached"),
     ],
 )
 def test_checkpoint_dir_unreachable_or_with_credentials_is_refused(
-    place: str, said: str, tmp_path: Path
+    path: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        prepare_job("demo", [("checkpoint.dir", place), ("run.dir", str(tmp_path / "run"))])
-    assert said in str(caught.value)
+        prepare_job("demo", [("checkpoint.dir", path), ("run.dir", str(tmp_path / "run"))])
+    assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
@@ -220,9 +220,9 @@ def test_credentials_in_urls_are_refused_and_not_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    said = "".join(capsys.readouterr())
-    assert "has credentials in it" in said
-    assert "hunter2" not in said
+    output = "".join(capsys.readouterr())
+    assert "has credentials in it" in output
+    assert "hunter2" not in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,15 +233,15 @@ def test_run_dir_in_a_store_is_refused() -> None:
 
 def collections(overrides: Overrides, store: str) -> tuple[list[int], bool]:
     """The generations that were looked through while Python did not by itself; whether it may."""
-    seen: list[int] = []
+    observed: list[int] = []
 
-    def note(phase: str, about: dict[str, int]) -> None:
+    def record(phase: str, description: dict[str, int]) -> None:
         if phase == "start" and not gc.isenabled():
-            seen.append(about["generation"])
+            observed.append(description["generation"])
 
-    gc.callbacks.append(note)
+    gc.callbacks.append(record)
     train_rank(overrides, store)
-    return seen, gc.isenabled()
+    return observed, gc.isenabled()
 
 
 def test_run_garbage_is_collected_after_the_same_step_by_all(

@@ -41,14 +41,14 @@ MODEL: Overrides = [
 ]
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
 @pytest.fixture(scope="module")
 def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder as Hugging Face has it, of random weights."""
-    folder = tmp_path_factory.mktemp("source")
+    directory = tmp_path_factory.mktemp("source")
     job = small_job(*MODEL)
     config: Any
     config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
@@ -57,42 +57,42 @@ def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         hf_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
         for name, shape in param_shapes(FAMILIES["llama"], config).items()
     }
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    write_json(folder / "config.json", to_hf_config(FAMILIES["llama"], config, "float32"))
-    shutil.copy(store_path / "tokenizer.json", folder)
-    return folder
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    write_json(directory / "config.json", to_hf_config(FAMILIES["llama"], config, "float32"))
+    shutil.copy(store_path / "tokenizer.json", directory)
+    return directory
 
 
-def run(source: Path, folder: Path, store: Path, layout: str, steps: int, *more: Any) -> Path:
+def run(source: Path, directory: Path, store: Path, layout: str, steps: int, *extra: Any) -> Path:
     """Train in ``folder`` up to a step, from the imported weights or where it stands."""
-    if not folder.exists():
-        import_model(source, folder, silent)
+    if not directory.exists():
+        import_model(source, directory, ignore_progress)
     ranks, overrides = parse(layout)
-    every = [*MODEL, ("run.dir", str(folder)), ("train.steps", "4"), *more, *overrides]
+    all_overrides = [*MODEL, ("run.dir", str(directory)), ("train.steps", "4"), *extra, *overrides]
     if steps < 4:  # as if it had been stopped there: the learning rate is that of the whole run
         fault = f'[{{site = "step", kind = "raise", passing = {steps + 1}}}]'
-        every.append(("resilience.faults", fault))
+        all_overrides.append(("resilience.faults", fault))
         with pytest.raises(RankError, match="injected"):
-            run_ranks(train_rank, ranks, every, str(store), timeout=120)
+            run_ranks(train_rank, ranks, all_overrides, str(store), timeout=120)
     else:
-        run_ranks(train_rank, ranks, every, str(store), timeout=120)
-    job = small_job(*every)
-    (folder / "job.toml").write_text(to_toml(job, "demo", job))
-    return folder
+        run_ranks(train_rank, ranks, all_overrides, str(store), timeout=120)
+    job = small_job(*all_overrides)
+    (directory / "job.toml").write_text(to_toml(job, "demo", job))
+    return directory
 
 
 @pytest.fixture(scope="module")
 def trained(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on two ranks; not to be changed."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    return run(source, folder, store_path, "dp_shard2", 4)
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    return run(source, run_dir, store_path, "dp_shard2", 4)
 
 
 @pytest.fixture(scope="module")
-def halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, stopped after two steps; to be copied."""
-    folder = tmp_path_factory.mktemp("half") / "run"
-    return run(source, folder, store_path, "dp_shard2", 2)
+    run_dir = tmp_path_factory.mktemp("half") / "run"
+    return run(source, run_dir, store_path, "dp_shard2", 2)
 
 
 def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, source: Path) -> None:
@@ -109,24 +109,24 @@ def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, sour
 
 
 def test_lora_resumed_run_is_equal_bit_for_bit(
-    trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
+    trained: Path, run_halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(halfway, tmp_path / "run")
-    run(source, folder, store_path, "dp_shard2", 4)
-    assert losses(folder) == losses(trained)
+    run_dir = shutil.copytree(run_halfway, tmp_path / "run")
+    run(source, run_dir, store_path, "dp_shard2", 4)
+    assert losses(run_dir) == losses(trained)
     theirs = newest_state(trained)
-    assert all(tensor.equal(theirs[name]) for name, tensor in newest_state(folder).items())
+    assert all(tensor.equal(theirs[name]) for name, tensor in newest_state(run_dir).items())
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 dp_shard2", marks=pytest.mark.slow)])
 def test_lora_resumed_in_another_layout_has_the_same_losses(
-    layout: str, trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
+    layout: str, trained: Path, run_halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(halfway, tmp_path / "run")
-    run(source, folder, store_path, layout, 4)
-    assert losses(folder) == pytest.approx(losses(trained), rel=1e-5)
+    run_dir = shutil.copytree(run_halfway, tmp_path / "run")
+    run(source, run_dir, store_path, layout, 4)
+    assert losses(run_dir) == pytest.approx(losses(trained), rel=1e-5)
     theirs = newest_state(trained)
-    for name, tensor in newest_state(folder).items():
+    for name, tensor in newest_state(run_dir).items():
         if name.startswith("model."):
             assert (tensor - theirs[name]).norm() < 1e-2 * theirs[name].norm(), name
 
@@ -134,14 +134,14 @@ def test_lora_resumed_in_another_layout_has_the_same_losses(
 def test_lora_resume_without_base_is_refused(
     trained: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(trained, folder)
-    shutil.rmtree(folder / "checkpoints" / "step-00000000")
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000000")
     with pytest.raises(RankError, match="step-00000000 is missing; restore it"):
-        run(source, folder, store_path, "", 4)
+        run(source, run_dir, store_path, "", 4)
     for adapter in (False, True):
         with pytest.raises(InvalidConfig, match="step-00000000, which does not exist"):
-            export_checkpoint(folder, tmp_path / "out", "float32", "5GB", silent, adapter)
+            export_checkpoint(run_dir, tmp_path / "out", "float32", "5GB", ignore_progress, adapter)
     assert not (tmp_path / "out").exists()
 
 
@@ -153,8 +153,8 @@ def logits_of(model: nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
-def whole_model(folder: Path) -> nn.Module:
-    return load_unsharded(find_checkpoint(folder), torch.device("cpu")).eval()
+def whole_model(directory: Path) -> nn.Module:
+    return load_unsharded(find_checkpoint(directory), torch.device("cpu")).eval()
 
 
 TOKENS_BT = torch.arange(48).view(2, 24) * 7 % 512
@@ -181,15 +181,17 @@ def test_lora_exported_adapters_in_peft_compute_the_same(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder = trained
+    directory = trained
     if keys:
-        folder = run(source, tmp_path / "run", store_path, "tp2", 4, *keys)
-    export_checkpoint(folder, tmp_path / "adapter", "float32", "5GB", silent, adapter=True)
-    export_checkpoint(folder, tmp_path / "merged", "float32", "5GB", silent)
+        directory = run(source, tmp_path / "run", store_path, "tp2", 4, *keys)
+    export_checkpoint(
+        directory, tmp_path / "adapter", "float32", "5GB", ignore_progress, adapter=True
+    )
+    export_checkpoint(directory, tmp_path / "merged", "float32", "5GB", ignore_progress)
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     untuned = logits_of(plain, TOKENS_BT)
     theirs = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"), is_trainable=True).eval()
-    ours = whole_model(folder)
+    ours = whole_model(directory)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
 
     expected = logits_of(theirs, TOKENS_BT)
@@ -224,9 +226,9 @@ def test_lora_quantized_base_layouts_and_merged_weights_agree(
     one = run(source, tmp_path / "one", store_path, "", 4, nf4)
     two = run(source, tmp_path / "two", store_path, "dp_shard2", 4, nf4)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    export_checkpoint(one, tmp_path / "merged", "float32", "5GB", silent)
+    export_checkpoint(one, tmp_path / "merged", "float32", "5GB", ignore_progress)
     ours = whole_model(one)
-    import_model(tmp_path / "merged", tmp_path / "again", silent)
+    import_model(tmp_path / "merged", tmp_path / "again", ignore_progress)
     merged = whole_model(tmp_path / "again")
     expected = logits_of(ours, TOKENS_BT)
     difference = (logits_of(merged, TOKENS_BT) - expected).abs().max()

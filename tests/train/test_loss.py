@@ -26,22 +26,22 @@ def test_linear_cross_entropy_in_chunks_equals_whole_logits(size: int, dtype: to
     weight = torch.randn(50, 16).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (3, 8))
     targets[0, :5] = IGNORE_INDEX
-    each = cross_entropy(F.linear(x, weight), targets)
-    plain = each.sum() / 7
+    tensor = cross_entropy(F.linear(x, weight), targets)
+    plain = tensor.sum() / 7
     expected = torch.autograd.grad(plain, (x, weight))
     total, of_tokens = linear_cross_entropy(x, weight, targets, cross_entropy, size)
     ours = total / 7
-    found = torch.autograd.grad(ours, (x, weight))
+    result = torch.autograd.grad(ours, (x, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(of_tokens, each.detach(), rtol=1e-5, atol=1e-5)
-    for a, b in zip(found, expected, strict=True):
+    torch.testing.assert_close(of_tokens, tensor.detach(), rtol=1e-5, atol=1e-5)
+    for a, b in zip(result, expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
-        again, of_tokens = linear_cross_entropy(x, weight, targets, cross_entropy, size)
-    torch.testing.assert_close(again / 7, plain.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(of_tokens, each.detach(), rtol=1e-5, atol=1e-5)
+        second_run, of_tokens = linear_cross_entropy(x, weight, targets, cross_entropy, size)
+    torch.testing.assert_close(second_run / 7, plain.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_tokens, tensor.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_chunk_tokens_fit_the_limit() -> None:
@@ -54,15 +54,15 @@ def test_chunk_tokens_fit_the_limit() -> None:
 def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
     """Gradients with a loss that has at most 8 tokens' logits."""
     loss.CHUNK_BYTES = 4 * 512 * 8
-    seen = []
-    whole = loss._compute_chunks
+    observed = []
+    full = loss._compute_chunks
 
-    def note(x: torch.Tensor, *rest: Any) -> Any:
-        seen.append(len(x) > rest[3])
-        return whole(x, *rest)
+    def record(x: torch.Tensor, *rest: Any) -> Any:
+        observed.append(len(x) > rest[3])
+        return full(x, *rest)
 
-    loss._compute_chunks = note
-    return gradients(job, store) | {"chunked": any(seen)}
+    loss._compute_chunks = record
+    return gradients(job, store) | {"chunked": any(observed)}
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_linear_cross_entropy_layouts_gradients_equal_one_process(
     layout: str, store_path: Path
 ) -> None:
     ranks, overrides = parse(layout)
-    tied = [each for each in overrides if each[0] == "model.tied_embeddings"]
+    tied = [override for override in overrides if override[0] == "model.tied_embeddings"]
     model = [*MODEL, *size(layout)]
     (one,) = one_process(str(store_path), [model + tied])
     many = run_ranks(seven_at_a_time, ranks, model + overrides, str(store_path), timeout=120)
-    assert any(each["chunked"] for each in many)
-    for each in merged(many):
-        assert each["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert any(entry["chunked"] for entry in many)
+    for item in merged(many):
+        assert item["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
         for name, grad in one["grads"].items():
-            error = (each["grads"][name] - grad).abs().max() / grad.abs().max()
+            error = (item["grads"][name] - grad).abs().max() / grad.abs().max()
             assert error < TOLERANCE, name

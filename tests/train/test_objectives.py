@@ -18,13 +18,13 @@ from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.small import (
     Overrides,
+    full_tensor,
     merged,
     plan_here,
     records,
     small_job,
     this_rank,
     train_rank,
-    whole,
 )
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
@@ -67,12 +67,12 @@ DPO: Overrides = [
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Prepared conversations, and preferences for the word 'is' over the word 'was'."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = write_tokenizer(folder / "model", CHATML)
+    directory = tmp_path_factory.mktemp("chat")
+    tokenizer = write_tokenizer(directory / "model", CHATML)
     words = ["it", "is", "what", "there", "and", "too"]
     system = message("system", "so")
     write_lines(
-        folder / "chat.jsonl",
+        directory / "chat.jsonl",
         [
             {
                 "messages": [
@@ -84,22 +84,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             for i in range(80)
         ],
     )
-    asked = [[system, message("user", f"{words[i % 6]} {i}")] for i in range(36)]
+    prompts = [[system, message("user", f"{words[i % 6]} {i}")] for i in range(36)]
     pairs = [
         {
-            "prompt": asked[i],
+            "prompt": prompts[i],
             "chosen": [message("assistant", "it is " * (i % 2 + 1))],
             "rejected": [message("assistant", "was " * (i % 3 + 1))],
         }
         for i in range(36)
     ]
-    write_lines(folder / "preferences.jsonl", pairs)
-    found = {}
+    write_lines(directory / "preferences.jsonl", pairs)
+    results = {}
     for name in ("chat", "preferences"):
-        values = {"path": str(folder / f"{name}.jsonl"), "tokenizer": str(tokenizer)}
+        values = {"path": str(directory / f"{name}.jsonl"), "tokenizer": str(tokenizer)}
         section = DataSection.model_validate(values | {"format": name, "validation_fraction": 0.2})
-        found[name] = str(prepare_data(section, folder / "cache").path)
-    return found
+        results[name] = str(prepare_data(section, directory / "cache").path)
+    return results
 
 
 def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, Any]:
@@ -110,12 +110,12 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     mixture = build_mixture(
         open_dataset(text), "train", job.train.seq_len, job.data, job.train.seed
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if built.train_step.objective.needs_references:
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
         known = log_probs(built, pairs)
-        found["references"] = known
+        results["references"] = known
         # As if training had moved away from them.
         moved = known + torch.randn(known.shape, generator=torch.Generator().manual_seed(1))
         mixture = Mixture([replace(pairs, references=moved)])
@@ -133,12 +133,12 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     metrics = built.train_step.metrics
     if metrics is not None:
         dist.all_reduce(metrics)
-        found["metrics"] = metrics.tolist()
+        results["metrics"] = metrics.tolist()
     params = dict(trainable_parameters(built.model_parts))
-    grads = {name: whole(param.grad).clone() for name, param in params.items()}
+    grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
-        found["plain"] = plain_dpo(built.model_parts[0], batches, job.train.dpo_beta)
-    return found | {"loss": loss.item(), "grads": grads, "clipped": {}}
+        results["plain"] = plain_dpo(built.model_parts[0], batches, job.train.dpo_beta)
+    return results | {"loss": loss.item(), "grads": grads, "clipped": {}}
 
 
 def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, 
         for row in range(len(batch.tokens_BT)):
             ratios = []
             for answer in (0, 1):
-                here = batch.documents_BT[row] == answer
-                tokens, targets = batch.tokens_BT[row, here], batch.targets_BT[row, here]
+                mask = batch.documents_BT[row] == answer
+                tokens, targets = batch.tokens_BT[row, mask], batch.targets_BT[row, mask]
                 log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
                 known = targets != IGNORE_INDEX
                 of_targets = log_p[known].gather(1, targets[known][:, None])
@@ -161,17 +161,17 @@ def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, 
             losses.append(-torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1]))))
     loss = torch.stack(losses).mean()
     loss.backward()  # type: ignore[no-untyped-call]
-    grads = {name: whole(p.grad).clone() for name, p in trainable_parameters([model])}
+    grads = {name: full_tensor(p.grad).clone() for name, p in trainable_parameters([model])}
     return {"loss": loss.item(), "grads": grads}
 
 
-def expect_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
-    assert found["loss"] == pytest.approx(expected["loss"], rel=rel)
-    assert found["grads"].keys() == expected["grads"].keys()
+def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
+    assert result["loss"] == pytest.approx(expected["loss"], rel=rel)
+    assert result["grads"].keys() == expected["grads"].keys()
     for name, grad in expected["grads"].items():
         largest = float(grad.abs().max())
         assert largest > 0, name
-        assert float((found["grads"][name] - grad).abs().max()) < rel * largest, name
+        assert float((result["grads"][name] - grad).abs().max()) < rel * largest, name
 
 
 # --------------------------------------------------------------------------- conversations
@@ -179,8 +179,8 @@ def expect_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 2e
 
 @pytest.fixture(scope="module")
 def one_chat(texts: dict[str, str]) -> dict[str, Any]:
-    [found] = run_ranks(gradients, 1, CHAT, texts["chat"])
-    return dict(found)
+    [result] = run_ranks(gradients, 1, CHAT, texts["chat"])
+    return dict(result)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_chat_layouts_gradients_equal_one_process(
 
 def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, str]) -> None:
     """The loss of packed rows is the mean over the conversations' own targets, each by itself."""
-    [(packed, alone)] = run_ranks(packed_and_alone, 1, CHAT, texts["chat"])
-    assert packed == pytest.approx(alone, rel=1e-6)
+    [(packed, single)] = run_ranks(packed_and_alone, 1, CHAT, texts["chat"])
+    assert packed == pytest.approx(single, rel=1e-6)
 
 
 def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
@@ -233,8 +233,8 @@ def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def one_dpo(texts: dict[str, str]) -> dict[str, Any]:
-    [found] = run_ranks(gradients, 1, DPO, texts["preferences"], "plain")
-    return dict(found)
+    [result] = run_ranks(gradients, 1, DPO, texts["preferences"], "plain")
+    return dict(result)
 
 
 def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
@@ -256,8 +256,8 @@ def test_dpo_layouts_gradients_equal_one_process(
     layout: str, texts: dict[str, str], one_dpo: dict[str, Any]
 ) -> None:
     ranks, overrides = parse(layout)
-    found = run_ranks(gradients, ranks, DPO + overrides, texts["preferences"], timeout=180)
-    for rank in merged(found):
+    results = run_ranks(gradients, ranks, DPO + overrides, texts["preferences"], timeout=180)
+    for rank in merged(results):
         expect_same(rank, one_dpo)
         torch.testing.assert_close(rank["references"], one_dpo["references"], rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(rank["metrics"], one_dpo["metrics"], strict=True):
@@ -275,9 +275,9 @@ def test_dpo_with_lora_references_are_the_frozen_model(
     assert all("lora" in name for name in one["grads"])
     ranks, overrides = parse("tp2")
     for rank in merged(run_ranks(gradients, ranks, tuned + overrides, texts["preferences"])):
-        for each in (one, rank):  # at first B is zero, so A has no gradient
-            for name in [name for name in each["grads"] if "lora_A" in name]:
-                assert not each["grads"].pop(name).any()
+        for tensor in (one, rank):  # at first B is zero, so A has no gradient
+            for name in [name for name in tensor["grads"] if "lora_A" in name]:
+                assert not tensor["grads"].pop(name).any()
         expect_same(rank, one)
 
 
@@ -288,12 +288,12 @@ def test_dpo_padding_row_counts_for_nothing() -> None:
     documents = torch.tensor([[0, 0, 1, 2]] * 2)
     batch = Batch(targets, targets, documents, documents, None, torch.tensor([[-3.0, -1.0]] * 2))
     losses_BT = torch.tensor([[1.0, 1.5, 0.5, 0.0], [0.0] * 4], requires_grad=True)
-    found = objective.losses(losses_BT, batch)
+    result = objective.losses(losses_BT, batch)
     # Rewards: (-2.5 + 3) / 2 and (-0.5 + 1) / 2: no margin.
     assert objective.counts(batch).tolist() == [1, 0]
-    assert found.loss_B.tolist() == [pytest.approx(math.log(2)), 0.0]
-    assert found.metrics_BM.tolist() == [[0.0, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]
-    found.loss_B.sum().backward()
+    assert result.loss_B.tolist() == [pytest.approx(math.log(2)), 0.0]
+    assert result.metrics_BM.tolist() == [[0.0, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]
+    result.loss_B.sum().backward()
     assert losses_BT.grad is not None
     assert losses_BT.grad.tolist() == [[0.25, 0.25, -0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
@@ -307,9 +307,9 @@ RUN: Overrides = [
 ]
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def read_rows(directory: Path) -> list[dict[str, Any]]:
     keys = ("loss", "grad_norm", "eval_loss", "metrics", "eval_metrics")
-    return [{key: record[key] for key in keys if key in record} for record in records(folder)]
+    return [{key: record[key] for key in keys if key in record} for record in records(directory)]
 
 
 def references_of_a_source(text: str) -> bool:
@@ -337,16 +337,16 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
     """Learns the preference, tells of it, and goes on in another layout as if nothing were."""
     text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
     run_ranks(train_rank, 1, [*DPO, *RUN, ("run.dir", str(one))], text)
-    found = told(one)
+    result = read_rows(one)
     # At first the model is the initial one: to rounding no margin, and both are as likely.
-    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
-    assert found[0]["metrics"]["reward_margin"] == pytest.approx(0, abs=1e-4)
-    assert found[-1]["metrics"]["reward_margin"] > 0.05
-    assert found[-1]["metrics"]["reward_accuracy"] > 0.9
-    assert found[-1]["eval_metrics"]["reward_accuracy"] > 0.9
-    assert found[-1]["eval_loss"] < found[2]["eval_loss"] < math.log(2)
-    margin = found[-1]["metrics"]["reward_chosen"] - found[-1]["metrics"]["reward_rejected"]
-    assert margin == pytest.approx(found[-1]["metrics"]["reward_margin"], rel=1e-5)
+    assert result[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert result[0]["metrics"]["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert result[-1]["metrics"]["reward_margin"] > 0.05
+    assert result[-1]["metrics"]["reward_accuracy"] > 0.9
+    assert result[-1]["eval_metrics"]["reward_accuracy"] > 0.9
+    assert result[-1]["eval_loss"] < result[2]["eval_loss"] < math.log(2)
+    margin = result[-1]["metrics"]["reward_chosen"] - result[-1]["metrics"]["reward_rejected"]
+    assert margin == pytest.approx(result[-1]["metrics"]["reward_margin"], rel=1e-5)
 
     fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
     with pytest.raises(RankError, match="injected fault"):
@@ -355,9 +355,9 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
     known = np.load(file)
     assert known.shape[1] == 2
     ranks, overrides = parse("pp2")
-    again = [*DPO, *RUN, *overrides, fault, ("run.dir", str(two))]
-    run_ranks(train_rank, ranks, again, text, timeout=180)
-    for ours, theirs in zip(told(two), found, strict=True):
+    second_run = [*DPO, *RUN, *overrides, fault, ("run.dir", str(two))]
+    run_ranks(train_rank, ranks, second_run, text, timeout=180)
+    for ours, theirs in zip(read_rows(two), result, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ("loss", "grad_norm", "eval_loss"):
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=2e-4)
@@ -365,15 +365,15 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
             assert ours.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-3, abs=1e-4)
 
     file.unlink()
-    more = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
+    extra = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
     with pytest.raises(RankError, match="the log-probabilities of the initial model are missing"):
-        run_ranks(train_rank, 1, more, text)
+        run_ranks(train_rank, 1, extra, text)
 
 
 # --------------------------------------------------------------------------- objectives
 
 
-def careful(section: TrainSection) -> Objective:
+def custom_objective(section: TrainSection) -> Objective:
     """Somebody's own: next tokens, of which those with a high loss count double."""
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
@@ -386,10 +386,10 @@ def careful(section: TrainSection) -> Objective:
 def test_objective_custom_function_is_trained_and_recorded(
     texts: dict[str, str], tmp_path: Path
 ) -> None:
-    name = ("train.objective", "tests.train.test_objectives:careful")
-    folder = ("run.dir", str(tmp_path / "run"))
-    run_ranks(train_rank, 2, [*CHAT, *RUN, name, folder, ("train.steps", "2")], texts["chat"])
-    [first, *_] = told(tmp_path / "run")
+    name = ("train.objective", "tests.train.test_objectives:custom_objective")
+    run_dir = ("run.dir", str(tmp_path / "run"))
+    run_ranks(train_rank, 2, [*CHAT, *RUN, name, run_dir, ("train.steps", "2")], texts["chat"])
+    [first, *_] = read_rows(tmp_path / "run")
     assert 0 < first["metrics"]["hard"] <= 1
     assert first["loss"] > 1.2 * math.log(512)
 

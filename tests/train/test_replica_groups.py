@@ -24,6 +24,7 @@ from tests.harness import run_ranks
 from tests.small import (
     SMALL,
     Overrides,
+    full_tensor,
     gradients,
     loader_of,
     losses,
@@ -33,7 +34,6 @@ from tests.small import (
     small_job,
     this_rank,
     train_rank,
-    whole,
 )
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.replica_check import ReplicaMismatch
@@ -74,14 +74,14 @@ class Lighthouse:
             join_timeout_ms=20_000,
             heartbeat_timeout_ms=3000,
         )
-        self.place = "127.0.0.1:" + self.server.address().rpartition(":")[2]
+        self.endpoint = "127.0.0.1:" + self.server.address().rpartition(":")[2]
 
 
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:
     """HOST:PORT of one that gives a quorum of so many groups as the parameter says, or more."""
     running = Lighthouse(request.param)
-    yield running.place
+    yield running.endpoint
     running.server.shutdown()
 
 
@@ -89,11 +89,11 @@ def with_groups(*groups: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("lighthouse", groups, indirect=True, ids=str)
 
 
-def enter_group(size: int, meeting: str) -> int:
+def enter_group(size: int, rendezvous: str) -> int:
     """Make the default process group that of this rank's replica group; the group's number."""
     group, rank = divmod(dist.get_rank(), size)
     dist.destroy_process_group()
-    store = dist.FileStore(f"{meeting}-{group}", size)
+    store = dist.FileStore(f"{rendezvous}-{group}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return group
 
@@ -102,10 +102,10 @@ def enter_group(size: int, meeting: str) -> int:
 
 
 def group_gradients(
-    size: int, meeting: str, lighthouse: str, overrides: Overrides, store: str
+    size: int, rendezvous: str, lighthouse: str, overrides: Overrides, store: str
 ) -> dict[str, Any]:
     """As `tests.small.gradients`, but by all groups together."""
-    enter_group(size, meeting)
+    enter_group(size, rendezvous)
     shared = ("checkpoint.dir", "unused")
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
@@ -121,23 +121,23 @@ def group_gradients(
     assert groups.committed()
     dist.all_reduce(loss)
     listens = sockets_of(os.getpid())
-    found = {
+    result = {
         "loss": loss.item(),
         "norm": compute_grad_norm(list(params.values()))[0].item(),
-        "grads": {name: whole(param.grad).clone() for name, param in params.items()},
+        "grads": {name: full_tensor(param.grad).clone() for name, param in params.items()},
         "listens": listens,
     }
     groups.close()
-    return found
+    return result
 
 
 @needs_torchft
-@pytest.mark.parametrize(("size", "more"), [(1, []), (2, []), (2, LORA)])
+@pytest.mark.parametrize(("size", "extra"), [(1, []), (2, []), (2, LORA)])
 @with_groups(2, 3)
 def test_replica_groups_gradients_equal_one_process(
     lighthouse: str,
     size: int,
-    more: Overrides,
+    extra: Overrides,
     store_path: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -145,28 +145,30 @@ def test_replica_groups_gradients_equal_one_process(
     """Also where groups have different numbers of rows, and rows of targets."""
     count = request.node.callspec.params["lighthouse"]
     batch = [("train.global_batch_size", "8"), ("train.microbatch_size", "1")]
-    job = [("data.packing", "documents"), *batch, *more]
+    job = [("data.packing", "documents"), *batch, *extra]
     arguments = (size, str(tmp_path / "meet"), lighthouse, job, str(store_path))
     ranks = run_ranks(group_gradients, size * count, *arguments)
-    (alone,) = run_ranks(gradients, 1, job, str(store_path))
+    (single,) = run_ranks(gradients, 1, job, str(store_path))
     for rank in ranks:
-        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-4)
-        assert rank["grads"].keys() == alone["grads"].keys()
+        assert rank["loss"] == pytest.approx(single["loss"], rel=1e-5)
+        assert rank["norm"] == pytest.approx(single["norm"], rel=1e-4)
+        assert rank["grads"].keys() == single["grads"].keys()
         for name, grad in rank["grads"].items():
-            torch.testing.assert_close(grad, alone["grads"][name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(grad, single["grads"][name], rtol=1e-4, atol=1e-6)
             assert grad.equal(ranks[0]["grads"][name]), name  # the same bits in all groups
         assert rank["listens"] == {"0100007F"}, "listens beyond the loopback interface"
 
 
-def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides, store: str) -> str:
+def train_group(
+    size: int, rendezvous: str, overrides: Overrides, other: Overrides, store: str
+) -> str:
     """Train as group 0, 1, ..., of which the last has also the overrides ``other``."""
     last = dist.get_world_size() // size - 1
-    group = enter_group(size, meeting)
-    more = other if group == last else []
-    if more:
+    group = enter_group(size, rendezvous)
+    extra = other if group == last else []
+    if extra:
         time.sleep(1.0)  # it is not the first
-    job = small_job(*overrides, ("run.dir", f"{meeting}/{group}"), *more)
+    job = small_job(*overrides, ("run.dir", f"{rendezvous}/{group}"), *extra)
     try:
         train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
     except (ReplicaGroupError, ReplicaMismatch) as error:
@@ -174,19 +176,19 @@ def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides,
     return "trained"
 
 
-def check_against(alone: Path, group: Path, first: int = 1) -> None:
+def check_against(single: Path, group: Path, first: int = 1) -> None:
     """The group's records, from step ``first`` on, are an undisturbed run's to rounding."""
-    expected = {record["step"]: record for record in records(alone)}
-    found = {record["step"]: record for record in records(group)}
-    assert [step for step in expected if step >= first] == [s for s in found if s >= first]
-    for step, record in found.items():
+    expected = {record["step"]: record for record in records(single)}
+    result = {record["step"]: record for record in records(group)}
+    assert [step for step in expected if step >= first] == [s for s in result if s >= first]
+    for step, record in result.items():
         for what in ("loss", "grad_norm"):
             assert record[what] == pytest.approx(expected[step][what], rel=2e-3), (step, what)
         assert record["tokens"] == expected[step]["tokens"]
 
 
-def check_weights(alone: Path, shared: Path) -> None:
-    ours, theirs = newest_state(shared), newest_state(alone)
+def check_weights(single: Path, shared: Path) -> None:
+    ours, theirs = newest_state(shared), newest_state(single)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4)
@@ -194,7 +196,7 @@ def check_weights(alone: Path, shared: Path) -> None:
 
 @needs_torchft
 @pytest.mark.parametrize(
-    ("size", "interval", "check", "more"),
+    ("size", "interval", "check", "extra"),
     [(1, "10", "1", []), (1, "auto", "7", []), (2, "10", "1", []), (2, "10", "1", LORA)],
 )
 @with_groups(2)
@@ -203,7 +205,7 @@ def test_replica_groups_training_equals_one_group(
     size: int,
     interval: str,
     check: str,
-    more: Overrides,
+    extra: Overrides,
     store_path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -213,41 +215,41 @@ def test_replica_groups_training_equals_one_group(
     With ``auto`` only the group that saves knows when.
     """
     saves = ("checkpoint.interval", interval)
-    job = [*WATCHED, saves, ("resilience.replica_check", check), *more]
-    alone = tmp_path / "alone"
-    run_ranks(train_rank, 1, [*job, ("run.dir", str(alone))], str(store_path))
+    job = [*WATCHED, saves, ("resilience.replica_check", check), *extra]
+    single = tmp_path / "alone"
+    run_ranks(train_rank, 1, [*job, ("run.dir", str(single))], str(store_path))
     shared = ("checkpoint.dir", str(tmp_path / "checkpoints"))
-    meeting = [("resilience.lighthouse", lighthouse), shared]
-    arguments = (size, str(tmp_path / "g"), [*job, *meeting], [], str(store_path))
+    rendezvous = [("resilience.lighthouse", lighthouse), shared]
+    arguments = (size, str(tmp_path / "g"), [*job, *rendezvous], [], str(store_path))
     assert run_ranks(train_group, 2 * size, *arguments) == ["trained"] * 2 * size
     assert "lost another replica group" not in capsys.readouterr().out
     for group in ("g/0", "g/1"):
-        check_against(alone, tmp_path / group)
+        check_against(single, tmp_path / group)
         assert losses(tmp_path / group) == losses(tmp_path / "g/0")
-    check_weights(alone, tmp_path)
+    check_weights(single, tmp_path)
     assert len(list((tmp_path / "checkpoints").glob("lease-*"))) == 1, "only one group saves"
 
 
-def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
+def compare_after_a_flip(rendezvous: str, lighthouse: str) -> list[str]:
     """What comparing says before and after one bit of one weight of group 1 is another."""
-    group = enter_group(1, meeting)
+    group = enter_group(1, rendezvous)
     job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
     plan, rank = plan_here(job), this_rank()
     _, parts, _, _, optimizer, _ = build(plan, rank)
     groups = ReplicaGroups(lighthouse, "job", 20, rank, rank.device, print)
     groups.sync(TrainState(0, 0), parts, optimizer)
-    said = []
+    messages = []
     for _ in range(2):
         try:
             groups.compare(parts, optimizer)
-            said.append("equal")
+            messages.append("equal")
         except ReplicaMismatch as error:
-            said.append(str(error))
+            messages.append(str(error))
         if group == 1:
-            weight = whole(list(trainable_parameters(parts))[3][1].data)
+            weight = full_tensor(list(trainable_parameters(parts))[3][1].data)
             weight.view(torch.int32).view(-1)[17] ^= 1
     groups.close()
-    return said
+    return messages
 
 
 @needs_torchft
@@ -258,9 +260,9 @@ def test_replica_groups_different_weights_are_found(lighthouse: str, tmp_path: P
         assert "rank 0 of one of the 2 replica groups differs" in after
 
 
-def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str, Any]:
+def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[str, Any]:
     """Group 1 learns of an error after the sum, and group 0 does not; then they meet again."""
-    group = enter_group(size, meeting)
+    group = enter_group(size, rendezvous)
     overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
     job = small_job(*overrides)
     plan, rank = plan_here(job), this_rank()
@@ -277,22 +279,22 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
             param.grad = torch.ones_like(param)
         optimizer.step()
         at = TrainState(1, 8)
-    began = time.monotonic()
+    start_time = time.monotonic()
     at = groups.sync(at, parts, optimizer)
-    again = torch.tensor([1.0])
-    groups.sum([again])
-    sound = groups.committed()
+    second_run = torch.tensor([1.0])
+    groups.sum([second_run])
+    valid = groups.committed()
     groups.compare(parts, optimizer)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     groups.close()
     moved = next(iter(optimizer.state.values()))["exp_avg"]
     return {
         "group": group,
         "kept": led == groups.is_leader,
         "at": (at.step, at.samples),
-        "sums": (value.item(), again.item(), sound),
+        "sums": (value.item(), second_run.item(), valid),
         "seconds": seconds,
-        "moved": whole(moved).abs().sum().item() > 0,
+        "moved": full_tensor(moved).abs().sum().item() > 0,
     }
 
 
@@ -385,8 +387,8 @@ def test_replica_groups_without_torchft_names_the_package() -> None:
 @needs_torchft
 def test_replica_groups_without_lighthouse_are_refused(store_path: Path, tmp_path: Path) -> None:
     job = [("resilience.lighthouse", "127.0.0.1:1"), ("checkpoint.dir", f"{tmp_path}/c")]
-    (said,) = run_ranks(train_group, 1, 1, str(tmp_path / "g"), job, [], str(store_path))
-    assert said.startswith("resilience.lighthouse=127.0.0.1:1 cannot be reached: ")
+    (messages,) = run_ranks(train_group, 1, 1, str(tmp_path / "g"), job, [], str(store_path))
+    assert messages.startswith("resilience.lighthouse=127.0.0.1:1 cannot be reached: ")
 
 
 # ------------------------------------------------------------------ faults
@@ -403,13 +405,13 @@ LONG: Overrides = [
 ]
 
 
-class Scene:
+class TwoGroups:
     """Groups a and b, as `weft train` starts them, in one folder."""
 
-    def __init__(self, folder: Path, lighthouse: str, store: Path) -> None:
-        self.folder, self.lighthouse, self.store = folder, lighthouse, store
+    def __init__(self, directory: Path, lighthouse: str, store: Path) -> None:
+        self.directory, self.lighthouse, self.store = directory, lighthouse, store
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.seen: dict[int, list[dict[str, Any]]] = {}  # records of both, by step
+        self.recorded: dict[int, list[dict[str, Any]]] = {}  # records of both, by step
 
     def start(self, group: str) -> None:
         pairs = [
@@ -428,36 +430,40 @@ class Scene:
             ("resilience.max_restarts_per_hour", "0"),
         ]
         command = [*WEFT, "train", "demo", *(word for k, v in pairs for word in (f"--{k}", v))]
-        self.look()
+        self.collect_records()
         before = self.records(group)
-        with (self.folder / f"{group}.said").open("ab") as log:
-            self.running[group] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+        with (self.directory / f"{group}.said").open("ab") as log:
+            self.running[group] = subprocess.Popen(
+                command, cwd=self.directory, stdout=log, stderr=log
+            )
         # It begins its records anew.
-        self.until(group, lambda found: found != before and len(found) > 0)
+        self.wait_until(group, lambda result: result != before and len(result) > 0)
 
     def records(self, group: str) -> list[dict[str, Any]]:
-        folder = self.folder / group
-        return records(folder) if (folder / "metrics.jsonl").exists() else []
+        directory = self.directory / group
+        return records(directory) if (directory / "metrics.jsonl").exists() else []
 
-    def last(self, group: str) -> int:
-        found = self.records(group)
-        return int(found[-1]["step"]) if found else 0
+    def last_step(self, group: str) -> int:
+        records = self.records(group)
+        return int(records[-1]["step"]) if records else 0
 
-    def until(self, group: str, what: Callable[[list[dict[str, Any]]], bool]) -> None:
+    def wait_until(self, group: str, what: Callable[[list[dict[str, Any]]], bool]) -> None:
         deadline = time.monotonic() + 240
         while not what(self.records(group)):
-            assert time.monotonic() < deadline, (self.folder / f"{group}.said").read_text()
-            assert self.running[group].poll() is None, (self.folder / f"{group}.said").read_text()
+            assert time.monotonic() < deadline, (self.directory / f"{group}.said").read_text()
+            assert self.running[group].poll() is None, (
+                self.directory / f"{group}.said"
+            ).read_text()
             time.sleep(0.05)
 
-    def until_step(self, group: str, step: int) -> None:
-        self.until(group, lambda found: bool(found) and found[-1]["step"] >= step)
+    def wait_for_step(self, group: str, step: int) -> None:
+        self.wait_until(group, lambda result: bool(result) and result[-1]["step"] >= step)
 
-    def look(self) -> None:
+    def collect_records(self) -> None:
         """Remember what both have recorded."""
         for group in "ab":
             for record in self.records(group):
-                if record not in (known := self.seen.setdefault(record["step"], [])):
+                if record not in (known := self.recorded.setdefault(record["step"], [])):
                     known.append(record)
 
     def lost_seconds(self, group: str, since: float) -> float:
@@ -471,25 +477,25 @@ class Scene:
         for process in self.running.values():
             process.send_signal(signal.SIGTERM)
         assert [process.wait(timeout=100) for process in self.running.values()] == [75, 75]
-        self.look()
-        (newest,) = list_checkpoints(self.folder / "checkpoints")[-1:]
+        self.collect_records()
+        (newest,) = list_checkpoints(self.directory / "checkpoints")[-1:]
         steps = int(newest.name.removeprefix("step-"))
-        assert sorted(self.seen) == list(range(1, steps + 1))
-        alone = self.folder / "alone"
-        job = [*LONG, ("train.steps", str(steps)), ("run.dir", str(alone))]
+        assert sorted(self.recorded) == list(range(1, steps + 1))
+        single = self.directory / "alone"
+        job = [*LONG, ("train.steps", str(steps)), ("run.dir", str(single))]
         run_ranks(train_rank, 1, job, str(self.store), timeout=200)
-        for expected in records(alone):
-            for record in self.seen[expected["step"]]:
+        for expected in records(single):
+            for record in self.recorded[expected["step"]]:
                 for what in ("loss", "grad_norm"):
                     assert record[what] == pytest.approx(expected[what], rel=1e-3), record
                 assert record["tokens"] == expected["tokens"]
-        check_weights(alone, self.folder)
+        check_weights(single, self.directory)
 
 
 @pytest.fixture
-def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
+def two_groups(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[TwoGroups]:
     """Nothing of it is left."""
-    scene = Scene(tmp_path, lighthouse, store_path)
+    scene = TwoGroups(tmp_path, lighthouse, store_path)
     try:
         yield scene
     finally:
@@ -497,8 +503,8 @@ def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
             process.kill()
             process.wait(timeout=30)
     deadline = time.monotonic() + 10
-    while left := processes_in(tmp_path):
-        assert time.monotonic() < deadline, f"left behind: {left}"
+    while remaining := processes_in(tmp_path):
+        assert time.monotonic() < deadline, f"left behind: {remaining}"
         time.sleep(0.1)
 
 
@@ -506,45 +512,45 @@ def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @with_groups(1)
-def test_replica_groups_killed_group_rejoins(scene: Scene) -> None:
+def test_replica_groups_killed_group_rejoins(two_groups: TwoGroups) -> None:
     """First the group that saves, then the other: no step is lost, and no sample."""
-    scene.start("a")
-    scene.start("b")
-    scene.until_step("b", scene.last("a") + 5)
+    two_groups.start("a")
+    two_groups.start("b")
+    two_groups.wait_for_step("b", two_groups.last_step("a") + 5)
     for victim, survivor in (("a", "b"), ("b", "a")):
-        now, last = time.time(), scene.last(survivor)
-        scene.running[victim].kill()
-        scene.running[victim].wait(timeout=30)
-        scene.until_step(survivor, last + 10)
-        killed = scene.lost_seconds(survivor, now - 1)
+        now, last = time.time(), two_groups.last_step(survivor)
+        two_groups.running[victim].kill()
+        two_groups.running[victim].wait(timeout=30)
+        two_groups.wait_for_step(survivor, last + 10)
+        killed = two_groups.lost_seconds(survivor, now - 1)
         now = time.time()
-        scene.start(victim)
-        scene.until_step(victim, scene.last(survivor) + 10)
-        joined = scene.lost_seconds(survivor, now - 1)
+        two_groups.start(victim)
+        two_groups.wait_for_step(victim, two_groups.last_step(survivor) + 10)
+        joined = two_groups.lost_seconds(survivor, now - 1)
         print(f"{victim} killed: {survivor} stood still {killed:.1f} s; joined: {joined:.1f} s")
-        assert "received the state of step" in (scene.folder / f"{victim}.said").read_text()
+        assert "received the state of step" in (two_groups.directory / f"{victim}.said").read_text()
         assert killed < 20
-    scene.finish()
+    two_groups.finish()
 
 
 @needs_torchft
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @with_groups(1)
-def test_replica_groups_stopped_group_catches_up(scene: Scene) -> None:
+def test_replica_groups_stopped_group_catches_up(two_groups: TwoGroups) -> None:
     """The group that saves is stopped: the other goes on, and saves; then the first is back."""
-    scene.start("a")
-    scene.start("b")
-    scene.until_step("b", scene.last("a") + 5)
-    now, last = time.time(), scene.last("b")
-    (worker,) = workers(scene.running["a"])
+    two_groups.start("a")
+    two_groups.start("b")
+    two_groups.wait_for_step("b", two_groups.last_step("a") + 5)
+    now, last = time.time(), two_groups.last_step("b")
+    (worker,) = workers(two_groups.running["a"])
     os.kill(worker, signal.SIGSTOP)
     try:
-        scene.until_step("b", last + 10)
+        two_groups.wait_for_step("b", last + 10)
     finally:
         os.kill(worker, signal.SIGCONT)
-    print(f"a stopped: b stood still {scene.lost_seconds('b', now - 1):.1f} s")
-    scene.until_step("a", scene.last("b") + 10)
-    assert "received the state of step" in (scene.folder / "a.said").read_text()
-    scene.finish()
-    assert len(list((scene.folder / "checkpoints").glob("lease-*"))) == 2
+    print(f"a stopped: b stood still {two_groups.lost_seconds('b', now - 1):.1f} s")
+    two_groups.wait_for_step("a", two_groups.last_step("b") + 10)
+    assert "received the state of step" in (two_groups.directory / "a.said").read_text()
+    two_groups.finish()
+    assert len(list((two_groups.directory / "checkpoints").glob("lease-*"))) == 2

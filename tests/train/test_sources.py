@@ -41,14 +41,14 @@ MODEL: Overrides = [
 
 
 @pytest.fixture(scope="module")
-def mixture(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def mixture(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three texts of which one is far easier than the others."""
-    folder = tmp_path_factory.mktemp("mixture")
-    (folder / "letters.txt").write_text("abc " * 6000, "utf-8")
-    (folder / "prose.txt").write_text("".join(f"once {n * n} times\n" for n in range(4000)))
-    weights = {str(folder / "letters.txt"): 5, str(folder / "prose.txt"): 2, str(text_folder): 3}
+    directory = tmp_path_factory.mktemp("mixture")
+    (directory / "letters.txt").write_text("abc " * 6000, "utf-8")
+    (directory / "prose.txt").write_text("".join(f"once {n * n} times\n" for n in range(4000)))
+    weights = {str(directory / "letters.txt"): 5, str(directory / "prose.txt"): 2, str(text_dir): 3}
     section = DataSection.model_validate({"mixture": weights, "vocab_size": 512})
-    return str(prepare_data(section, folder / "cache").path)
+    return str(prepare_data(section, directory / "cache").path)
 
 
 def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     opened = open_dataset(text)
     sources = SourceLosses(opened.shares, torch.device("cpu"))
     batches = loader_of(job, plan, text, built.mesh).get_microbatches(0)
-    whole = built.train_step.forward_backward(batches)
-    dist.all_reduce(whole)
-    [found] = sources.reduce_means(built.train_step.loss_by_source)
+    full = built.train_step.forward_backward(batches)
+    dist.all_reduce(full)
+    [result] = sources.reduce_means(built.train_step.loss_by_source)
     samples = build_mixture(opened, "validation", job.train.seq_len, job.data, job.train.seed)
     mean = built.train_step.evaluate(validation_batches(plan, samples, built.mesh))
     [held] = sources.reduce_means(built.train_step.loss_by_source)
-    alone = []
+    single = []
     for source in range(3):
         only = [
             b._replace(targets_BT=b.targets_BT.where(b.sources_B[:, None] == source, IGNORE_INDEX))
@@ -74,11 +74,11 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
         ]
         loss = built.train_step.forward_backward(only)
         dist.all_reduce(loss)
-        alone.append(loss.item())
+        single.append(loss.item())
     return {
-        "whole": whole.item(),
-        "found": found.tolist(),
-        "alone": alone,
+        "whole": full.item(),
+        "found": result.tolist(),
+        "alone": single,
         "mean": mean,
         "held": held.tolist(),
     }
@@ -86,8 +86,8 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one_process(mixture: str) -> dict[str, Any]:
-    [found] = run_ranks(losses_of_sources, 1, MODEL, mixture)
-    return dict(found)
+    [result] = run_ranks(losses_of_sources, 1, MODEL, mixture)
+    return dict(result)
 
 
 def test_source_losses_equal_loss_of_each_source_alone(one_process: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ def test_source_losses_layouts_equal_one_process(
     layout: str, mixture: str, one_process: dict[str, Any]
 ) -> None:
     ranks, overrides = parse(layout)
-    found = run_ranks(losses_of_sources, ranks, MODEL + overrides, mixture, timeout=180)
-    for rank in found:
+    results = run_ranks(losses_of_sources, ranks, MODEL + overrides, mixture, timeout=180)
+    for rank in results:
         for key, expected in one_process.items():
             assert rank[key] == pytest.approx(expected, rel=2e-5), key
 
@@ -128,39 +128,39 @@ def chunked(overrides: Overrides, text: str) -> dict[str, Any]:
 def test_source_losses_with_logits_in_chunks_are_equal(
     mixture: str, one_process: dict[str, Any]
 ) -> None:
-    [found] = run_ranks(chunked, 1, MODEL, mixture)
+    [result] = run_ranks(chunked, 1, MODEL, mixture)
     for key, expected in one_process.items():
-        assert found[key] == pytest.approx(expected, rel=2e-5), key
+        assert result[key] == pytest.approx(expected, rel=2e-5), key
 
 
 def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path) -> None:
-    more: Overrides = [
+    extra: Overrides = [
         ("run.dir", str(tmp_path / "run")),
         ("train.steps", "12"),
         ("train.eval_interval", "6"),
         ("monitor.log_interval", "3"),
         ("checkpoint.interval", "6"),
     ]
-    run_ranks(train_rank, 2, [*MODEL, *more, ("train.steps", "6")], mixture)
-    run_ranks(train_rank, 2, [*MODEL, *more], mixture)
-    found = records(tmp_path / "run")
-    assert [r["step"] for r in found] == [1, 3, 6, 9, 12]
+    run_ranks(train_rank, 2, [*MODEL, *extra, ("train.steps", "6")], mixture)
+    run_ranks(train_rank, 2, [*MODEL, *extra], mixture)
+    rows = records(tmp_path / "run")
+    assert [r["step"] for r in rows] == [1, 3, 6, 9, 12]
     names = ["letters", "prose", Path(open_dataset(mixture).sources[2].store.manifest.source).name]
-    for record in found:
+    for record in rows:
         assert set(values_under(record, "loss")) <= set(names)
         assert all(map(math.isfinite, values_under(record, "loss").values()))
         assert bool(values_under(record, "eval_loss")) == ("eval_loss" in record)
     # The first record is of one step, whose loss is the mean over the targets of its rows.
-    first = found[0]
+    first = rows[0]
     low, high = min(values_under(first, "loss").values()), max(values_under(first, "loss").values())
     assert low <= first["loss"] <= high
-    for record in found[2::2]:
+    for record in rows[2::2]:
         weighted = [
             w * values_under(record, "eval_loss")[name]
             for name, w in zip(names, (0.5, 0.2, 0.3), strict=True)
         ]
         assert record["eval_loss"] == pytest.approx(sum(weighted))
-    last = values_under(found[-1], "eval_loss")
+    last = values_under(rows[-1], "eval_loss")
     assert list(last) == names
     assert last["letters"] < last["prose"]
-    assert values_under(found[-1], "loss")["letters"] < values_under(first, "loss")["letters"]
+    assert values_under(rows[-1], "loss")["letters"] < values_under(first, "loss")["letters"]
