@@ -98,8 +98,10 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.set_dark(dark)
         self.driver.get(path.as_uri())
-        charts = self.run("return [...document.querySelectorAll('.chart')].map(c => !!c.data)")
-        assert all(charts)
+        deadline = time.monotonic() + 30  # plotly draws after the page has loaded
+        while self.run("return [...document.querySelectorAll('.chart')].some(c => !c.data)"):
+            assert time.monotonic() < deadline, "a chart is not drawn"
+            time.sleep(0.1)
         assert self.driver.get_log("browser") == []
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
