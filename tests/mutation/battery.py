@@ -218,6 +218,10 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         },
         "preferences",
     ),
+    "llama, preferences": (
+        {**DENSE, "train__objective": "dpo", "train__dpo_beta": 0.3},
+        "preferences",
+    ),
     "lora": ({**DENSE, **LORA}, "text"),
     "qlora nf4, rslora": (
         {
