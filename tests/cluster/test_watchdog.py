@@ -39,7 +39,8 @@ WATCHED = [
     "--resilience.step_timeout",
     str(LIMIT),
 ]
-WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
+# The group without a name is that of the votes, in the background of the step.
+WAITS = r"the other waits in \w+ no\. \d+ of (?:dp_shard|group \d+) \(ranks 0, 1\)"
 IN_FAULT = r"at weft/monitor/faults\.py:\d+ in _fire"
 
 
