@@ -593,7 +593,7 @@ def worker(name: str, rank: int, pipe: Connection, options: argparse.Namespace, 
         torch.set_num_threads(options.threads)
         function, _ = (MORE_RANKS if options.ranks > 1 else ONE_RANK)[name]
         function(Work(job, plan, directory, rank, Turn(pipe)))
-        raise RuntimeError("ended before it was told to")
+        raise RuntimeError("ended before it was asked to")
     except BaseException:
         logging.exception("worker failed")
         os._exit(1)

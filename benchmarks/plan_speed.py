@@ -4,7 +4,7 @@
 
 Each plan is the command `weft plan RECIPE`, in a fresh process, from its start to its last line:
 importing torch is half of the quickest.  Beside the seconds stands the target, 20 for a recipe and
-180 for the search, on two idle cores; the load of the machine before the start is told, too.
+180 for the search, on two idle cores; the result also has the load of the machine before the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def timed(*arguments: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     if run.returncode:
         sys.exit(f"{' '.join(command)}\n{run.stderr}")
-    return {"seconds": seconds, "load": load} | {"told": json.loads(run.stdout)}
+    return {"seconds": seconds, "load": load} | {"plan": json.loads(run.stdout)}
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
     for name in names:
         result = timed(name)
-        report, cluster = result["told"], read_job(name)[0].run.cluster
+        report, cluster = result["plan"], read_job(name)[0].run.cluster
         fits = {True: "fits", False: "does not fit", None: "capacity unknown"}[report["fits"]]
         print_report(
             name, cluster, PLAN_SECONDS, result, f"{report['peak_memory_gib']:.1f} GiB, {fits}"
@@ -71,7 +71,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             best = str(Path(directory) / "best.toml")
             result = timed(name, "--cluster", cluster, "--search", "--write", best)
-        report = result["told"]
+        report = result["plan"]
         winner = next(item["layout"] for item in report["best"] if item["winner"])
         text = f"{report['considered']:,} layouts; {winner}"
         print_report(f"search {name}", cluster, SEARCH_SECONDS, result, text)

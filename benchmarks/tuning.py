@@ -265,7 +265,7 @@ def worker(name: str, directory: Path, steps: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         {"weft": weft, "trainer": trainer}[name](directory, steps, Turn(pipe))
-        raise RuntimeError("ended before it was told to")
+        raise RuntimeError("ended before it was asked to")
     except BaseException:
         logging.exception("worker failed")
         os._exit(1)
