@@ -94,7 +94,7 @@ REMEDIES = [
         "llama3-70b",
         "1x8xH200",
         "parallel.tp=1 parallel.dp_shard=8 train.microbatch_size=1 train.seq_len=2048",
-        "--optim.state_dtype 8bit",
+        "--optim.state_dtype bfloat16",
         marks=slow,
     ),
     # Adapters and experts, of which the twin knows nothing.

@@ -223,6 +223,7 @@ LARGER = [
     (5, 1, "dp_shard2 activation_checkpoint.mode=selective"),
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
     (5, 5, "dp_shard2 optim.name=muon"),
+    (7, 1, "dp_shard2 optim.state_dtype=bfloat16"),
 ]
 EXTRA = [
     (9, 6, "dp_shard2"),
@@ -238,6 +239,7 @@ EXTRA = [
     (9, 6, "dp_shard2 reshard_after_forward=never gradient_sync=step"),
     (9, 6, "dp_shard2 dp_replicate2 gradient_sync=microbatch"),
     (9, 2, "dp_shard2 activation_checkpoint.mode=full activation_checkpoint.offload=true"),
+    (12, 1, "dp_shard2 optim.state_dtype=8bit"),
     (12, 7, "dp_shard2 pp2 gradient_sync=microbatch"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B"),
     (7, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=3"),
@@ -276,6 +278,15 @@ def flops_of(trace: RankTrace) -> float:
     )
 
 
+def optimizer_peak(trace: RankTrace) -> int:
+    """The most bytes that the optimizer adds in its first step."""
+    live = peak = 0
+    for event in trace.extrapolation.segment_events((0, "optimizer", 0)):
+        live += event.bytes
+        peak = max(peak, live)
+    return peak
+
+
 @pytest.mark.parametrize(
     ("blocks", "microbatches", "layout"),
     [*LARGER, *(pytest.param(*tensor, marks=pytest.mark.slow) for tensor in EXTRA)],
@@ -293,6 +304,7 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         assert len(extrapolated.op_trace.events) < len(full.op_trace.events)
         assert flops_of(extrapolated) == flops_of(full)
         assert communication_by_axis(extrapolated, None) == communication_by_axis(full, None)
+        assert optimizer_peak(extrapolated) == pytest.approx(optimizer_peak(full), rel=1e-3)
         late = 0.01 if plan.pp > 1 else 0.0
         assert peak_live_bytes(extrapolated) == pytest.approx(peak_live_bytes(full), rel=late)
         a, b = simulate_memory(extrapolated, caching=False), simulate_memory(full, caching=False)
@@ -300,6 +312,24 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         for name, size in b.live_bytes.items():
             subset = max(8192, late * sum(b.live_bytes.values()))
             assert a.live_bytes[name] == pytest.approx(size, rel=0.003, abs=subset), name
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "8bit"])
+def test_traces_low_precision_update_on_a_gpu_is_one_kernel(state_dtype: str) -> None:
+    """A GPU runs a compiled update, which needs no memory; a CPU holds one weight's temporaries."""
+    layout = f"dp_shard2 optim.state_dtype={state_dtype}"
+    job, plan = planned(layout, 7, 1)
+    machine = Machine("cuda", devices=2, world_size=2)
+    for device_plan, has_temporaries in ((plan, True), (resolve(job, machine), False)):
+        trace = trace_ranks(device_plan)[0]
+        events = [e for e in trace.op_trace.events if e.location.kind == "optimizer"]
+        updates = [e.call for e in events if e.call is not None and e.call.name == "update"]
+        freed = sum(-e.bytes for e in events if e.call is None and e.bytes < 0)
+        params = sum(trace.op_trace.initial_bytes[s] for s in trace.op_trace.storage_blocks)
+        assert (freed > params) == has_temporaries
+        assert bool(updates) != has_temporaries
+        read = sum(size for call in updates for _, size in call.reads)
+        assert has_temporaries or read > 2 * params  # the weight, its gradient and its states
 
 
 def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,10 +266,8 @@ def pricing_options(plan: Plan, device: Device) -> PricingOptions:
         "cp": "ring" if ring else "exposed",
     }
     has_hopper_attention = device.capability >= (9, 0) and not job.data.keeps_documents
-    fused_optimizer = plan.state_dtype != "float32"
     return PricingOptions(
         plan.is_compiled,
-        fused_optimizer,
         "attention" if has_hopper_attention else "flash",
         overlaps,
     )

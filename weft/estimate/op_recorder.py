@@ -291,6 +291,30 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return False
         return True
 
+    def record_update(
+        self, device: str, update: Callable[..., None], param: Tensor, grad: Tensor, *args: Any
+    ) -> None:
+        """Record an optimizer's update of one parameter, in the block of the parameter.
+
+        On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
+        it runs eagerly.
+        """
+        states = [arg for arg in args if isinstance(arg, Tensor)]
+        block = self._blocks[self.register(param)]
+        if block is not None:
+            for state in states:
+                if self._blocks[self.register(state)] is None:
+                    self._assign_block(self.register(state), block)
+        if device == "cuda":
+            written = [(self.register(tensor), _bytes(tensor)) for tensor in (param, *states)]
+            reads = ((self.register(grad), _bytes(grad)), *written)
+            shapes = tuple(tuple(tensor.shape) for tensor in (param, grad, *states))
+            self._append(block, call=OpCall("update", 0.0, shapes, reads, tuple(written)))
+            return
+        self.location = self.location._replace(block=block)
+        update(param, grad, *args)
+        self.location = self.location._replace(block=None)
+
     # ------------------------------------------------------------------- operators
 
     def __enter__(self) -> Any:
@@ -379,8 +403,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             mutates = func._schema.is_mutable
             input_storages = {storage for storage, _ in reads}
-            if not mutates and all(storage in input_storages for storage, _ in writes):
-                return  # a view
+            if not mutates and all(
+                storage in input_storages or not self._sizes[storage] for storage, _ in writes
+            ):
+                return  # a view, or a wrapper that owns no memory
             shapes = tuple(tuple(tensor.shape) for tensor in inputs)
             flops = _op_flops(func, args, kwargs, out)
             causal = flops > 0 and is_causal(func, args, kwargs)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -45,6 +46,7 @@ from weft.estimate.op_recorder import (
     group_index,
     track_locations,
 )
+from weft.optim import lean
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
@@ -104,16 +106,20 @@ def _skip_init(*args: Any) -> None:
 
 
 def record_step(
-    built: Built, plan: Plan, mode: FakeTensorMode | None = None, group_size: int = 1
+    built: Built,
+    plan: Plan,
+    mode: FakeTensorMode | None = None,
+    group_size: int = 1,
+    device: str = "cpu",
 ) -> OpTrace:
     """Record one step: all microbatches, gradient clipping and the optimizer.
 
     Args:
         built: model, optimizer and mesh of the rank.
-        job: keys of the run.
-        plan: the plan of ``job``.
+        plan: plan of the rank.
         mode: mode of the fake tensors; None: real tensors, and all ranks run together.
         group_size: number of blocks that count as one.
+        device: device of the run; on "cuda" the optimizer's updates are compiled.
     """
     job = plan.job
     family = plan.family
@@ -156,7 +162,8 @@ def record_step(
         host_patch = patch.object(
             OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)
         )
-        with manual_gc(), recorder, host_patch:  # as in training, reference cycles stay alive
+        update_patch = patch.object(lean, "run_update", partial(recorder.record_update, device))
+        with manual_gc(), recorder, host_patch, update_patch:  # as in training, cycles stay alive
             with track_locations(
                 recorder, built.model_parts, family.blocks, built.train_step, group_size
             ):
@@ -407,7 +414,7 @@ def record_rank(
                 small_plan, "W" in action_kinds(plan.pipeline_schedule), Path(directory)
             )
         built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
-        op_trace = record_step(built, small_plan, mode, group_size)
+        op_trace = record_step(built, small_plan, mode, group_size, plan.device)
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 

@@ -49,12 +49,10 @@ STATE_INIT_OPS = ("zeros", "zeros_like")
 class PricingOptions:
     """Facts that a trace on the CPU does not show.
 
-    ``overlaps``: overlap of the collectives of each axis.  ``fused_optimizer``: one kernel per
-    weight, as torchao compiles the optimizer.
+    ``overlaps``: overlap of the collectives of each axis.
     """
 
     compiled: bool
-    fused_optimizer: bool
     kernel: AttentionKernel
     overlaps: dict[str, Overlap]
 
@@ -195,12 +193,8 @@ class TracePricer:
         for kind in ("clip", "optimizer"):
             for all_calls, times in self.trace.extrapolation.segment_calls((0, kind, 0)):
                 calls = [indexed for indexed in all_calls if indexed[1].name not in STATE_INIT_OPS]
-                if kind == "optimizer" and self.options.fused_optimizer:
-                    work = self._price_fused_optimizer(calls)
-                else:
-                    work = replace(
-                        self._work(calls), traffic_bytes=self._list_traffic(calls) / times
-                    )
+                traffic = self._list_traffic(calls) / times
+                work = replace(self._work(calls), traffic_bytes=traffic)
                 total = sum(repeat(work, times), total)
         return total
 
@@ -213,15 +207,6 @@ class TracePricer:
             if not _is_barrier(call)
             for storage, size in (*call.reads, *call.writes)
         )
-
-    def _price_fused_optimizer(self, calls: Iterable[tuple[int, OpCall]]) -> Work:
-        """Return the work of an optimizer that reads and writes each state once."""
-        op_trace = self.trace.op_trace
-        gone = {event.storage for event in op_trace.events if event.bytes < 0}
-        reads = {s: size for _, call in calls for s, size in call.reads if s not in gone}
-        writes = {s: size for _, call in calls for s, size in call.writes if s not in gone}
-        weights = len(writes.keys() & op_trace.storage_blocks.keys())
-        return Work(traffic_bytes=sum(reads.values()) + sum(writes.values()), kernels=weights)
 
 
 def _steady_index(counts: list[int], first: bool) -> int:

@@ -110,7 +110,7 @@ class LowPrecisionAdamW(Optimizer):
                     moments = (first.codes, second.codes, second.ranges)
                     update = _update_packed
                 seed = index if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
-                _run(
+                run_update(
                     update,
                     local,
                     to_local(param.grad),
@@ -348,7 +348,8 @@ def _max_ratio(beta1: float, beta2: float) -> float:
 # --------------------------------------------------------------------------- a step
 
 
-def _run(update: Callable[..., None], param: Tensor, *args: Any) -> None:
+def run_update(update: Callable[..., None], param: Tensor, *args: Any) -> None:
+    """Run ``update``, compiled into one kernel on a GPU; it takes the gradient second."""
     if param.device.type == "cpu":
         update(param, *args)
         return
