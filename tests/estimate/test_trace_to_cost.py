@@ -12,7 +12,6 @@ from weft.plan.devices import Cluster, get_device, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 
-
 # Bytes per parameter of the two moments of the blocks' matrices; 8bit also has two bytes for 32
 # numbers, and leaves all other parameters in float32.
 MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 32}
