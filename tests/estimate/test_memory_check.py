@@ -17,6 +17,7 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
+from weft.config.schema import replace as replace_sections
 from weft.estimate.memory_check import predict_run
 from weft.monitor.device_memory import OTHERS, PREDICTION, memory_remedies, storage_gib
 from weft.plan.devices import Cluster, parse_cluster
@@ -214,5 +215,5 @@ def test_knobs_offer_only_possible_changes() -> None:
     _job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
     assert not any("microbatch" in knob for knob in memory_remedies(OTHERS, plan))
     assert "--optim.state_dtype 8bit" in memory_remedies("optimizer", plan)
-    plan = replace(plan, state_dtype="8bit")
+    plan = replace(plan, job=replace_sections(plan.job, optim={"state_dtype": "8bit"}))
     assert "--optim.state_dtype 8bit" not in memory_remedies("optimizer", plan)

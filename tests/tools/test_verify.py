@@ -28,6 +28,7 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job
+from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.optim.optimizer import clip_grad_norm
 from weft.plan.plan import Plan
@@ -781,7 +782,8 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
         dp_rank = 0
 
     def rows(seed: int) -> Batch:
-        (batch,) = measure._loader(replace(result, seed=seed), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
+        seeded = replace_sections(result.job, train={"seed": seed})
+        (batch,) = measure._loader(replace(result, job=seeded), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
         return measure._mask_targets(batch)
 
     batch = rows(0)

@@ -426,12 +426,15 @@ def make_traceable(plan: Plan, device: str) -> Plan:
     documents without additional memory.
     """
     job = plan.job
-    changes: dict[str, dict[str, object]] = {"parallel": {"symmetric_memory": False}}
+    changes: dict[str, dict[str, object]] = {
+        "compile": {"enable": False},
+        "parallel": {"symmetric_memory": False, "async_tp": False},
+    }
     if device == "cuda":
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":
             changes["data"]["format"] = "text"
-    return replace(plan, job=replace_sections(job, **changes), is_compiled=False, async_tp=False)
+    return replace(plan, job=replace_sections(job, **changes))
 
 
 def stage_signature(plan: Plan, pp: int) -> object:

@@ -86,10 +86,6 @@ class Plan:
     ep: int  # splits the dp_shard x cp ranks
     mesh_order: str  # a key of `MESH_ORDERS`
     num_threads: int  # CPU threads per rank
-    seed: int
-    objective: str
-    optimizer: str
-    state_dtype: str  # of AdamW's moments
     seq_len: int  # tokens of a sequence
     num_steps: int  # optimizer steps of the run
     global_batch_size: int  # sequences
@@ -100,18 +96,12 @@ class Plan:
     pipeline: PipelinePlan | None  # None if pp is 1
     reshard_after_forward: bool | int  # as fully_shard takes it
     gradient_sync: Literal["microbatch", "step"]
-    sequence_parallel: bool
-    async_tp: bool
-    cpu_offload: bool  # parameters, gradients and optimizer state are in host memory
-    activation_checkpoint: Literal["none", "full", "selective", "budget"]
-    is_compiled: bool  # the blocks, with torch.compile
     tokens_per_step: int
     compute_dtype: Literal["float32", "bfloat16"]
     reduce_dtype: Literal["float32", "bfloat16"]
     model: Any  # the family's frozen configuration
     num_params: int  # includes adapters
     num_active_params: int  # parameters that process a token; fewer in a mixture of experts
-    lora_rank: int  # 0: all parameters are trained
     num_trainable_params: int  # frozen parameters have no gradient and no optimizer state
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # counts only the attention scores below the causal mask
@@ -133,6 +123,56 @@ class Plan:
     def cost(self) -> TrainingCost:
         """Trainable parameters, and cost of the unsharded model."""
         return training_cost(self.job.lora, self.model, self.family, self.seq_len)
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data order."""
+        return self.job.train.seed
+
+    @property
+    def objective(self) -> str:
+        """Training objective."""
+        return self.job.train.objective
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer."""
+        return self.job.optim.name
+
+    @property
+    def state_dtype(self) -> str:
+        """Dtype of AdamW's moments."""
+        return self.job.optim.state_dtype
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Return True if tensor parallelism splits activations by tokens outside matrices."""
+        return self.job.parallel.sequence_parallel
+
+    @property
+    def async_tp(self) -> bool:
+        """Return True if tensor-parallel collectives overlap their matrix products."""
+        return self.job.parallel.async_tp
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Return True if parameters, gradients and optimizer state are in host memory."""
+        return self.job.parallel.cpu_offload
+
+    @property
+    def activation_checkpoint(self) -> Literal["none", "full", "selective", "budget"]:
+        """Mode of activation checkpointing."""
+        return self.job.activation_checkpoint.mode
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return True if torch.compile compiles the blocks."""
+        return self.job.compile.enable
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters; 0: all parameters are trained."""
+        return self.job.lora.rank
 
     @property
     def run_path(self) -> Path:

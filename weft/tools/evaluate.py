@@ -79,8 +79,8 @@ def evaluate_sources(
     job = plan.job
     model_parts, mesh, family = load_model_parts(checkpoint, plan, rank)
     # Evaluate one source at a time.
-    eval_job = replace(job, data={"mixture": {}})
-    eval_plan = dataclasses.replace(plan, job=eval_job, objective="next_token")
+    eval_job = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
+    eval_plan = dataclasses.replace(plan, job=eval_job)
     train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
