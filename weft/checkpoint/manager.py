@@ -64,6 +64,7 @@ from weft.checkpoint.state_dict import (
 from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
 from weft.config.files import sync_directory
 from weft.monitor.faults import fault_point
+from weft.monitor.heartbeat import SAVE_GROUP
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 
@@ -118,7 +119,9 @@ class CheckpointManager:
         self._buffers: dict[str, Tensor] = {}
         # The writing thread needs its own group: its collectives must not mix with training's.
         is_single = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = dist.new_group(backend="gloo") if async_save and not is_single else None
+        self._group = None
+        if async_save and not is_single:
+            self._group = dist.new_group(backend="gloo", group_desc=SAVE_GROUP)
 
     def acquire_lease(self, step: int) -> None:
         """Acquire the run's lease at ``step`` and prepare local checkpoints."""

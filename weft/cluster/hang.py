@@ -42,7 +42,12 @@ from weft.cluster.watchdog import (
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
 from weft.config.schema import Job
-from weft.monitor.heartbeat import Contact, format_ranks, process_start_ticks
+from weft.monitor.heartbeat import (
+    Contact,
+    format_ranks,
+    pending_collectives,
+    process_start_ticks,
+)
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import read_run_job
 from weft.parallel.private_hooks import parse_collectives
@@ -273,8 +278,7 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
             c.input_sizes,
             [] if c.is_p2p else groups.get(c.group, []),
         )
-        for c in collectives
-        if c.is_pending
+        for c in pending_collectives(collectives)
     ]
     done = [c for c in collectives if not (c.is_pending or c.is_p2p)]
     return RankState(

@@ -27,13 +27,17 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from weft.parallel.private_hooks import CollectiveRecord
 
 # Phases of an ordinary step (`weft.monitor.step_timer.PHASES`).
 STEP_PHASES = ("data", "forward_backward", "update", "device", "log")
 LINE_BYTES = 128
+SAVE_GROUP = "background save"  # description of the process group of the writing thread
 NUM_RECENT = 20  # collectives in an answer
 
 _line: mmap.mmap | None = None
@@ -116,7 +120,7 @@ def _collective_status() -> dict[str, Any]:
     from weft.parallel.private_hooks import read_flight_recorder
 
     calls = read_flight_recorder()
-    groups = {call.group: _describe_group(call.group) for call in calls}
+    groups = {call.group: _describe_group(call.group, call.group_desc) for call in calls}
     return {
         "open": [
             # A send or receive concerns two ranks, not the whole group.
@@ -127,8 +131,7 @@ def _collective_status() -> dict[str, Any]:
                 c.input_sizes,
                 [] if c.is_p2p else groups[c.group][1],
             )
-            for c in calls
-            if c.is_pending
+            for c in pending_collectives(calls)
         ],
         "done": {groups[c.group][0]: c.seq_id for c in calls if not (c.is_pending or c.is_p2p)},
         "recent": [
@@ -138,11 +141,20 @@ def _collective_status() -> dict[str, Any]:
     }
 
 
-def _describe_group(name: str) -> tuple[str, list[int]]:
+def pending_collectives(calls: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
+    """Return the incomplete collectives, with those of the main thread first.
+
+    A background save waits for a missing rank, too, but training explains the hang.
+    """
+    pending = [call for call in calls if call.is_pending]
+    return sorted(pending, key=lambda call: call.group_desc == SAVE_GROUP)
+
+
+def _describe_group(name: str, description: str) -> tuple[str, list[int]]:
     """Return a name of a process group for people, and its ranks, if torch knows them."""
     from weft.parallel.private_hooks import get_group_ranks
 
-    label = _axes.get(name, f"group {name}")
+    label = SAVE_GROUP if description == SAVE_GROUP else _axes.get(name, f"group {name}")
     try:
         ranks = sorted(get_group_ranks(name))
     except (KeyError, RuntimeError, ValueError):

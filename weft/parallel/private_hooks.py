@@ -26,6 +26,7 @@ class CollectiveRecord(NamedTuple):
     """A started collective in the Flight Recorder."""
 
     group: str
+    group_desc: str  # as passed to `torch.distributed.new_group`
     seq_id: int  # counts collectives of the group; for p2p, this rank's messages in it
     name: str  # 'all_reduce'
     input_sizes: list[list[int]]
@@ -55,9 +56,11 @@ def parse_collectives(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
         seq_id = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         name = entry["profiling_name"].partition(":")[2]
         is_pending = not entry["retired"] and entry["state"] != "completed"
-        group = str(entry["process_group"][0])
+        group, description = map(str, entry["process_group"])
         sizes, is_p2p = entry["input_sizes"], entry["is_p2p"]
-        records.append(CollectiveRecord(group, seq_id, name, sizes, is_pending, is_p2p))
+        records.append(
+            CollectiveRecord(group, description, seq_id, name, sizes, is_pending, is_p2p)
+        )
     return records
 
 
