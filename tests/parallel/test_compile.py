@@ -41,7 +41,7 @@ WEFT = [sys.executable, "-m", "weft.cli"]
         "dp_shard2 activation_checkpoint.offload=true",
         "tp2 activation_checkpoint.mode=selective",
         "tp2 activation_checkpoint.mode=full",
-        "cp2 activation_checkpoint.mode=selective",
+        "cp2 activation_checkpoint.mode=full",
         "cp2 cp_method=ulysses activation_checkpoint.mode=full",
         "pp2 activation_checkpoint.mode=selective activation_checkpoint.every_n_layers=2",
         "dp_shard2 tp2 activation_checkpoint.mode=selective activation_checkpoint.offload=true",
