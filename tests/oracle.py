@@ -597,7 +597,7 @@ class Updates:
         x = (1 - beta) * grad + beta * buffer
         tall = x.shape[0] > x.shape[1]
         x = x.T if tall else x
-        x = x / x.norm()
+        x = x / x.norm().clamp(min=1e-7)  # as torch.optim.Muon
         for _ in range(5):
             square = x @ x.T
             x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
@@ -657,7 +657,11 @@ def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
         expected * 2 if text == "preferences" else expected * seq_len * 2 // (longest + 2) + 2
     )
     validation = 8
-    corpus = draw_corpus(text, documents // 2 * 2 + validation, vocab, longest, seed)
+    documents = documents // 2 * 2
+    corpus = draw_corpus(text, documents + validation, vocab, longest, seed)
+    while sum(map(len, corpus.documents[:-validation])) <= seq_len:  # a run refuses such data
+        documents += 2
+        corpus = draw_corpus(text, documents + validation, vocab, longest, seed)
     overrides = [(key, _text(value)) for key, value in chosen.items()]
     return Case(overrides, corpus, validation, name)
 

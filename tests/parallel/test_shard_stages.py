@@ -70,7 +70,9 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
 
 PIPELINES = [
     pytest.param("1F1B", Layout(shards=2, reshard_after_forward=False), marks=pytest.mark.slow),
-    pytest.param("1F1B", Layout(shards=2, keys={"prefetch": 2, **PERSIST}), marks=pytest.mark.slow),
+    pytest.param(
+        "1F1B", Layout(shards=2, keys={"fsdp_prefetch": 2, **PERSIST}), marks=pytest.mark.slow
+    ),
     pytest.param("1F1B", Layout(shards=4, reshard_after_forward=2), marks=pytest.mark.slow),
     ("Interleaved1F1B", Layout(shards=2, reshard_after_forward=False, keys=PERSIST)),
     pytest.param("Interleaved1F1B", Layout(shards=2, keys=PERSIST), marks=pytest.mark.slow),

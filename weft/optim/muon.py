@@ -99,7 +99,8 @@ class Muon(torch.optim.AdamW):
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return about U V' of a matrix U S V', in its dtype.
 
-    Singular values end between 0.68 and 1.21; those below 0.002 of the norm may stay smaller.
+    Singular values end between 0.68 and 1.21; those below 0.002 of the norm may stay smaller, and
+    so do all of a matrix whose norm is below 1e-7, the eps of torch.optim.Muon.
     """
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / x.norm().clamp(min=1e-7)
