@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
 from weft.checkpoint.load import load_checkpoint
-from weft.cli.main import main
+from weft.cli.main import main, parse_layout
 from weft.config.schema import flatten
 from weft.models import FAMILIES
 from weft.plan.plan import Plan
@@ -211,6 +211,13 @@ def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[st
 # --------------------------------------------------------------------------- resuming
 
 LAYOUT = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
+
+
+def test_parse_layout_splits_at_keys_of_any_section() -> None:
+    """A comma inside brackets belongs to the value."""
+    pairs = [("activation_checkpoint.mode", "full"), ("pipeline.layers_per_stage", "[1,3]")]
+    text = ",".join(f"{key}={value}" for key, value in [*pairs, ("parallel.dp_shard", "2")])
+    assert parse_layout(text, []) == [*pairs, ("parallel.dp_shard", "2")]
 
 
 @pytest.mark.ranks

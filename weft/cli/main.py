@@ -304,7 +304,7 @@ def fuzz(
 def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]]:
     """Parse ``key=value,...``; a value in brackets may have commas."""
     pairs = []
-    for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
+    for part in re.split(r",(?=[a-z_]+\.[a-z0-9_]+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals:
             rule, remedy = (
