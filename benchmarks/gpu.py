@@ -292,7 +292,7 @@ def probe(tiny: bool) -> dict[str, Any]:
     from weft.plan.memory_formula import USABLE_MEMORY
     from weft.plan.plan_text import estimate_memory_bytes
     from weft.plan.resolve import resolve
-    from weft.train.setup import detect_machine
+    from weft.train.machine import detect_machine
 
     if not (tiny or torch.cuda.is_available()):
         sys.exit("Error: no CUDA device is visible; --tiny runs on anything")

@@ -27,7 +27,8 @@ from weft.data.loader import Batch
 from weft.estimate.forecast import forecast
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
-from weft.train.setup import Built, Rank, build, detect_machine
+from weft.train.machine import detect_machine
+from weft.train.setup import Built, Rank, build
 
 VARIANTS = {
     "none": {},

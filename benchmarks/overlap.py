@@ -30,7 +30,8 @@ from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.data.loader import Batch
 from weft.plan.resolve import resolve
-from weft.train.setup import Rank, build, detect_machine
+from weft.train.machine import detect_machine
+from weft.train.setup import Rank, build
 
 VARIANTS = {
     "always (ZeRO-3)": {},

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from weft.estimate.analytic import estimate_step
-from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import build_hardware, forecast
+from weft.estimate.cost import build_hardware, step_seconds
+from weft.estimate.forecast import forecast
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import match_device
 from weft.plan.plan_text import plan_recipe
-from weft.train.setup import detect_machine
+from weft.train.machine import detect_machine
 
 PAPER = "TorchTitan, arXiv:2410.06511"
 REPOSITORY = "TorchTitan, benchmarks/llama3_h100_202412_torchtitan.md"

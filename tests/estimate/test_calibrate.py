@@ -16,7 +16,8 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, to_toml
 from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
-from weft.estimate.forecast import device_spec, forecast
+from weft.estimate.cost import device_spec
+from weft.estimate.forecast import forecast
 from weft.plan.devices import (
     CPU_DEVICE,
     Cluster,

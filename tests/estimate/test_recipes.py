@@ -8,7 +8,8 @@ import pytest
 
 from weft.config.reader import recipe_names
 from weft.config.schema import Job
-from weft.estimate.forecast import device_spec, forecast
+from weft.estimate.cost import device_spec
+from weft.estimate.forecast import forecast
 from weft.estimate.memory_check import estimate_run
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe

@@ -193,7 +193,8 @@ def test_every_layout_computes_the_same_gradients(kind: str, layout: str, store_
 
 
 def test_forecast_of_another_family_has_step_seconds() -> None:
-    from weft.estimate.forecast import device_spec, forecast
+    from weft.estimate.cost import device_spec
+    from weft.estimate.forecast import forecast
     from weft.plan.plan_text import plan_recipe
 
     overrides = [

@@ -9,8 +9,8 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.estimate.cost import Matmul, matmul_seconds
-from weft.estimate.forecast import device_spec, forecast
+from weft.estimate.cost import Matmul, device_spec, matmul_seconds
+from weft.estimate.forecast import forecast
 from weft.estimate.trace_to_cost import _grouped_matmul
 from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, unit_costs
 from weft.plan.devices import get_device

@@ -18,9 +18,9 @@ from weft.train.environment import (
     detect_environment,
     expand_counts,
     expand_hosts,
+    is_launched_rank,
     is_log_node,
 )
-from weft.train.setup import joined
 
 TORCHRUN = {
     "LOCAL_RANK": "1",
@@ -416,7 +416,7 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     job, _, _ = read_job("demo")
     monkeypatch.setattr(os, "environ", dict(TASK | {"SLURM_STEP_NODELIST": "localhost,n02"}))
     assert apply_environment(job) == job
-    assert joined()
+    assert is_launched_rank()
     assert {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")} == {
         "RANK": "3",
         "LOCAL_RANK": "1",
@@ -425,7 +425,7 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "environ", dict(PYTORCH_JOB))
     run = apply_environment(job).run
     assert (run.nodes, run.rendezvous) == ("4", "run-node-0-0.run:29400")
-    assert not joined()
+    assert not is_launched_rank()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.dtensor import shard_offsets, to_local
+from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
 from weft.parallel.private import is_quantized
 
 StateDict = dict[str, torch.Tensor]
@@ -143,10 +142,10 @@ def find_replica_axes(
         param = (
             params[param_name] if param_name in params else _nearest_parameter(param_name, params)
         )
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             mesh = tensor.device_mesh
             axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
-        elif isinstance(param, DTensor):  # a step count or buffer on the parameter's mesh
+        elif is_dtensor(param):  # a step count or buffer on the parameter's mesh
             mesh = param.device_mesh
             axes = list(range(mesh.ndim))
         else:

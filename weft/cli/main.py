@@ -79,15 +79,14 @@ def train(options: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.cluster.start import run_rank, start_training
     from weft.monitor.terminal import quiet_console
-    from weft.train.environment import is_log_node
+    from weft.train.environment import is_launched_rank, is_log_node
     from weft.train.job_checks import prepare_job
-    from weft.train.setup import joined
 
     base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
         print(plan.to_json())
         return 0
-    if joined():
+    if is_launched_rank():
         run_rank(base, plan, options.recipe, options.force)
     console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
     return start_training(base, plan, options.recipe, console, options.force)
@@ -96,7 +95,7 @@ def train(options: argparse.Namespace) -> int:
 def launch(options: argparse.Namespace) -> int:
     """Submit a recipe to a cluster."""
     from weft.cluster.submit import build_request, get_cluster, submit
-    from weft.train.setup import detect_machine
+    from weft.train.machine import detect_machine
 
     problems = list(options.problems)
     job_request = build_request(
@@ -144,7 +143,7 @@ def job_cancel(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
     from weft.plan.plan_text import describe_machine, format_placement, plan_recipe
-    from weft.train.setup import detect_machine
+    from weft.train.machine import detect_machine
 
     problems = list(options.problems)
     if options.calibrate:
@@ -172,7 +171,8 @@ def plan(options: argparse.Namespace) -> int:
         return search(options, plan, machine)
     from weft.estimate.advice import advise
     from weft.estimate.charts import render_page
-    from weft.estimate.forecast import device_spec, forecast, forecast_to_json
+    from weft.estimate.cost import device_spec
+    from weft.estimate.forecast import forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
 
     device = device_spec(plan, machine)
@@ -505,7 +505,8 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.tools.generate import load_chat_format
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
     from weft.tools.multiple_choice import read_task, score_task
-    from weft.train.setup import Rank, joined
+    from weft.train.environment import is_launched_rank
+    from weft.train.setup import Rank
 
     problems, tasks = list(options.problems), []
     for path in options.task:
@@ -524,7 +525,8 @@ def evaluate(options: argparse.Namespace) -> int:
     keys = {name for name, _ in options.overrides}
     is_own_data = not keys & {"data.path", "data.mixture"}
     sequences = job.train.eval_sequences if "train.eval_sequences" in keys else ALL_SEQUENCES
-    if not tasks and plan.world_size > 1 and not joined():  # so that one process reports mistakes
+    # One process prepares the data, so that one reports mistakes.
+    if not tasks and plan.world_size > 1 and not is_launched_rank():
         prepare_eval_data(checkpoint, job, is_own_data, quiet_console(sys.stderr))
 
     def run(rank: Rank) -> None:

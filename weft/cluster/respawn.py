@@ -20,7 +20,8 @@ from weft.data.prepare import prepare_data
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.plan.plan import Plan
 from weft.tools.inference_model import CheckpointRef
-from weft.train.setup import Rank, connect, joined
+from weft.train.environment import is_launched_rank
+from weft.train.setup import Rank, connect
 
 
 def prepare_eval_data(
@@ -70,8 +71,8 @@ def run_on_all_ranks(plan: Plan, arguments: Sequence[str], run: Callable[[Rank],
     This process is a rank if the plan has one rank, or if a launcher started it.  Otherwise
     torchrun starts ``weft ARGUMENTS`` (the current command) once per rank.
     """
-    if plan.world_size == 1 or joined():
-        if joined():
+    if plan.world_size == 1 or is_launched_rank():
+        if is_launched_rank():
             die_with_parent()  # torchrun starts each rank in a new session
         with connect(plan) as rank:
             run(rank)

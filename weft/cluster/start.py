@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from math import nan
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -52,7 +52,6 @@ from weft.data.source import STDLIB
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import has_excess_padding
 from weft.estimate.memory_check import RunPrediction, predict_run, save_prediction
-from weft.estimate.report_sections import prediction_sections
 from weft.models import expand_preset
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
@@ -73,10 +72,12 @@ from weft.tools.run_report import (
 )
 from weft.train.epochs import count_epochs, epoch_warnings
 from weft.train.job_checks import check_text
-from weft.train.loop import train
+from weft.train.machine import detect_machine
 from weft.train.run_dir import lock_directory, unwritable_error
-from weft.train.setup import Rank, connect, detect_machine
 from weft.train.state import checkpoint_dir
+
+if TYPE_CHECKING:
+    from weft.train.setup import Rank
 
 # The final report traces the pipeline stages, about one second each.  It does so only after runs of
 # at least this many seconds, with at most this many stages.
@@ -198,11 +199,11 @@ def write_final_report(plan: Plan, console: Console, has_warned: bool = False) -
     try:
         run = RunReader(run_dir)
         short = sum(run.time_breakdown().values()) < MIN_FORECAST_SECONDS
-        appendix = (
-            [PREDICTION_NOTE]
-            if short or plan.pp > MAX_TRACED_STAGES
-            else prediction_sections([run])
-        )
+        appendix = [PREDICTION_NOTE]
+        if not short and plan.pp <= MAX_TRACED_STAGES:
+            from weft.estimate.report_sections import prediction_sections
+
+            appendix = prediction_sections([run])
         replace_bytes(run_dir / REPORT_FILE, report_page([run], appendix=appendix, running=False))
     except Exception as error:  # a missing page must not fail the run
         if not has_warned:
@@ -246,6 +247,10 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
         recipe: see `start_training`.
         force: start even if the predicted memory does not fit.
     """
+    # A launcher, which does not train, imports neither.
+    from weft.train.loop import train
+    from weft.train.setup import connect
+
     job = plan.job
     run_dir = Path(plan.run_dir)
     rank = int(os.environ["RANK"])

@@ -34,7 +34,8 @@ def main() -> None:
         from weft.monitor.terminal import quiet_console
         from weft.plan.resolve import resolve
         from weft.train.loop import train
-        from weft.train.setup import connect, detect_machine
+        from weft.train.machine import detect_machine
+        from weft.train.setup import connect
 
         job, _, _ = read_job(str(run_dir / "job.toml"))
         plan = resolve(job, detect_machine(job.run))

@@ -18,8 +18,8 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import Forecast, build_hardware, forecast
+from weft.estimate.cost import build_hardware, step_seconds
+from weft.estimate.forecast import Forecast, forecast
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import Device
 from weft.plan.float8_rules import supports_float8

@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 
 from weft.plan.devices import Device, Network
 from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
+from weft.plan.plan import Machine, Plan
 
 # Fraction of a data sheet's bandwidth that streaming kernels reach (STREAM, copies: 0.8 to 0.92).
 STREAM_EFFICIENCY = 0.85
@@ -406,3 +407,15 @@ def _exposed_sync(
         if exposed.total() > worst.total():
             worst = exposed
     return worst
+
+
+def device_spec(plan: Plan, machine: Machine) -> Device | None:
+    """Return the machine's device; None for a CPU that was not calibrated."""
+    device = machine.spec
+    measured = device is not None and device.calibrated
+    return device if plan.device == "cuda" or measured else None
+
+
+def build_hardware(plan: Plan, device: Device) -> Hardware:
+    """Return the plan's devices and links, as `weft.estimate.cost` takes them."""
+    return Hardware(device, plan.local_world_size, device.network, device.software)

@@ -13,12 +13,12 @@ from typing import Any
 
 from weft.estimate.cost import (
     Collective,
-    Hardware,
     Overlap,
     Seconds,
     Span,
     Step,
     Work,
+    build_hardware,
     pipeline_spans,
     step_seconds,
 )
@@ -168,13 +168,6 @@ class Forecast:
         }
 
 
-def device_spec(plan: Plan, machine: Machine) -> Device | None:
-    """Return the machine's device; None for a CPU that was not calibrated."""
-    device = machine.spec
-    measured = device is not None and device.calibrated
-    return device if plan.device == "cuda" or measured else None
-
-
 def cause_label(cause: str) -> str:
     """Return the label of a cause of time, for people."""
     labels = {"compute": "compute", "host": "host overhead", "bubble": "pipeline bubble"}
@@ -228,11 +221,6 @@ def price_traces(
         caveats,
         timeline,
     )
-
-
-def build_hardware(plan: Plan, device: Device) -> Hardware:
-    """Return the plan's devices and links, as `weft.estimate.cost` takes them."""
-    return Hardware(device, plan.local_world_size, device.network, device.software)
 
 
 def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:

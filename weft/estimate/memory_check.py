@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import replace_text
-from weft.estimate.advice import advise
 from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import step_seconds
-from weft.estimate.forecast import Forecast, build_hardware, device_spec, forecast
+from weft.estimate.cost import build_hardware, device_spec, step_seconds
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.monitor.device_memory import PREDICTION
 from weft.plan.devices import CPU_DEVICE, GIB, get_device
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import estimate_memory_bytes
 from weft.plan.resolve import resolve
+
+if TYPE_CHECKING:
+    from weft.estimate.forecast import Forecast
 
 # Fraction of the device's memory; a plan that needs less by arithmetic is not traced.
 TRACE_THRESHOLD = 0.5
@@ -73,6 +75,8 @@ def predict_run(plan: Plan, machine: Machine, force: bool) -> tuple[RunPredictio
         return None, ""
     if rough_bytes is not None and rough_bytes < TRACE_THRESHOLD * capacity:
         return estimate_run(plan, machine), ""
+    from weft.estimate.forecast import forecast  # a trace needs all that trains
+
     try:
         prediction = forecast(plan, machine, device_spec(plan, machine))
     except InvalidConfig:
@@ -115,6 +119,8 @@ def estimate_run(plan: Plan, machine: Machine) -> RunPrediction | None:
 
 def memory_error(plan: Plan, machine: Machine, prediction: Forecast) -> ConfigError:
     """Return the error of a plan that does not fit, with the cheapest remedy."""
+    from weft.estimate.advice import advise
+
     remedy = "use --force to start anyway"
     device = device_spec(plan, machine)
     # On a device of unknown speed, advice saves memory and omits the slowdown.

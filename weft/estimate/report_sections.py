@@ -19,8 +19,8 @@ from weft.config.files import read_json, reading
 from weft.config.schema import Job
 from weft.estimate.calibrate import replan_run
 from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summarize, time_bar
-from weft.estimate.cost import Span
-from weft.estimate.forecast import Forecast, device_spec, forecast
+from weft.estimate.cost import Span, device_spec
+from weft.estimate.forecast import Forecast, forecast
 from weft.monitor.html import Section, render_table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans

@@ -34,9 +34,9 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job, to_toml
 from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import step_seconds
+from weft.estimate.cost import build_hardware, step_seconds
 from weft.estimate.decoder import DecoderDims, Layout
-from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, build_hardware, forecast
+from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
 from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import GIB
 from weft.plan.float8_rules import supports_float8

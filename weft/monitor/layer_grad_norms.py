@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import l2_norms, to_local
+from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 
 
 class LayerGradNorms:
@@ -64,7 +63,7 @@ class LayerGradNorms:
 
 def _num_shards(param: nn.Parameter) -> int:
     """Return the number of ranks that share one copy of a parameter."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return 1
     mesh = param.device_mesh
     dims = (dim for dim, placement in enumerate(param.placements) if not placement.is_replicate())

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile, is_number, read_records
-from weft.parallel.dtensor import to_local
+from weft.parallel.dtensor import is_dtensor, to_local
 
 # In the order of a step.
 KINDS = ("activation", "gradient", "parameter")
@@ -225,7 +224,7 @@ class LayerStats:
 
 def owns_shard(tensor: Tensor) -> bool:
     """Return True if this rank counts its shard; ranks with the same shard do not."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return dist.get_rank() == 0  # replicated on all ranks
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     indices = zip(coordinate, tensor.placements, strict=True)

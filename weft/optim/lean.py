@@ -42,11 +42,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.parallel.compile import compile_label
-from weft.parallel.dtensor import shard_offsets, to_local
+from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
 from weft.parallel.private import disable_recompile_limit
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 
@@ -185,9 +184,9 @@ class LowPrecisionAdamW(Optimizer):
 
 def _shard_like(param: Tensor, local: Tensor) -> Tensor:
     """Return this rank's shard as a DTensor with the layout of the parameter."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return local
-    return DTensor.from_local(
+    return type(param).from_local(
         local,
         param.device_mesh,
         param.placements,

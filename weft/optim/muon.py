@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import shard_offsets, to_local
+from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
 from weft.parallel.private import get_flat_group
 
 NEWTON_SCHULZ_STEPS = 5
@@ -112,7 +111,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 def _shard_group(param: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks over which a parameter is sharded; None if it is unsharded."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return None
     mesh: DeviceMesh = param.device_mesh
     names = mesh.mesh_dim_names

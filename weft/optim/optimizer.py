@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.config.schema import OptimSection
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.muon import Muon
-from weft.parallel.dtensor import l2_norms, to_local
+from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.private import set_found_inf
 
 # (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
@@ -141,7 +140,7 @@ def compute_grad_norm(
         if grad is None:
             continue
         groups: tuple[dist.ProcessGroup, ...] = ()
-        if isinstance(grad, DTensor):
+        if is_dtensor(grad):
             mesh = grad.device_mesh
             groups = tuple(
                 mesh.get_group(axis)

@@ -1,24 +1,36 @@
-"""Local shards of DTensors: their offsets, flat indices and norms."""
+"""Local shards of DTensors: their offsets, flat indices and norms.
+
+Importing ``torch.distributed.tensor`` takes a third of the time to import torch (2.13, with sympy).
+A launcher has no DTensor, so no module that it imports may import that package; `is_dtensor` is
+the check to use instead.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
-from weft.parallel.private import is_strided_shard
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 NORM_CHUNK = 1 << 12  # elements
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return True for a DTensor, which exists only once its package is imported."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
 def to_local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local shard, sharing memory; other tensors as is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -51,6 +63,8 @@ def from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Return a DTensor of global ``shape``, without communication."""
+    from torch.distributed.tensor import DTensor
+
     full = torch.empty(shape, device="meta")
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
@@ -60,8 +74,10 @@ def from_local(
 def shard_offsets(param: torch.Tensor) -> list[int]:
     """Return the start of this rank's shard in the full parameter, per dim."""
     offsets = [0] * param.dim()
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return offsets
+    from weft.parallel.private import is_strided_shard
+
     sizes = list(param.shape)
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
@@ -72,7 +88,7 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
     for axis in sorted(axes, key=lambda axis: is_strided_shard(param.placements[axis])):
         placement: Any = param.placements[axis]
         # Other placements need other arithmetic: fail rather than guess.
-        assert type(placement) is Shard or is_strided_shard(placement), (
+        assert type(placement).__name__ == "Shard" or is_strided_shard(placement), (
             f"unsupported placement {placement}"
         )
         dim = placement.dim

@@ -22,10 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Placement
 
 
 @contextmanager
@@ -206,6 +203,8 @@ def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def is_fake(tensor: Tensor) -> bool:
     """Return True for a fake tensor, which has no values (a traced program)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     return isinstance(tensor, FakeTensor)
 
 
@@ -231,7 +230,7 @@ def get_flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup
     return mesh[axes]._flatten().get_group()
 
 
-def is_strided_shard(placement: Placement) -> bool:
+def is_strided_shard(placement: Any) -> bool:
     """Return True for FSDP's placement on a dim that is sharded twice."""
     return type(placement).__name__ == "_StridedShard"
 
@@ -271,7 +270,7 @@ def move_fsdp_hooks(inner: nn.Module, outer: nn.Module) -> None:
     counts operators, and would confuse FSDP's operators, which differ in recomputation, with those
     of the model.
     """
-    state: Any = fully_shard.state(inner)  # type: ignore[attr-defined]
+    state: Any = _fsdp_state(inner)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     state._pre_forward_hook_handle = outer.register_forward_pre_hook(
@@ -292,9 +291,9 @@ class ShardedParameter(NamedTuple):
 def iter_sharded_parameters(model_parts: Iterable[nn.Module]) -> Iterator[ShardedParameter]:
     """Yield every parameter that FSDP shards, after parameters are allocated."""
     for module in (module for part in model_parts for module in part.modules()):
-        if not isinstance(module, FSDPModule):
+        if not is_fsdp_unit(module):
             continue
-        for group in _param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+        for group in _param_groups(_fsdp_state(module)):
             for param in group.fsdp_params:
                 # As FSDP does in the first forward pass: use the allocated memory.
                 param.reset_sharded_param()
@@ -462,7 +461,7 @@ def unshard_for_split_backward(stage: Any) -> None:
     """
     backward = stage.backward_maybe_with_nosync
     modules: list[Any] = list(stage.submod.modules())
-    units: list[Any] = [module for module in modules if isinstance(module, FSDPModule)]
+    units: list[Any] = [module for module in modules if is_fsdp_unit(module)]
 
     def gather_and_run_backward(kind: str, arguments: Any, last_backward: bool = False) -> Any:
         if kind != "full":
@@ -480,10 +479,10 @@ def reduce_scatter_each_microbatch(stage: Any) -> None:
     gradients until then.  With this function it accumulates shards, and only the reduction after
     the last microbatch includes the replicas.
     """
-    if not isinstance(stage.submod, FSDPModule):
+    if not is_fsdp_unit(stage.submod):
         return
     backward = stage.backward_maybe_with_nosync
-    state: Any = fully_shard.state(stage.submod)  # type: ignore[attr-defined]
+    state: Any = _fsdp_state(stage.submod)
 
     def backward_and_reduce(kind: str, arguments: Any, last_backward: bool = False) -> Any:
         result = backward(kind, arguments, last_backward)
@@ -498,6 +497,19 @@ def reduce_scatter_each_microbatch(stage: Any) -> None:
         return result
 
     stage.backward_maybe_with_nosync = backward_and_reduce
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Return True if `fully_shard` has sharded the module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _fsdp_state(unit: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(unit)  # type: ignore[attr-defined]
 
 
 def _param_groups(unit: Any) -> list[Any]:

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import from_local, to_local
+from weft.parallel.dtensor import from_local, is_dtensor, to_local
 from weft.parallel.private import is_fake, run_function
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
@@ -137,7 +136,7 @@ def float32_buffer(param: Tensor) -> Tensor:
     if param.dtype == torch.uint8:
         shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
     buffer = torch.empty(sizes, dtype=torch.float32, device=local.device)
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return buffer
     return from_local(buffer, param.device_mesh, param.placements, shape)
 

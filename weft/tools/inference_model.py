@@ -26,7 +26,8 @@ from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
-from weft.train.setup import Rank, allocate, detect_machine
+from weft.train.machine import detect_machine
+from weft.train.setup import Rank, allocate
 from weft.train.state import checkpoint_dir
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -15,8 +15,8 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Plan
+from weft.train.environment import is_launched_rank
 from weft.train.job_checks import prepare_job
-from weft.train.setup import joined
 
 Overrides = list[tuple[str, str]]
 
@@ -175,7 +175,7 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> Plan:
     Raises:
         InvalidConfig: with every reason why the variant cannot run.
     """
-    if joined():
+    if is_launched_rank():
         rule = "is set, so this is a rank, but weft compare starts its own runs"
         raise InvalidConfig([ConfigError("WORLD_SIZE", MISSING, rule, "run it outside torchrun")])
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]

@@ -42,9 +42,9 @@ from weft.optim.schedule import SCHEDULES
 from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve_nodes
-from weft.train.environment import apply_environment
+from weft.train.environment import apply_environment, is_launched_rank
+from weft.train.machine import detect_machine
 from weft.train.objectives import OBJECTIVES
-from weft.train.setup import detect_machine, joined
 from weft.train.state import checkpoint_dir
 
 # Keys that a run cannot change: its weights or its data order depend on them.
@@ -189,7 +189,7 @@ def _check_restarts(limit: float) -> Iterator[ConfigError]:
 
     torchrun takes every status but 0 for a failure, and 0 means that all steps are done.
     """
-    if limit and joined() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+    if limit and is_launched_rank() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         rule = "makes torchrun restart the ranks when they have saved and exited"
         remedy = "use torchrun --max-restarts 0, or start the ranks with weft train"
         yield ConfigError("resilience.time_limit", limit, rule, remedy)

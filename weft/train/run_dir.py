@@ -20,7 +20,7 @@ from weft.config.files import replace_text, write_json
 from weft.config.schema import RunSection
 from weft.plan.devices import GIB
 from weft.plan.plan import DeviceType, Plan
-from weft.train.setup import detect_machine
+from weft.train.machine import detect_machine
 
 
 @contextmanager

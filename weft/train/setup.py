@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,9 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
-from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import lookup
-from weft.config.schema import RunSection
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, select_layers
@@ -38,48 +35,9 @@ from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import create_tcp_store
 from weft.parallel.private_hooks import configure_flight_recorder
-from weft.plan.plan import Machine, Plan
+from weft.plan.plan import Plan
+from weft.train.environment import is_launched_rank
 from weft.train.step import TrainStep
-
-# --------------------------------------------------------------------------- before the start
-
-
-def joined() -> bool:
-    """Return True if a launcher such as torchrun has made this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def detect_machine(section: RunSection) -> Machine:
-    """Return the hardware of this host.
-
-    Raises:
-        InvalidConfig: if ``run.device`` is cuda and there is none.
-    """
-    gpus, device = torch.cuda.device_count(), section.device
-    if device == "cuda" and gpus == 0:
-        rule = "needs a visible CUDA device"
-        raise InvalidConfig([ConfigError("run.device", device, rule, "use cpu, or auto")])
-    use_cuda = gpus > 0 and device != "cpu"
-    return Machine(
-        device="cuda" if use_cuda else "cpu",
-        devices=gpus if use_cuda else len(os.sched_getaffinity(0)),
-        device_name=torch.cuda.get_device_name(0) if use_cuda else platform.processor(),
-        world_size=int(os.environ["WORLD_SIZE"]) if joined() else None,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joined() else None,
-        memory_bytes=torch.cuda.get_device_properties(0).total_memory
-        if use_cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        peer_access=use_cuda
-        and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
-        capability=_capability() if use_cuda else (0, 0),
-    )
-
-
-def _capability() -> tuple[int, int]:
-    capability = torch.cuda.get_device_capability(0)
-    # AMD numbers its devices differently: 9.4 (MI300) is the first with float8.
-    return (0, 0) if torch.version.hip and capability < (9, 4) else capability
-
 
 # --------------------------------------------------------------------------- the ranks
 
@@ -96,7 +54,7 @@ class Rank:
 
 def _rendezvous() -> dict[str, Any]:
     """Return arguments of init_process_group; none if torch's own rendezvous suffices."""
-    if not joined():
+    if not is_launched_rank():
         untyped: Any = dist
         return {"store": untyped.HashStore(), "rank": 0, "world_size": 1}
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
