@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, processors
 
-from tests.asked import random_run
+from tests.random_runs import random_run
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.document_tokens import (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.asked import random_run
 from tests.harness import run_ranks
+from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import ConfigError, InvalidConfig
