@@ -406,7 +406,7 @@ def _outputs(ranks: list[_Rank], numbers: Any) -> str:
 
 
 def _settle(ranks: list[_Rank]) -> None:
-    """Tell all ranks to exit, and wait until they have exited."""
+    """Send all ranks the signal to exit, and wait until they have exited."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             rank.pipe.send_bytes(b"go")

@@ -1,4 +1,4 @@
-"""The loss of a checkpoint: one process's in every layout, and that of the text counted by hand."""
+"""The loss of a checkpoint equals a manual mean over the text, in every layout."""
 
 from __future__ import annotations
 
