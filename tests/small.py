@@ -120,7 +120,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_pair(part: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather a local shard and the tensor whose sharding it has, in one collective."""
+    """Gather a tensor and a local shard with the same sharding, in one collective."""
     pair = torch.stack((part, local(tensor)), dim=-1)
     if isinstance(tensor, DTensor):
         shape = torch.Size((*tensor.shape, 2))

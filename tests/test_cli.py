@@ -242,13 +242,13 @@ def test_train_user_directory_with_a_store_json_is_text(
     (tmp_path / "store.json").write_text("{}")
     arguments = ["--data.path", str(tmp_path), "--data.cache_dir", str(tmp_path / "cache")]
     (line,) = rejected(capsys, "train", "demo", *arguments)
-    assert "too little text" in line  # it is text, and nothing to delete
+    assert "too little text" in line  # read as text; no store is deleted
 
 
 def test_train_unwritable_directories_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Root may write anywhere but below a file, or where the kernel itself says no."""
+    """The paths cannot be written by root either: one is below a file, one is in /proc."""
     file = tmp_path / "file"
     file.write_text("")
     for directory in (str(file / "run"), "/proc/weft/run"):
@@ -345,7 +345,7 @@ def test_train_dry_run_prints_the_plan_and_writes_nothing(
 def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For people, as a map, and for machines; nothing is started, written or looked up."""
+    """Text, rank map and JSON need no process, no file and no network access."""
     monkeypatch.chdir(tmp_path)
     missing = ["--data.path", "/no/such/file"]
     assert main(["plan", "llama3-405b", *missing, "--rank-map"]) == 0
@@ -401,7 +401,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_train_prints_stages_and_warnings() -> None:
-    """Before it starts anything."""
+    """The plan is printed before any process starts."""
     from rich.console import Console
 
     from weft.cluster.start import print_plan
@@ -441,7 +441,7 @@ def test_help_is_complete_and_light() -> None:
 
 
 def test_commands_of_parser_and_handlers_are_equal() -> None:
-    """In the table by which words are read, and among what is run."""
+    """The parser's table and the table of handlers have the same commands."""
     from weft.cli.arguments import COMMANDS, GROUPS
     from weft.cli.main import RUN
 

@@ -1,4 +1,4 @@
-"""The tier of a test is derived from what it starts, and it cannot start more."""
+"""The tier of a test is derived from the processes it starts, and it cannot start more."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def test_compare_more_repeats_add_runs(
 ) -> None:
     result = second_comparison["found"]
     trials = {variant["label"]: variant["trials"] for variant in result["variants"]}
-    assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # seeds are what differs
+    assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # only the seeds differ
     assert [trial["seed"] for trial in trials["seed"]] == [5, 11]
     assert trials["plain"][0] == first_comparison["found"]["variants"][0]["trials"][0]
     # In the second repeat the interrupted trial runs first.
