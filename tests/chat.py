@@ -92,7 +92,7 @@ MARKED = """\
 {%- endif %}
 """
 
-# The text of an earlier turn depends on whether a later one follows.
+# The text of a turn depends on whether another turn follows.
 REASONING = """\
 {%- for message in messages %}
     {%- set think = '<think>' + message.reasoning_content + '</think>'

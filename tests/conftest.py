@@ -20,7 +20,7 @@ pytest_plugins = ["tests.tiers"]
 
 
 def make_text(directory: Path) -> Path:
-    """Some hundred kilobytes of Python source in 30 files."""
+    """Copy about 30 files of Python source, a few hundred kilobytes, into a directory."""
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.glob("email/*.py"))[:20] + sorted(library.glob("json/*.py")):
         shutil.copy(file, directory / f"{file.parent.name}_{file.name}")
@@ -30,7 +30,7 @@ def make_text(directory: Path) -> Path:
 
 
 def make_store(text: Path, cache: Path) -> Path:
-    """The text tokenized with 512 entries."""
+    """Tokenize the text with a vocabulary of 512 entries."""
     return prepare_store(DataSection(path=str(text), vocab_size=512), cache).path
 
 
@@ -42,9 +42,9 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> Iterator[None]:
-    """Reduce garbage collection, which takes long in a process with many modules.
+    """Exclude imported modules from garbage collection, which is slow otherwise.
 
-    Planning starts a collection before it records.
+    Planning runs a collection before it records a step.
     """
     gc.freeze()
     yield
@@ -53,7 +53,7 @@ def few_objects_to_collect() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whoever runs the tests may have measured devices."""
+    """Hide cluster files that the user of this machine has measured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
@@ -61,13 +61,13 @@ def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for all workers of a run."""
+    """Return one directory for all xdist workers of a run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def make_once(directory: Path, make: Callable[[Path], object]) -> Path:
-    """Create a directory with ``make``, unless another worker has; wait for that one."""
+    """Create a directory with ``make`` once; other workers wait for the first."""
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():

@@ -18,8 +18,8 @@ def cover_pairs(
 ) -> list[Case]:
     """Return cases that together hold each pair of values that any valid case holds.
 
-    The order is deterministic.  Greedy: each case begins with a pair that is missing, and takes of
-    each other axis the first value that completes the most missing pairs.
+    The order is deterministic.  The search is greedy: each case begins with a missing pair.  For
+    each other axis the case takes the first value that completes the most missing pairs.
 
     Args:
         axes: values by name of the axis; the first value is the default.

@@ -1,4 +1,4 @@
-"""The communication of a rank in a step, real or fake, by kind and axis."""
+"""Count the collectives of a rank's step, with real or fake tensors, by kind and axis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from weft.train.setup import Built
 
 
 def counted_step(built: Built, job: Job, plan: Plan, mode: Any = None) -> list[dict[str, int]]:
-    """One step: all microbatches forward and backward, clipping, the optimizer.
+    """Run one step and count its collectives: microbatches, clipping, optimizer.
 
     Args:
-        mode: under which tensors are fake; None: they are real.
+        mode: fake tensor mode; None: tensors are real.
 
     Returns:
-        Of these three parts ``{"all_gather tp": 20}``; a group that is none of the mesh's fails.
+        Counts such as ``{"all_gather tp": 20}`` for each of the three parts.
+
+    Raises:
+        KeyError: a collective uses a group that is not an axis of the mesh.
     """
     axes = {str(group.group_name): axis for axis, group in axis_groups(built.mesh).items()}
     parts = {"clip": 1, "optimizer": 2}

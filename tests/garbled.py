@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Files of a run that are read back, but for checkpoints.
+# Files of a run that weft reads back, except checkpoints.
 FILES = (
     "job.toml",
     "plan.json",
@@ -118,7 +118,7 @@ def nested_objects(path: Path, rng: random.Random) -> None:
 
 
 def huge(path: Path, rng: random.Random) -> None:
-    """Sparse: it takes no space."""
+    """Extend the file to 128 MiB; the file is sparse and takes no space."""
     with path.open("ab") as file:
         file.truncate(1 << 27)
 
@@ -128,7 +128,7 @@ def another_json(path: Path, rng: random.Random) -> None:
 
 
 def wrong_types(path: Path, rng: random.Random) -> None:
-    """Some values, at any depth, are of another type, out of range, or gone."""
+    """Remove some values at any depth, or replace them by a wrong type or range."""
     if path.suffix == ".toml":
         lines = path.read_text().splitlines()
         for position, line in enumerate(lines):
@@ -173,7 +173,7 @@ SEEDED = (truncate, flip, wrong_types)  # differ from seed to seed
 
 
 def cases(seeds: int = 4) -> list[Case]:
-    """All, in an order that mixes files and ways."""
+    """Return all cases, shuffled so that files and kinds of damage alternate."""
     result = [
         Case(f"{file}-{variant.__name__}", file, variant) for variant in ALL for file in FILES
     ]
@@ -188,7 +188,7 @@ def cases(seeds: int = 4) -> list[Case]:
 
 
 def garbled(valid: Path, case: Case, to: Path) -> Path:
-    """A copy of a run's directory with one file garbled; checkpoints are shared."""
+    """Copy a run directory and garble one file; checkpoints are shared by a link."""
     to.mkdir()
     for path in valid.iterdir():
         if path.name == "checkpoints":

@@ -63,7 +63,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_CHARS = 8000  # of each rank, the last of what it printed
 STACK_SECONDS = 1.0  # for the ranks to write their stacks after a timeout
-SILENT_SECONDS = 0.2  # for a death to become visible after a peer noticed it
+SILENT_SECONDS = 0.2  # until a rank's death is visible after a peer has failed
 SETTLE_SECONDS = 5.0  # for the ranks to destroy their group and exit
 START_SECONDS = 120.0  # for the server to import torch on a busy machine
 
@@ -128,7 +128,7 @@ def run_ranks(
 
 
 class _Server:
-    """The test process's end of the server."""
+    """The server, as seen by the test process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -148,7 +148,7 @@ class _Server:
                 env=os.environ | single_thread,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # A signal from the terminal is the test process's to handle.
+                # Only the test process handles signals from the terminal.
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
@@ -165,7 +165,7 @@ class _Server:
             status = self.close()
             raise RuntimeError(f"the rank server died (exit status {status})") from error
         except BaseException:
-            self.close()  # also on Ctrl-C: closing is what makes it kill the world
+            self.close()  # also on Ctrl-C: when the socket closes, the server kills the world
             raise
         self.started = True
         global world_seconds
@@ -173,7 +173,7 @@ class _Server:
         return reply
 
     def close(self) -> int:
-        """End the server and what it started; its exit status."""
+        """Stop the server and all its processes; return the exit status of the server."""
         global _current
         _current = None
         self.connection.close()
@@ -203,7 +203,7 @@ def _server() -> _Server:
 
 @dataclass
 class _Rank:
-    """A rank as the server sees it."""
+    """A rank, as seen by the server."""
 
     pid: int
     pipe: Connection
@@ -211,14 +211,14 @@ class _Rank:
     stacks: Path
     result: bytes | None = None
     error: tuple[float, str, str] | None = None  # when, one line, traceback
-    death: int | None = None  # its exit code as of subprocess: negative for a signal
+    death: int | None = None  # exit code as in subprocess: negative for a signal
     reaped: bool = False
 
     def receive(self) -> None:
-        """Take the rank's message, if it sent one."""
+        """Receive the rank's message, if the rank has sent one."""
         try:
-            # Results can be large, so the rank may still be writing: it then blocks us, not
-            # longer than it takes to write, since a dead writer ends the pipe.
+            # A large result blocks the server until the rank has written it. A dead rank
+            # closes the pipe, so the server does not hang.
             if self.result is None and self.error is None and self.pipe.poll():
                 kind, *rest = pickle.loads(self.pipe.recv_bytes())
                 if kind == "result":
@@ -226,7 +226,7 @@ class _Rank:
                 else:
                     self.error = (rest[0], rest[1], rest[2])
         except (EOFError, OSError):
-            pass  # it died, which reap() sees
+            pass  # the rank died; reap() detects that
 
     def reap(self) -> bool:
         """Return True if the rank has ended."""
@@ -240,7 +240,7 @@ class _Rank:
     def died_silently(self) -> bool:
         if not self.reap():
             return False
-        self.receive()  # it may have spoken first
+        self.receive()  # the rank may have sent its message before it died
         return self.result is None and self.error is None
 
     def stack(self) -> str:
@@ -272,8 +272,8 @@ def processor_seconds() -> float:
 
 
 def _import_modules() -> None:
-    """Import once what the ranks need: torch, and the parts of weft that train."""
-    logging.disable(logging.WARNING)  # torchao's, of kernels for other hardware
+    """Import the modules that ranks need: torch, and the training modules of weft."""
+    logging.disable(logging.WARNING)  # torchao warns about kernels for other hardware
     for name in (
         "numpy",
         "pytest",
@@ -294,11 +294,11 @@ def _import_modules() -> None:
     ):
         importlib.import_module(name)
     logging.disable(logging.NOTSET)
-    gc.freeze()  # a collection in a rank would copy every page of these
+    gc.freeze()  # else a collection in a rank would copy every page of these modules
 
 
 def _run_world(client: Connection, directory: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Fork a world, wait for it, and leave no process of it."""
+    """Fork a world, wait for its ranks, and kill all that remain."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         return {"error": f"the rank server has {threads} threads: a fork may hang", "rank": None}
@@ -334,7 +334,7 @@ def _fork(rank: int, client: Connection, directory: Path, request: dict[str, Any
             client.close()
             ours.close()
             _die_with_parent(signal.SIGKILL)
-            if os.getppid() == server:  # else it died before it could be said
+            if os.getppid() == server:  # else the server died before the signal was set
                 _be_rank(rank, theirs, directory, log, stacks, request)
         finally:
             os._exit(1)
@@ -345,13 +345,13 @@ def _fork(rank: int, client: Connection, directory: Path, request: dict[str, Any
 def _await(
     ranks: list[_Rank], client: Connection, deadline: float, timeout: float
 ) -> tuple[str, int | None]:
-    """Wait for every result.  The error to show, empty if there is none, and its rank."""
+    """Wait for every result; return the error, empty if there is none, and its rank."""
     while any(rank.result is None for rank in ranks):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return _timed_out(ranks, timeout), None
         open_pipes = [rank.pipe for rank in ranks if rank.result is None and not rank.reaped]
-        # Deaths are polled for: a rank's own children can hold its pipe open after it.
+        # Poll for deaths: the children of a dead rank can hold its pipe open.
         ready = wait([*open_pipes, client], min(remaining, 0.05))
         if client in ready:
             raise SystemExit("the test process is gone")
@@ -380,13 +380,13 @@ def _died(ranks: list[_Rank], number: int) -> str:
 
 
 def _timed_out(ranks: list[_Rank], timeout: float) -> str:
-    """Every rank's stack."""
+    """Return the error of a timeout, with every rank's stack."""
     late = [number for number, rank in enumerate(ranks) if rank.result is None]
     for number in late:
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[number].pid, signal.SIGUSR1)
     end = time.monotonic() + STACK_SECONDS
-    # faulthandler writes line by line; the interpreter's own frame is a stack's last.
+    # faulthandler writes line by line; the interpreter's own frame ends a stack.
     while time.monotonic() < end and not all(
         "_run_module_as_main" in ranks[number].stack() for number in late
     ):
@@ -406,7 +406,7 @@ def _outputs(ranks: list[_Rank], numbers: Any) -> str:
 
 
 def _settle(ranks: list[_Rank]) -> None:
-    """Let the ranks go, together, and wait until they have."""
+    """Send all ranks the signal to exit, and wait until they have exited."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             rank.pipe.send_bytes(b"go")
@@ -416,7 +416,7 @@ def _settle(ranks: list[_Rank]) -> None:
 
 
 def _kill_children() -> None:
-    """Kill everything below this process, until nothing is left."""
+    """Kill all descendants of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         try:
@@ -436,8 +436,8 @@ def _kill_children() -> None:
 def _be_rank(
     rank: int, pipe: Connection, directory: Path, log: Path, stacks: Path, request: dict[str, Any]
 ) -> NoReturn:
-    """Everything that a rank does; never returns."""
-    os.setsid()  # so that a signal to its group is its own affair
+    """Run the function in a rank, send the result, and exit."""
+    os.setsid()  # a signal that the rank sends to its group must not reach other ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(log, "wb") as sink:
@@ -451,15 +451,15 @@ def _be_rank(
     message: tuple[Any, ...]
     try:
         message = ("result", _call(rank, directory, request))
-    except BaseException as error:  # SystemExit too is the test's failure
+    except BaseException as error:  # SystemExit is a failure, too
         line = traceback.format_exception_only(error)[-1].strip()
-        # From the second frame on: the first is this one.
+        # Omit the first frame, which is this function.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         message = ("error", time.monotonic(), line, "".join(traceback.format_exception(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(pickle.dumps(message))
-    pipe.recv_bytes()  # all have finished; after an error, never
+    pipe.recv_bytes()  # until all ranks have finished; after an error the server kills the rank
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -468,7 +468,7 @@ def _be_rank(
 
 
 def _call(rank: int, directory: Path, request: dict[str, Any]) -> bytes:
-    """The function's result, pickled."""
+    """Call the function in an initialized process group; return its pickled result."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -486,7 +486,7 @@ def _call(rank: int, directory: Path, request: dict[str, Any]) -> bytes:
         init_method=f"file://{directory}/store",
         rank=rank,
         world_size=request["world_size"],
-        # Not less than the world's: what should be seen after a hang is every rank's stack.
+        # Longer than the world's timeout, so that a hang ends with every rank's stack.
         timeout=timedelta(seconds=request["timeout"] + 1),
     )
     module, name, args, kwargs = pickle.loads(request["call"])
@@ -514,5 +514,5 @@ if __name__ == "__main__":
     try:
         _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
     finally:
-        # Whichever of the two processes is killed, the other one tidies up.
+        # The test process also removes the directory: either process may be killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)

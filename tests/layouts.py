@@ -27,7 +27,7 @@ AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
 
 
 def parse(layout: str) -> tuple[int, Overrides]:
-    """Ranks, and the overrides that make the layout."""
+    """Return the number of ranks and the overrides of a layout."""
     ranks, overrides = 1, []
     for word in layout.split():
         match = re.fullmatch(r"(dp_shard|dp_replicate|tp|pp|cp)(\d+)", word)
@@ -44,7 +44,7 @@ Compute = Callable[[list[Overrides], str], list[dict[str, Any]]]
 
 
 def many_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
-    """The results of `gradients` for one job after another, in the same ranks."""
+    """Return the results of `gradients` for several jobs, run in the same ranks."""
     results = []
     for job in jobs:
         try:
@@ -61,7 +61,7 @@ _of_one_process: dict[Any, dict[str, Any]] = {}
 def one_process(
     store: str, jobs: list[Overrides], compute: Compute = many_gradients
 ) -> list[dict[str, Any]]:
-    """The results of ``compute`` in one process, each job's computed once."""
+    """Return the results of ``compute`` in one process; each job is computed once."""
     keys = [(compute, store, tuple(job)) for job in jobs]
     missing = [key for key in dict.fromkeys(keys) if key not in _of_one_process]
     if missing:
@@ -77,7 +77,7 @@ def check_gradients(
     tolerance: float,
     extra: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """The layout, with ``more``, against one process of ``model``, on every rank."""
+    """Compare a layout, with overrides ``extra``, with one process on every rank."""
     check_many([layout], store, lambda layout: model, tolerance, extra)
 
 
@@ -89,11 +89,11 @@ def check_many(
     extra: Sequence[tuple[str, str]] = (),
     compute: Compute = many_gradients,
 ) -> None:
-    """Layouts of as many ranks each, in one world, against one process, on every rank.
+    """Compare layouts of equal size with one process, on every rank of one world.
 
     Args:
-        model_of: the job of one process by layout.
-        compute: what is called in the ranks, `many_gradients` or something like it.
+        model_of: returns the overrides of the one-process job for a layout.
+        compute: function called in the ranks, by default `many_gradients`.
     """
     models = [model_of(layout) for layout in layouts]
     ones = one_process(str(store), models, compute)
@@ -125,7 +125,7 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
 
 
 def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
-    """Group layouts of equal size and return their parameters: one world is enough."""
+    """Group layouts of equal size, to run in one world, and return test parameters."""
     by_ranks: dict[int, list[str]] = {}
     for layout in layouts:
         by_ranks.setdefault(parse(layout)[0], []).append(layout)
@@ -217,7 +217,7 @@ MORE_TENSOR = [
 
 
 def rings(size: int) -> list[str]:
-    """Return a context-parallel layout for each of its pairs of keys."""
+    """Return context-parallel layouts that cover every pair of values of its keys."""
     axes = {
         "method": [f"cp{size} cp_method={method}" for method in ("ring", "allgather", "ulysses")],
         "balance": ["cp_load_balance=true", "cp_load_balance=false"],
@@ -237,7 +237,7 @@ MORE_DATA = [
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]
 BFLOAT16 = [*SINGLE, "dp_shard2 tp2"]
-# Keys that change the work of a rank, and not its result.
+# Keys that change the work of a rank but not its result.
 TRACED = [
     "dp_shard4",
     "dp_shard4 reshard_after_forward=never",
@@ -258,7 +258,7 @@ TRACED = [
     "dp_shard2 pp2 lora.rank=4",
 ]
 LARGER_RINGS = rings(4)
-# Few enough for every run of the tests, and all.
+# The layouts of the default suite, and all layouts.
 OFTEN = [*SINGLE, *EACH_SCHEDULE, *PIPELINES, *rings(2), *TENSOR, *DATA]
 ALL = [
     *OFTEN,

@@ -25,7 +25,7 @@ NOTHING = {
 
 @functools.cache
 def _read(path: Path) -> tuple[str, frozenset[int]]:
-    """A file's text, and the numbers of its lines with something on them."""
+    """Return a file's text and the numbers of its lines that hold code or docstrings."""
     source = path.read_text("utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -58,18 +58,18 @@ from weft.train.reference_logprobs import log_probs
 from weft.train.setup import Built, Rank, build
 
 LIMIT = 1e-5  # of float32, relative to the largest entry
-UPDATE_LIMIT = 2e-4  # a weight is rounded to 6e-8 of itself, an update is 1e-3 of a weight
-SLACK = 3.0  # two ways to round may differ so much in what they are off
+UPDATE_LIMIT = 2e-4  # relative rounding of a weight is 6e-8, an update is 1e-3 of a weight
+SLACK = 3.0  # factor by which the rounding errors of two implementations may differ
 SEPARATOR = 0
 NONE = -100  # a target without a loss
 
 
 class Departure(NamedTuple):
-    """A number that is not the oracle's."""
+    """A number of weft's that differs from the oracle's."""
 
     where: str  # data, initial, forward, loss, gradients, norm, update, ...
     text: str
-    module: str  # of weft, where the fault most likely is
+    module: str  # the module of weft that most likely has the fault
 
 
 # --------------------------------------------------------------------------- documents
@@ -77,11 +77,11 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, as tokens.
+    """Tokenized documents.
 
     Attributes:
         kind: text, chat or preferences (document 2 i is chosen over 2 i + 1).
-        learned: of each document which tokens are targets; None: all are.
+        learned: loss mask of each document; None: all tokens are targets.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class Corpus:
         return Store(directory, manifest)
 
     def part(self, validation_set: int, validation: bool) -> Corpus:
-        """One split."""
+        """Return the training or the validation split."""
         cut = len(self.documents) - validation_set
         subset = slice(cut, None) if validation else slice(0, cut)
         return Corpus(self.kind, self.documents[subset], self.learned and self.learned[subset])
@@ -150,21 +150,21 @@ def draw_corpus(kind: str, documents: int, vocab_size: int, longest: int, seed: 
 
 
 class Row(NamedTuple):
-    """A row as the oracle has it: int64 ``[T]`` each."""
+    """A sequence as the oracle builds it: int64 ``[T]`` each."""
 
     tokens: Any
     targets: Any
     documents: Any
     positions: Any
-    members: tuple[Any, ...]  # what of the corpus it is, to find what comes twice
+    members: tuple[Any, ...]  # identifies parts of the corpus, to find repeated ones
 
 
 class Wrong(Exception):
-    """The data is not what the corpus has."""
+    """weft's data differs from the corpus."""
 
 
 class Reader:
-    """From the tokens of a row of weft's to the row that it has to be."""
+    """Rebuild the expected row from the tokens of weft's row."""
 
     def __init__(self, corpus: Corpus, seq_len: int, packing: str) -> None:
         self.corpus, self.seq_len = corpus, seq_len
@@ -185,14 +185,14 @@ class Reader:
 
     @property
     def members(self) -> set[Any]:
-        """All that an epoch has to have."""
+        """Return the members that every epoch must contain."""
         return set((self.pieces or self.windows).values())
 
     def row(self, batch: Batch, index: int) -> Row:
-        """The row that weft's row of that index has to be.
+        """Return the expected row for one row of weft's batch.
 
         Raises:
-            Wrong: it is none of the corpus'.
+            Wrong: the corpus has no such row.
         """
         tokens = batch.tokens_BT[index].numpy()
         if not self.packed:
@@ -227,7 +227,7 @@ class Reader:
         documents, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         members, at, number = [], 0, 0
         while at < size:
-            # Only where the next one ends is taken from weft: the corpus must have just that piece.
+            # The oracle takes only the end of a document from weft; the corpus must have the piece.
             end = at + int((marked[at:] == marked[at]).cumprod().sum())
             known = self.pieces.get(tokens[at:end].tobytes())
             if known is None:
@@ -257,10 +257,10 @@ class Rows(NamedTuple):
 
 
 def read_rows(reader: Reader, batches: Sequence[Batch]) -> tuple[Rows, list[Any]]:
-    """The oracle's rows for weft's batches; rows without targets only fill a batch.
+    """Return the oracle's rows for weft's batches; skip rows without targets.
 
     Raises:
-        Wrong: one is none of the corpus', or not as it has to be.
+        Wrong: a row is not in the corpus, or differs from the expected row.
     """
     rows, members = [], []
     for batch in batches:
@@ -293,7 +293,7 @@ def read_rows(reader: Reader, batches: Sequence[Batch]) -> tuple[Rows, list[Any]
 
 
 def build_theirs(kind: str, config: Any) -> nn.Module:
-    """transformers' model of the same shape, with uncertain weights."""
+    """Build transformers' model of the same shape, with unspecified weights."""
     import transformers
 
     shape: dict[str, Any] = {
@@ -328,7 +328,7 @@ def build_theirs(kind: str, config: Any) -> nn.Module:
 
 
 def _build_moe(config: Any, shape: dict[str, Any]) -> nn.Module:
-    """Attention of Qwen3 or Llama, experts of Qwen3-MoE or DeepSeek-V3."""
+    """Build a model with attention of Qwen3 or Llama and MoE of Qwen3 or DeepSeek-V3."""
     import transformers
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
@@ -374,7 +374,7 @@ class _Zero(nn.Module):
 def theirs_of(model: nn.Module, name: str) -> Tensor:
     """Return the tensor of transformers' or PEFT's model for parameter ``name``.
 
-    It is a view: writing into it changes the model.
+    The tensor is a view: writing into it changes the model.
     """
     prefix = "base_model.model." if hasattr(model, "peft_config") else ""
     full = name if name.startswith("lm_head") else f"model.{name}"
@@ -398,7 +398,7 @@ def theirs_of(model: nn.Module, name: str) -> Tensor:
 
 
 def grad_of(model: nn.Module, name: str) -> Tensor:
-    """The gradient of the same."""
+    """Return the gradient of transformers' or PEFT's model for parameter ``name``."""
     result = theirs_of(model, name)
     if ".experts." in name and "down_proj" not in name:
         stem = f"model.{name.removesuffix('.weight').rpartition('.')[0]}"
@@ -409,7 +409,7 @@ def grad_of(model: nn.Module, name: str) -> Tensor:
 
 
 def logits_of(model: nn.Module, rows: Rows) -> Tensor:
-    """``[B, T, V]``: a token sees what came before it in its document."""
+    """Return logits ``[B, T, V]``; a token attends to earlier tokens of its document."""
     size = rows.tokens.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool).tril()
     consumed_batches = (rows.documents[:, :, None] == rows.documents[:, None, :]) & earlier
@@ -428,7 +428,7 @@ def logits_of(model: nn.Module, rows: Rows) -> Tensor:
 
 
 def losses_of(model: nn.Module, rows: Rows) -> Tensor:
-    """Each token's cross-entropy, float32 ``[B, T]``; 0 without a target."""
+    """Return each token's cross-entropy, float32 ``[B, T]``; 0 without a target."""
     log_p = logits_of(model, rows).float().log_softmax(-1)
     mask = rows.targets != NONE
     picked = log_p.gather(2, rows.targets.clamp(min=0)[..., None])[..., 0]
@@ -436,13 +436,13 @@ def losses_of(model: nn.Module, rows: Rows) -> Tensor:
 
 
 def log_probs_of(losses_BT: Tensor, rows: Rows) -> Tensor:
-    """Log-probabilities of the chosen and the rejected answer: ``[B, 2]``."""
+    """Return log-probabilities of the chosen and the rejected answer: ``[B, 2]``."""
     first, second = ((losses_BT * (rows.documents == n)).sum(1) for n in (0, 1))
     return -torch.stack((first, second), 1)
 
 
 def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -> Tensor:
-    """The mean loss of a global batch."""
+    """Return the mean loss of a global batch."""
     losses_BT = losses_of(model, rows)
     if job.train.objective != "dpo":
         return losses_BT.sum() / (rows.targets != NONE).sum()
@@ -467,7 +467,7 @@ LEVELS = (
 
 
 def rounded(matrix: Tensor, kind: str) -> Tensor:
-    """A matrix as QLoRA stores it: blocks of 64 neighbors, each with its maximum."""
+    """Quantize and dequantize a matrix as QLoRA does: blocks of 64, scaled by absmax."""
     blocks = matrix.reshape(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     if kind == "int8":
@@ -478,7 +478,7 @@ def rounded(matrix: Tensor, kind: str) -> Tensor:
 
 
 class Float8(nn.Linear):
-    """A linear layer with factors rounded to float8, one power of two per tensor."""
+    """A linear layer with float8 operands and one power-of-two scale per tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Float8.apply(x, self.weight)
@@ -507,7 +507,7 @@ class _Float8(torch.autograd.Function):
 
 
 def cast_to_low_precision(model: nn.Module, compute: str, float8: str) -> nn.Module:
-    """The oracle's model in the precision of the job."""
+    """Return a copy of the oracle's model in the precision of the job."""
     low = copy.deepcopy(model)
     if compute == "bfloat16":
         low = low.to(torch.bfloat16)
@@ -522,12 +522,12 @@ def cast_to_low_precision(model: nn.Module, compute: str, float8: str) -> nn.Mod
 
 
 def has_weight_decay(name: str, value: Tensor) -> bool:
-    """Matrices do, but for the embedding; gains do not."""
+    """Return True for matrices other than the embedding."""
     return value.dim() > 1 and name != "embed_tokens.weight"
 
 
 def rate(step: int, job: Job) -> float:
-    """The learning rate of a step, the first is 1, as docs/configuration.md has it."""
+    """Return the learning rate of a step, counted from 1, as in docs/configuration.md."""
     optim, steps = job.optim, job.train.steps
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -575,7 +575,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self, number: int, grads: dict[str, Tensor]) -> float:
-        """Clip, and move; the norm before clipping."""
+        """Clip the gradients and update the parameters; return the norm before clipping."""
         total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
         factor = min(1.0, self.job.optim.max_grad_norm / (total + 1e-6))
         lr = rate(number, self.job)
@@ -589,7 +589,7 @@ class Updates:
         return total
 
     def _muon(self, name: str, lr: float) -> None:
-        """kellerjordan.github.io/posts/muon, with the length of arXiv:2502.16982."""
+        """Update one matrix: kellerjordan.github.io/posts/muon, scale of arXiv:2502.16982."""
         param, grad, beta = self.params[name], self.params[name].grad, self.job.optim.momentum
         assert grad is not None
         buffer = self.momentum[name]
@@ -611,7 +611,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Case:
-    """A job and what it trains on."""
+    """A job and its corpus."""
 
     overrides: Overrides
     corpus: Corpus
@@ -651,7 +651,7 @@ def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
     seq_len, rows = int(str(chosen["train.seq_len"])), int(str(chosen["train.global_batch_size"]))
     steps, vocab = int(str(chosen["train.steps"])), int(str(chosen["model.vocab_size"]))
     longest = {"text": 2 * seq_len, "chat": seq_len + 1, "preferences": seq_len // 2}[text]
-    # Something more than an epoch's rows, so that the last step begins another one.
+    # The steps need slightly more rows than an epoch has, so the last step begins another epoch.
     expected = max(2, (steps * rows) - 1)
     documents = (
         expected * 2 if text == "preferences" else expected * seq_len * 2 // (longest + 2) + 2
@@ -710,7 +710,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 def draw_case(seed: int) -> Case:
-    """A random small job: every choice is drawn from the seed."""
+    """Draw a random small job from the seed."""
     random = np.random.default_rng([seed, 3])
 
     def choose(*values: Any) -> Any:
@@ -721,7 +721,7 @@ def draw_case(seed: int) -> Case:
     kv_heads, group = choose(1, 2, 3), choose(1, 2, 3)
     heads, width = kv_heads * group, 2 * int(random.integers(2, 8))
     dense = family in ("llama", "llama3")
-    even = family not in ("qwen3", "mistral", "qwen3-moe")  # transformers wants it so
+    even = family not in ("qwen3", "mistral", "qwen3-moe")  # as transformers requires
     keys |= {
         "model__num_layers": int(random.integers(1, 4)) + ("dense" in family or "deep" in family),
         "model__num_heads": heads,
@@ -782,7 +782,7 @@ class Weft(NamedTuple):
 
 
 def build_weft(case: Case, directory: Path, rank: Rank | None = None) -> Weft:
-    """Build a case in this process, which has a process group of one."""
+    """Build a case in this process, whose process group has one rank."""
     job = case.job
     plan = resolve(job, Machine("cpu", devices=1, world_size=1))
     store = case.corpus.write(directory, plan.model.vocab_size, case.validation)
@@ -828,7 +828,7 @@ def oracle_of(weft: Weft) -> nn.Module:
 
 
 def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
-    """Return a parameter's values; for a quantized one those that the seed gives."""
+    """Return a parameter's values; rebuild those of a quantized one from the seed."""
     value = param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
     if value.dtype != torch.uint8:
         result: Tensor = value.detach().float()
@@ -845,9 +845,9 @@ def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
 
 
 def departures(case: Case) -> Iterator[Departure]:
-    """Every number of weft's that is not the oracle's, in the order of computing.
+    """Yield every number of weft's that differs from the oracle's, in order of computation.
 
-    In a process group of one.
+    The process group must have one rank.
     """
     with tempfile.TemporaryDirectory(prefix="weft-oracle-") as directory:
         weft = build_weft(case, Path(directory))
@@ -934,10 +934,10 @@ class _Comparison:
             yield from self._balance(step, rows)
         yield from self._evaluation()
 
-    # ---- what each compares
+    # ---- the comparisons
 
     def _initial(self) -> Iterator[Departure]:
-        """docs/models.md: normal with 0.02, cut at three deviations, less on the residual."""
+        """Check the initialization of docs/models.md: normal, truncated at three sigmas."""
         depth = math.sqrt(2 * self.plan.model.num_layers)
         for part in self.built.model_parts:
             for name, param in part.named_parameters():
@@ -959,7 +959,7 @@ class _Comparison:
                 if ".lora_A" in name:
                     edge = math.sqrt(3.0)
                     std = 1 / math.sqrt(value.shape[-1]) / edge
-                # Cut at three deviations, the deviation is 0.9866 of what it was.
+                # Truncation at three sigmas reduces the standard deviation to 0.9866 of its value.
                 expected = std * (1.0 if ".lora_A" in name else 0.98658)
                 off = abs(float(value.std()) / expected - 1)
                 if off > 5 / math.sqrt(2 * value.numel()) or value.abs().max() > edge * std * 1.001:
@@ -979,7 +979,7 @@ class _Comparison:
                 yield Departure("initial", "two matrices are alike", "parallel/initialization.py")
 
     def _epochs(self, consumed_batches: list[Any]) -> Iterator[Departure]:
-        """Every member once in each epoch, and not in the same order."""
+        """Check that each epoch has every member once, in a shuffled order."""
         members = self.reader.members
         if len(consumed_batches) < 2 or self.reader.packed:
             if len(set(consumed_batches[: len(members)])) < len(consumed_batches[: len(members)]):
@@ -1008,7 +1008,7 @@ class _Comparison:
         if not self.low and (known - expected).abs().max() > 1e-4:
             text = f"off by {float((known - expected).abs().max()):.2g} nats"
             yield Departure("references", text, "train/reference_logprobs.py")
-        # As if training had changed the weights.
+        # Perturb the references, as if training had changed the weights.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
         by_tokens = {row.numpy().tobytes(): moved[i] for i, row in enumerate(rows.tokens)}
@@ -1050,7 +1050,7 @@ class _Comparison:
         yield Departure(what, text, module)
 
     def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
-        """Compute preference metrics: margin, accuracy and rewards, as means of pairs."""
+        """Compare preference metrics, means over pairs: margin, accuracy and rewards."""
         sums = self.built.train_step.metrics
         if sums is None or references is None or self.low:
             return
@@ -1082,7 +1082,7 @@ class _Comparison:
         grads: dict[str, Tensor],
         exact: dict[str, Tensor],
     ) -> tuple[str, str]:
-        """The module that departs, and where."""
+        """Return the module that most likely has the fault, and the kind of the departure."""
         if name := self._forward(rows):
             return name, "forward"
         factors = [float((grads[n] * exact[n]).sum() / exact[n].square().sum()) for n in grads]
@@ -1101,7 +1101,7 @@ class _Comparison:
 
     @torch.no_grad()
     def _forward(self, rows: Rows) -> str:
-        """The module where the forward pass departs; empty if nowhere."""
+        """Return the first module with a wrong forward pass; empty if there is none."""
         [model] = self.built.model_parts
         outs: dict[str, tuple[str, Tensor]] = {}
         theirs: dict[str, Tensor] = {}
@@ -1154,7 +1154,7 @@ class _Comparison:
         return ""
 
     def _rope(self, rows: Rows) -> str:
-        """Return the module at fault: rotary tables or attention."""
+        """Return the faulty module: rotary tables or attention."""
         [model] = self.built.model_parts
         cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
         inner: Any = self.theirs
@@ -1193,7 +1193,7 @@ class _Comparison:
                 theirs_of(self.theirs, name).copy_(local)
 
     def _balance(self, step: int, rows: Rows) -> Iterator[Departure]:
-        """After a step each expert's bias moves against its load over the global batch."""
+        """Check that each expert's bias moves against its load in the global batch."""
         config = self.plan.model
         if not getattr(config, "balance_rate", 0.0):
             return
@@ -1213,7 +1213,7 @@ class _Comparison:
             theirs_of(self.theirs, name).copy_(buffer)
 
     def _biases(self, rows: Rows) -> dict[str, Tensor]:
-        """Compute the expected biases: loads are those of the pass before the update."""
+        """Compute the expected biases from the loads of the pass before the update."""
         moved = {}
         for name, chosen in self.chosen.items():
             bias = theirs_of(self.theirs, name)
@@ -1225,7 +1225,7 @@ class _Comparison:
 
     @property
     def chosen(self) -> dict[str, Tensor]:
-        """Record the expert choices of the oracle's last forward pass."""
+        """Return the expert choices of the oracle's last forward pass."""
         return {
             name.removeprefix("model.").replace("mlp.gate", "mlp.router") + ".expert_bias": found
             for name, found in self._gates.items()
@@ -1275,7 +1275,7 @@ class _Comparison:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """All of a tensor."""
+    """Return the unsharded tensor."""
     result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return result
 
@@ -1285,14 +1285,14 @@ def _known(references: dict[bytes, Tensor], rows: Rows) -> Tensor:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Relative to the length of ``theirs``; infinite for what is not finite."""
+    """Return the distance relative to the norm of ``theirs``; infinite if not finite."""
     off = float((ours.double() - theirs.double()).norm())
     size = float(theirs.double().norm())
     return off / size if size and math.isfinite(off) else (0.0 if off == 0 else math.inf)
 
 
 def _module_of(name: str, job: Job) -> str:
-    """The module of weft that has a parameter."""
+    """Return the module of weft that computes with a parameter."""
     if "lora_" in name or (job.lora.rank and "proj" in name):
         quantized = job.lora.quantize != "none" and "lora_" not in name
         return "parallel/quantize.py" if quantized else "parallel/lora.py"

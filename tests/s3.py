@@ -1,7 +1,7 @@
 """A real S3 server for tests: Ceph's RADOS Gateway with one disk, on loopback, in some 20 seconds.
 
 Every daemon is a child of the test process that dies with it, and all their files are in one
-temporary folder.  In front of the gateway a proxy counts what goes through and can spoil it.
+temporary directory.  A proxy in front of the gateway counts requests and bytes, and injects errors.
 
 On Debian: apt install radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 """
@@ -86,7 +86,7 @@ def die_with_parent() -> None:
 
 @contextmanager
 def server() -> Iterator[int]:
-    """The port of a running gateway with the user whose keys are above."""
+    """Yield the port of a running gateway whose user has the keys above."""
     directory = Path(tempfile.mkdtemp(prefix="weft-s3-", dir="/tmp"))  # short: sockets lie in it
     mon1, mon2, port = free_ports(3)
     settings = directory / "ceph.conf"
@@ -156,14 +156,14 @@ def answers(port: int) -> bool:
 
 
 class Proxy:
-    """Between client and server: counts, and lets ``spoil`` answer instead of the server.
+    """Count the traffic between client and server, and let ``spoil`` inject errors.
 
     ``spoil(method, path, number)`` returns a status to answer with, 0 to cut the connection, or
     None to pass the request on.
     """
 
     def __init__(self, port: int) -> None:
-        # Of shards, and of everything; and requests.
+        # Bytes of shards, bytes of everything, and the number of requests.
         self.fetched_bytes = self.all_bytes = self.requests = 0
         self.spoil: Callable[[str, str, int], int | None] = lambda method, path, number: None
         lock = threading.Lock()
@@ -216,7 +216,7 @@ class Proxy:
             daemon_threads = True
 
             def handle_error(self, request: object, client_address: object) -> None:
-                pass  # the client has gone
+                pass  # the client has disconnected
 
         self.server = Quiet(("127.0.0.1", 0), Handler)
         self.port = self.server.server_address[1]

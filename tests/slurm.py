@@ -1,7 +1,7 @@
 """A real Slurm for tests: two virtual nodes on this host, on loopback, in a few seconds.
 
-Every daemon is a child of the test process that dies with it, and all their files are in one
-temporary folder.
+Every daemon is a child of the test process and dies with it.  All their files are in one
+temporary directory.
 
 On Debian: apt install slurm-wlm munge
 """
@@ -24,7 +24,7 @@ from tests.s3 import die_with_parent, free_ports
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 NODES = ("n0", "n1")
 
-# A job that goes back into the queue waits until its credentials have run out: 120 s by default.
+# A requeued job waits until its credentials have expired: 120 s by default.
 SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +55,7 @@ MpiDefault=none
 
 
 def missing() -> str:
-    """Why there can be none here; empty if there can."""
+    """Return the reason why Slurm cannot run here; empty if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"no {', '.join(absent)}: apt install slurm-wlm munge"
@@ -63,7 +63,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """A cluster that runs."""
+    """A running cluster."""
 
     def __init__(self, directory: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
         self.directory, self.daemons = directory, daemons
@@ -85,12 +85,12 @@ class Slurm:
         return self.run("sinfo", "-h", "-o", "%T").split() == ["idle"]
 
     def free(self) -> bool:
-        """Nothing runs on any node, be it that one is down."""
+        """Return True if no node runs a job; nodes may be down."""
         states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
         return all(state.startswith(("idle", "down")) for state in states)
 
     def kill(self, node: str) -> None:
-        """As if it had lost its power: the daemon, and all that it has started."""
+        """Kill a node's daemon and all its processes, as a power loss would."""
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -100,7 +100,7 @@ class Slurm:
                 os.kill(process, signal.SIGKILL)
 
     def processes(self, node: str = "") -> list[int]:
-        """Of all jobs, or of those on one node."""
+        """Return the process ids of all jobs, or of the jobs on one node."""
         expected = {f"SLURM_CONF={self.directory / 'slurm.conf'}"}
         expected |= {f"SLURMD_NODENAME={node}"} if node else set()
         results = []

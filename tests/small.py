@@ -59,7 +59,7 @@ def small_job(*overrides: tuple[str, str]) -> Job:
 
 
 def plan_here(job: Job) -> Plan:
-    """The plan of a job in the ranks that there are."""
+    """Plan a job for the ranks of the current process group."""
     return resolve(job, Machine("cpu", devices=2, world_size=dist.get_world_size()))
 
 
@@ -68,7 +68,7 @@ def this_rank() -> Rank:
 
 
 def train_rank(overrides: Overrides, store: str) -> None:
-    """Train as weft's own ranks do, but in a process group that is already up."""
+    """Train as a rank of weft does, in a process group that is already initialized."""
     job = small_job(*overrides)
     train(plan_here(job), open_dataset(store), this_rank(), Console(quiet=True))
 
@@ -85,7 +85,7 @@ def before_each_step(call: Callable[[int], None]) -> None:
     loop.enter_phase = set_phase
 
 
-# Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
+# This logger warns when FSDP and tensor parallelism shard one dim: gathering takes two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -94,9 +94,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]:
-    """Loss, gradient norm and every whole gradient of one global batch with initial weights.
+    """Return loss, norm and unsharded gradients of one global batch, initial weights.
 
-    In a pipeline a rank has the gradients of its own stages: see `merged`.
+    Under pipeline parallelism a rank has only the gradients of its stages: see `merged`.
     """
     job = small_job(*overrides)
     plan = plan_here(job)
@@ -120,7 +120,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_pair(part: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A part that lies as a tensor's own does, and the tensor, whole: gathered at once."""
+    """Gather a tensor and a local shard with the same sharding, in one collective."""
     pair = torch.stack((part, local(tensor)), dim=-1)
     if isinstance(tensor, DTensor):
         shape = torch.Size((*tensor.shape, 2))
@@ -138,7 +138,7 @@ def whole_pair(part: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of `gradients`, each with what it lacks, of other stages, from other ranks."""
+    """Add the gradients of other ranks' pipeline stages to each rank's `gradients`."""
     return [
         rank
         | {
@@ -167,7 +167,7 @@ def values_under(record: dict[str, Any], prefix: str) -> dict[str, float]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """What the run has recorded, without the line that it is just writing; a damaged one raises."""
+    """Return a run's records, without an incomplete last line; raise on a damaged line."""
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -177,12 +177,12 @@ def losses(directory: Path) -> list[float]:
 
 
 def newest_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint of a run, whole."""
+    """Return every unsharded tensor of a run's newest checkpoint."""
     return read_state(list_checkpoints(directory / "checkpoints")[-1])
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """Return every unsharded tensor of a checkpoint."""
     contents = parse_contents(read_manifest(path))
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
     expected = {

@@ -1,4 +1,4 @@
-"""Training under faults, for hours: see scripts/soak.sh."""
+"""Train under random faults, for hours: see scripts/soak.sh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
 
 def disturb(source: random.Random, directory: Path, counts: Counter[str]) -> None:
-    """Now and then spoil a file of the newest checkpoint, or of what the node keeps."""
+    """Sometimes damage a file of the newest checkpoint or of a local checkpoint."""
     result = list_checkpoints(directory / "run/checkpoints")
     if len(result) < 2 or source.random() > 0.4:
         return
@@ -44,7 +44,7 @@ def disturb(source: random.Random, directory: Path, counts: Counter[str]) -> Non
 
 
 def run_once(source: random.Random, directory: Path, store: Path, counts: Counter[str]) -> None:
-    """One run from start to end, under faults."""
+    """Train one run to its end, under faults."""
     overrides = [*JOB, CANONICAL, ("run.dir", str(directory / "run"))]
     completed = 0
     for start in range(1000):
@@ -53,7 +53,7 @@ def run_once(source: random.Random, directory: Path, store: Path, counts: Counte
         site = source.choice(["checkpoint.shards", "checkpoint.written", "checkpoint.rename"])
         error = source.choice(["ENOSPC", "EIO", "EDQUOT"])
         fault = f'{{site = "{site}", kind = "error", error = "{error}", passing = 2}}'
-        # One more fault each time: those before have happened.
+        # Each start adds a fault, because the earlier faults have already fired.
         faults = [fault] * (start + 1)
         extra = [
             ("checkpoint.async_save", source.choice(["true", "false"])),
@@ -63,7 +63,7 @@ def run_once(source: random.Random, directory: Path, store: Path, counts: Counte
         ]
         call = ([*overrides, *extra], str(store), doomed, source.uniform(0, patience))
         try:
-            with redirect_stdout(io.StringIO()):  # what the ranks have printed
+            with redirect_stdout(io.StringIO()):  # discard the output of the ranks
                 run_ranks(train_until_killed, ranks, *call, str(directory / "seen"), timeout=300)
         except RankError as error_:
             if "SIGKILL" in str(error_):

@@ -1,4 +1,4 @@
-"""What users see of their mistakes: every one at once, no traceback, exit status 2."""
+"""Configuration errors: all reported at once, without a traceback, with exit status 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.plan.plan import Machine
 
 
 def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """The problems that a command reports, one a line."""
+    """Run a command that must fail; return its problems, one per line."""
     assert main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -77,7 +77,7 @@ def test_types_in_toml_are_strict(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_train_all_mistakes_are_reported_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Recipe, command line, plan and files; an echo of a mistake is not shown."""
+    """Mistakes are in recipe, command line, plan and files; consequences are not reported."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "demo"\nstray = 1\n[trian]\nsteps = 1\n[optim]\nlr = "x"\n')
     lines = rejected(
@@ -236,19 +236,19 @@ def test_train_remedies_can_be_followed(capsys: pytest.CaptureFixture[str]) -> N
     assert line.endswith("Use 6 or 12, or run.nproc_per_node=2 or 4.")
 
 
-def test_train_user_folder_with_a_store_json_is_text(
+def test_train_user_directory_with_a_store_json_is_text(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "store.json").write_text("{}")
     arguments = ["--data.path", str(tmp_path), "--data.cache_dir", str(tmp_path / "cache")]
     (line,) = rejected(capsys, "train", "demo", *arguments)
-    assert "too little text" in line  # it is text, and nothing to delete
+    assert "too little text" in line  # read as text; no store is deleted
 
 
-def test_train_unwritable_folders_are_refused(
+def test_train_unwritable_directories_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Root may write anywhere but below a file, or where the kernel itself says no."""
+    """The paths cannot be written by root either: one is below a file, one is in /proc."""
     file = tmp_path / "file"
     file.write_text("")
     for directory in (str(file / "run"), "/proc/weft/run"):
@@ -288,7 +288,7 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_that_does_not_match_the_store(
+def test_train_tokenizer_of_another_store_is_refused(
     capsys: pytest.CaptureFixture[str], store_path: Path, text_dir: Path, tmp_path: Path
 ) -> None:
     from weft.data.tokenizer import train_tokenizer
@@ -300,7 +300,7 @@ def test_a_tokenizer_that_does_not_match_the_store(
     assert line.startswith(f'data.tokenizer="{other}" does not match the store')
 
 
-def test_a_tokenizer_larger_than_the_model(
+def test_train_tokenizer_larger_than_the_model_is_refused(
     capsys: pytest.CaptureFixture[str], store_path: Path, tmp_path: Path
 ) -> None:
     arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
@@ -310,7 +310,9 @@ def test_a_tokenizer_larger_than_the_model(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_another_job_in_a_run_dir_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from weft.config.reader import read_job
     from weft.config.schema import to_toml
 
@@ -327,7 +329,7 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "has checkpoints but no job.toml" in line
 
 
-def test_dry_run_shows_the_plan_and_makes_nothing(
+def test_train_dry_run_prints_the_plan_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -343,7 +345,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
 def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For people, as a map, and for machines; nothing is started, written or looked up."""
+    """Text, rank map and JSON need no process, no file and no network access."""
     monkeypatch.chdir(tmp_path)
     missing = ["--data.path", "/no/such/file"]
     assert main(["plan", "llama3-405b", *missing, "--rank-map"]) == 0
@@ -399,7 +401,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_train_prints_stages_and_warnings() -> None:
-    """Before it starts anything."""
+    """The plan is printed before any process starts."""
     from rich.console import Console
 
     from weft.cluster.start import print_plan
@@ -438,8 +440,8 @@ def test_help_is_complete_and_light() -> None:
     assert weft("trian").returncode == 2
 
 
-def test_every_command_is_there() -> None:
-    """In the table by which words are read, and among what is run."""
+def test_commands_of_parser_and_handlers_are_equal() -> None:
+    """The parser's table and the table of handlers have the same commands."""
     from weft.cli.arguments import COMMANDS, GROUPS
     from weft.cli.main import RUN
 
@@ -447,7 +449,7 @@ def test_every_command_is_there() -> None:
     assert {name.split()[0] for name in COMMANDS if " " in name} == set(GROUPS)
 
 
-def test_the_value_of_an_option_is_no_key() -> None:
+def test_option_value_is_not_read_as_a_key() -> None:
     from weft.cli.arguments import parse
 
     words = ["generate", "run", "--prompt", "--a sentence", "--parallel.tp=2", "--seed=1"]
@@ -456,7 +458,7 @@ def test_the_value_of_an_option_is_no_key() -> None:
     assert (result.command, result.overrides) == ("generate", [("parallel.tp", "2")])
 
 
-def test_command_in_a_removed_folder_is_refused(tmp_path: Path) -> None:
+def test_command_in_a_removed_directory_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
     missing.mkdir()
     command = f"cd {missing} && rmdir {missing} && exec {sys.executable} -m weft.cli schema"

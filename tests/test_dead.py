@@ -1,4 +1,4 @@
-"""Nothing is defined and never used, and nothing is named in words that is not there."""
+"""Every definition is used, and text names only modules, files and keys that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.config.schema import SECTIONS, keys
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}
-# What a base class of somebody else's calls, and what a recipe or the command line names.
+# Methods that other packages' base classes call, and names that recipes or commands use.
 CALLED_BY_OTHERS = {
     "_create_tcp_store_server",  # torch's DynamicRendezvousHandler
     "emit",  # logging.Handler
@@ -28,7 +28,7 @@ CALLED_BY_OTHERS = {
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Functions, classes, methods and constants of a file, but no fields: some are only written."""
+    """Return a file's functions, classes and constants; some fields are only written."""
     result = {
         node.name
         for node in ast.walk(tree)
@@ -43,7 +43,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def named(tree: ast.Module) -> set[str]:
-    """What a file names: reads or imports, or has in a string by itself."""
+    """Return the names that a file reads, imports, or has as a complete string."""
     results = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -70,7 +70,7 @@ WORDS = {
     for pattern in ("*.md", "docs/**/*.md", "weft/**/*.py", "weft/**/*.toml", "benchmarks/*.py")
     for path in ROOT.glob(pattern)
 }
-# Of a decision or a change that is history: what was called so then.
+# Decisions and changes are history: they use the names of their time.
 HISTORY = ("docs/decisions/", "CHANGELOG.md")
 # Files of other projects.
 OTHER_CASES = {
@@ -80,7 +80,7 @@ OTHER_CASES = {
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module of weft, or something in one."""
+    """Return True if a dotted name is a module of weft or a definition in one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -90,7 +90,7 @@ def exists(name: str) -> bool:
     return ROOT.joinpath(*parts).is_dir()
 
 
-def test_modules_that_are_named_exist() -> None:
+def test_module_names_in_text_exist() -> None:
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
         for path, text in WORDS.items()
@@ -101,7 +101,7 @@ def test_modules_that_are_named_exist() -> None:
     assert missing == set()
 
 
-def test_files_that_are_named_exist() -> None:
+def test_file_names_in_text_exist() -> None:
     directories = "docs|tests|benchmarks|scripts|examples"
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
@@ -113,7 +113,7 @@ def test_files_that_are_named_exist() -> None:
     assert missing == set()
 
 
-def test_keys_that_are_named_exist() -> None:
+def test_key_names_in_text_exist() -> None:
     sections, known = "|".join(SECTIONS), {*keys(), "train.py"}
     missing = {
         f"{path.relative_to(ROOT)}: {name}"

@@ -1,4 +1,4 @@
-"""Control characters of other people's texts do not reach a terminal."""
+"""Control characters in untrusted text do not reach a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TITLE = "\x1b]0;owned\x07"
         ("tab\tand\nnewline, ünïcode 漢字", "tab\tand\nnewline, ünïcode 漢字"),
     ],
 )
-def test_escape_controls_shows_what_a_terminal_would_obey(text: str, message: str) -> None:
+def test_escape_controls_escapes_control_characters(text: str, message: str) -> None:
     assert escape_controls(text) == message
 
 
@@ -65,10 +65,10 @@ def test_quiet_console_on_a_terminal_prints_controls_escaped() -> None:
     assert written.getvalue() == "resuming from \\x1b]0;owned\\x07\n"
 
 
-def test_progress_bar_of_a_hostile_name_neither_obeys_nor_fails(
+def test_progress_bar_of_a_hostile_name_is_escaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Brackets are no markup of rich's either, which raises at one that closes nothing."""
+    """Brackets must not be parsed as rich's markup: an unmatched closing tag would raise."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     outside, inside = os.openpty()

@@ -1,4 +1,4 @@
-"""A model, an optimizer, a schedule and a sink of the user's own: one file that a recipe names."""
+"""A user's model, optimizer, schedule and tracker, defined in one file that a recipe names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are written as a whole."""
+"""Atomic writes: a file has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.config.files import check_url, read_json, replace_bytes, sync_director
 WRITERS = [replace_bytes, write_durably]
 Writer = Callable[[Path, bytes], None]
 
-# Writes a file of one byte again and again, all of it the same: first 1 MiB of a, then of b, ...
+# Repeatedly writes a file of 1 MiB of one byte: first a, then b, then a again.
 KEEPS_WRITING = """
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ while True:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_write_killed_writer_leaves_whole_files(write: Writer, tmp_path: Path) -> None:
-    """While it is written, and after its writer was killed; what is left is not under its name."""
+    """The file is complete at any time; a killed writer leaves only temporary files."""
     path = tmp_path / "file"
     writer = subprocess.Popen([sys.executable, "-c", KEEPS_WRITING, str(path), write.__name__])
     try:
@@ -74,7 +74,7 @@ def test_write_that_fails_leaves_the_old_file(write: Writer, tmp_path: Path) -> 
 
 
 def test_sync_directory_without_fsync_is_no_error() -> None:
-    """There it is no error."""
+    """The file system /proc has no fsync."""
     sync_directory(Path("/proc"))
 
 
@@ -90,7 +90,7 @@ def test_read_json_invalid_file_is_refused(tmp_path: Path) -> None:
     ("url", "secret"),
     [
         ("s3://key:abc@bucket/x", True),
-        ("s3://key:abc/def@bucket/x", True),  # as Amazon's may be
+        ("s3://key:abc/def@bucket/x", True),  # a secret of AWS may contain a slash
         ("https://token@host/x", True),
         ("s3://bucket/a@b", False),
         ("hf://org/name:config@split", False),

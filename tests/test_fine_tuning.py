@@ -1,4 +1,4 @@
-"""Somebody else's model, tuned here and used there: as a user would, by commands."""
+"""Import a model of transformers, fine-tune it and export it, by commands only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
 def conversation(number: int, country: str) -> list[dict[str, str]]:
-    """A question in many wordings; the answer hangs on the country alone."""
+    """Return a numbered question and its answer, which depends on the country only."""
     return [
         {"role": "user", "content": f"Question {number}: the capital of {country}?"},
         {"role": "assistant", "content": CAPITALS[country]},
@@ -36,7 +36,7 @@ def questions() -> list[list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``theirs``: a tiny Llama as transformers saves it; ``chat.jsonl``: what it is to learn."""
+    """Write a tiny Llama of transformers to ``theirs``, and ``chat.jsonl`` to train on."""
     pytest.importorskip("peft", reason="the library of adapters is not installed")
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -65,7 +65,7 @@ def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=wrapped.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # it stays as it is: with short rows no answer could ever be certain
+    with torch.no_grad():  # LoRA does not train the head, whose logits would stay small
         model.lm_head.weight *= 4
     model.save_pretrained(directory / "theirs")
     return directory
@@ -81,7 +81,7 @@ def weft(work_dir: Path, *arguments: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
-    """Imported, tuned by LoRA over 2 x 2 ranks, exported, and asked by transformers and peft."""
+    """Import, train LoRA on 2 x 2 ranks, export, and generate with transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +117,7 @@ def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
             out[0, prompt_ids["input_ids"].shape[1] :], skip_special_tokens=True
         )
         assert output == chat[1]["content"]
-    # The same by weft, from the run itself.
+    # weft generates the same answers from the run.
     (work_dir / "asked.jsonl").write_text(
         "".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in questions())
     )

@@ -1,4 +1,4 @@
-"""Files that people write or that weft reads back, with bytes changed: read, or refused by name.
+"""Files with random bytes changed: weft reads each, or refuses it with a clear error.
 
 Run directories are in tests/monitor/test_garbled.py, checkpoints in tests/checkpoint/test_fuzz.py,
 text, prepared tokens and chat templates in tests/data/test_hostile.py.
@@ -156,7 +156,7 @@ SPOILING = (binary, nested, nested_objects, another_json, wrong_types)
 
 
 def corrupt(path: Path, data: bytes, rng: random.Random) -> None:
-    """Write the file with bytes changed or, one time in four, as something else altogether."""
+    """Write the file with changed bytes or, one time in four, with other content."""
     path.write_bytes(data)
     if rng.random() < 0.25 and path.suffix in (".toml", ".json", ".jsonl"):
         rng.choice(SPOILING)(path, rng)
@@ -165,7 +165,7 @@ def corrupt(path: Path, data: bytes, rng: random.Random) -> None:
 
 
 def is_read(read: Callable[[Path], object], path: Path) -> bool:
-    """Return False if it is refused, by an error for people."""
+    """Return False if the file is refused with an error for users."""
     try:
         read(path)
     except (InvalidConfig, WeftError):
@@ -199,7 +199,7 @@ def test_reader_many_changed_bytes_are_read_or_refused(name: str, tmp_path: Path
     check_reader(name, tmp_path, MANY, random.randrange(10**9))
 
 
-# What an import reads, with where bytes are changed: of the weights in the table.
+# Files that an import reads; bytes before this offset change (weights: in the header).
 IMPORTED = {"config.json": 4000, "model.safetensors": 900, "tokenizer.json": 4000}
 EXTRA = {
     "generation_config.json": {"eos_token_id": [2, 3], "bos_token_id": 1},
@@ -226,7 +226,7 @@ def check_import(name: str, store: Path, directory: Path, count: int, seed: obje
             raise
         if results[-1]:
             shutil.rmtree(directory / "run")
-        assert sorted(path.name for path in directory.iterdir()) == ["hf"]  # nothing half-made
+        assert sorted(path.name for path in directory.iterdir()) == ["hf"]  # no incomplete run
     assert False in results
 
 

@@ -1,7 +1,7 @@
-"""Every command that docs/guide.md quotes still says what is quoted there.
+"""Every command in docs/guide.md prints the output that the guide quotes.
 
-``python -m tests.test_guide`` writes what they say now into the guide, whose text may then have to
-follow.
+``python -m tests.test_guide`` writes the current output into the guide, whose text may then need
+an update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUOTED = QUOTE.findall(GUIDE.read_text("utf-8"))
 
 
 def run_and_capture(command: str, out: Path) -> str:
-    """What a command says, without progress."""
+    """Run a command and return its output without progress lines."""
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main([*shlex.split(command), "--out", str(out)]) == 0
     output = [line for line in stream.getvalue().splitlines(keepends=True) if line.strip()]
@@ -38,9 +38,7 @@ def test_guide_quotes_commands() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "answer"), QUOTED, ids=[command for command, _ in QUOTED])
-def test_command_of_the_guide_prints_what_is_quoted(
-    command: str, answer: str, tmp_path: Path
-) -> None:
+def test_guide_command_prints_the_quoted_output(command: str, answer: str, tmp_path: Path) -> None:
     assert run_and_capture(command, tmp_path / "out").splitlines() == answer.splitlines()
 
 

@@ -1,4 +1,4 @@
-"""The harness itself: results, and what a failing world shows and leaves behind."""
+"""The harness: results, the errors of failing worlds, and cleanup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests import harness
 from tests.harness import ROOT, RankError, run_ranks
 
-# --------------------------------------------------------------------------- run by ranks
+# --------------------------------------------------------------------------- rank functions
 
 
 def total(start: int, *, factor: int = 1) -> tuple[int, int, torch.Tensor]:
@@ -78,7 +78,7 @@ def first_outlives_its_function() -> bool:
 
 
 def leave_processes_behind(directory: str) -> None:
-    # One in the rank's session and one that left it.
+    # One process stays in the rank's session, the other starts a new session.
     for new_session in (False, True):
         child = subprocess.Popen(["sleep", "600"], start_new_session=new_session)
         Path(directory, f"{os.getpid()}-{new_session}").write_text(str(child.pid))
@@ -117,7 +117,7 @@ def test_ranks_have_equal_seeds_and_one_thread() -> None:
     assert first[1] == 1
 
 
-def test_ranks_see_the_callers_folder_and_environment(
+def test_run_ranks_has_the_directory_and_environment_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_run_ranks_large_result_comes_back() -> None:
 
 
 def test_worlds_start_quickly() -> None:
-    run_ranks(total, 2, 0)  # the server may have to start
+    run_ranks(total, 2, 0)  # starts the server if it is not running
     start = time.monotonic()
     for _ in range(10):
         run_ranks(total, 2, 0)
@@ -140,22 +140,22 @@ def test_worlds_start_quickly() -> None:
 # --------------------------------------------------------------------------- failures
 
 
-def test_a_failing_rank_shows_its_own_error_and_output() -> None:
+def test_run_ranks_failing_rank_shows_its_error_and_output() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_on_one, 3)
     text = str(caught.value)
     assert caught.value.rank == 1
     assert text.startswith("rank 1 of 3 failed: ValueError: seven is not eight")
-    assert "in broken_arithmetic" in text  # its traceback, down to the line
+    assert "in broken_arithmetic" in text  # the rank's own traceback
     assert "hello from 1" in text
     assert "hello from 0" not in text
-    assert "peer" not in text  # what happened to the others is a consequence
+    assert "peer" not in text  # errors of other ranks are consequences
     assert time.monotonic() - start < 20  # the peers were not waited for
 
 
-def test_timeout_shows_every_ranks_stack() -> None:
-    run_ranks(total, 1, 0)  # the server's own start is not the world's time
+def test_run_ranks_timeout_shows_the_stack_of_every_rank() -> None:
+    run_ranks(total, 1, 0)  # the server's start does not count for the timeout
     start = time.monotonic()
     with pytest.raises(RankError, match="2 ranks did not finish within 1 s") as caught:
         run_ranks(wait_forever_on_one, 2, timeout=1)
@@ -176,7 +176,7 @@ def test_timeout_shows_every_ranks_stack() -> None:
         ("SIGSEGV", "was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_dies_is_named(mode: str, message: str) -> None:
+def test_run_ranks_dead_rank_is_named(mode: str, message: str) -> None:
     with pytest.raises(RankError, match=f"rank 2 of 4 {message}") as caught:
         run_ranks(die_on_two, 4, mode)
     assert caught.value.rank == 2
@@ -185,12 +185,12 @@ def test_a_rank_that_dies_is_named(mode: str, message: str) -> None:
         assert "in die_on_two" in str(caught.value)  # the stack that faulthandler printed
 
 
-def test_a_silent_death_is_believed_before_a_peers_complaint() -> None:
+def test_run_ranks_silent_death_precedes_the_error_of_a_peer() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 exited with 7"):
         run_ranks(complain_of_a_dying_peer, 2)
 
 
-def test_no_rank_leaves_before_all_have_finished() -> None:
+def test_run_ranks_no_rank_exits_before_all_have_finished() -> None:
     assert run_ranks(first_outlives_its_function, 2) == [True, True]
 
 
@@ -203,12 +203,12 @@ def test_run_ranks_unpicklable_result_or_exit_is_an_error(function: object, mess
         run_ranks(function, 2)  # type: ignore[arg-type]
 
 
-def test_a_local_function_is_refused() -> None:
+def test_run_ranks_local_function_is_refused() -> None:
     with pytest.raises(ValueError, match="top level"):
         run_ranks(lambda: None, 1)
 
 
-def test_the_server_serves_on_after_failures() -> None:
+def test_server_after_a_failure_runs_another_world() -> None:
     with pytest.raises(RankError):
         run_ranks(fail_on_one, 2)
     server = harness._current
@@ -216,7 +216,7 @@ def test_the_server_serves_on_after_failures() -> None:
     assert harness._current is server
 
 
-# --------------------------------------------------------------------------- left behind
+# --------------------------------------------------------------------------- cleanup
 
 
 def wait_until_gone(pids: list[int], seconds: float = 5.0) -> bool:
@@ -228,7 +228,7 @@ def wait_until_gone(pids: list[int], seconds: float = 5.0) -> bool:
 
 def is_running(pid: int) -> bool:
     try:
-        # The state follows the command's name, in parentheses; an orphan's zombie is dead.
+        # The state follows the command's name in parentheses; a zombie counts as dead.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -245,7 +245,7 @@ def wait_for_children(pid: int, number: int) -> list[int]:
     return children(pid)
 
 
-def test_a_failed_world_leaves_no_process(tmp_path: Path) -> None:
+def test_run_ranks_failed_world_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="and then this"):
         run_ranks(leave_processes_behind, 1, str(tmp_path))
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
@@ -255,9 +255,9 @@ def test_a_failed_world_leaves_no_process(tmp_path: Path) -> None:
     assert children(harness._current.process.pid) == []
 
 
-def test_ranks_die_with_those_above_them(tmp_path: Path) -> None:
+def test_ranks_of_a_killed_parent_die(tmp_path: Path) -> None:
     program = "import time; from tests.harness import run_ranks; run_ranks(time.sleep, 2, 600)"
-    above = [  # both at once: each starts a server of its own
+    above = [  # both at once: each starts its own server
         subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=ROOT,
@@ -275,5 +275,5 @@ def test_ranks_die_with_those_above_them(tmp_path: Path) -> None:
     os.kill(servers[1], signal.SIGKILL)
     stderr = [process.communicate(timeout=30)[1] for process in above]
     assert wait_until_gone([*servers, *ranks[0], *ranks[1]])
-    assert list(tmp_path.glob("weft-ranks-*")) == []  # nor does a file of theirs stay
+    assert list(tmp_path.glob("weft-ranks-*")) == []  # no file remains
     assert b"the rank server died (exit status -9)" in stderr[1]

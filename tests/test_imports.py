@@ -1,4 +1,4 @@
-"""Imports point one way: a module imports only from its left in the order below."""
+"""A module imports only from parts of weft that precede its own in the order below."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 
 def imported(path: Path) -> set[str]:
-    """The parts of weft that a file imports."""
+    """Return the parts of weft that a file imports."""
     results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -55,12 +55,12 @@ def wrong_imports() -> list[str]:
     return wrong
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_follow_the_order_of_parts() -> None:
     assert wrong_imports() == []
 
 
 def modules_of_weft(path: Path, known: set[str]) -> set[str]:
-    """The modules of weft that a file imports, inside of functions and for types, too."""
+    """Return the modules of weft that a file imports, also in functions and for types."""
     results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -71,8 +71,8 @@ def modules_of_weft(path: Path, known: set[str]) -> set[str]:
     return results
 
 
-def test_no_modules_import_each_other() -> None:
-    """Nor in a longer circle: then there is an order in which to read them."""
+def test_imports_have_no_cycle() -> None:
+    """Imports, also those in functions, have no cycle of any length."""
     names = {
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(
             ".__init__"
@@ -86,13 +86,13 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_launcher_imports_neither_compiler_nor_dtensor() -> None:
-    """It takes most of a second, each time that somebody starts a run."""
+    """Their imports would delay every start by more than a second."""
     heavy = {"torch._dynamo", "torch.distributed.tensor"}
     probe = f"import sys, weft.cluster.start; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
 def test_data_preparation_does_not_import_torch() -> None:
-    """Tokenising needs none of its start-up time and memory."""
+    """Tokenizing does not need torch, its import time or its memory."""
     probe = "import sys, weft.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

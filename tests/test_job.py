@@ -1,4 +1,4 @@
-"""Job: reading, overriding, writing back, and the tables about it."""
+"""Job: read, override, write back; and the schema of its keys."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_job_toml_is_complete(recipe: str, tmp_path: Path) -> None:
-    """What is written reads back equal, without the recipe, and names the differences."""
+    """The written job reads back equal without the recipe, and lists its differences."""
     changes = [("train.steps", "9"), ("model.dim", "64"), ("data.path", 'a "quoted" \\ path')]
     job, base, problems = read_job(recipe, changes)
     assert problems == []
@@ -86,14 +86,14 @@ def test_sections_are_frozen() -> None:
         Job().train.steps = 3  # type: ignore[misc]
 
 
-def test_every_key_says_what_it_is() -> None:
+def test_every_key_has_a_description() -> None:
     for section in SECTIONS.values():
         for name, field in section.model_fields.items():
             assert field.description, name
 
 
 def test_the_shipped_schema_is_current() -> None:
-    """`make schema` renews it.  It accepts the shipped recipes' keys and no others."""
+    """`make schema` updates the file, which accepts only keys of shipped recipes."""
     command = [sys.executable, "-m", "weft.cli", "schema"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (RECIPES / "recipe.schema.json").read_text() == printed
@@ -105,7 +105,7 @@ def test_the_shipped_schema_is_current() -> None:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    """A key that no code reads would be a promise that nobody keeps."""
+    """A key that no code reads would have no effect."""
     root = Path(__file__).parent.parent / "weft"
     code = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "schema.py")
     for name in keys():

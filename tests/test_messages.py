@@ -1,4 +1,4 @@
-"""Every text that weft can print, in one file: a change of language can be read as a whole.
+"""Every text that weft can print, in one file, so that a change can be reviewed at once.
 
 ``tests/golden/messages.txt`` has a line for each text of three words or more in the code of weft
 (messages, errors, remedies, help), with ``{}`` for each value.  The lines are sorted and name no

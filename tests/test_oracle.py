@@ -1,7 +1,7 @@
-"""One process of weft computes what transformers, torch.optim and a loop by hand compute.
+"""One process of weft computes the same as transformers, torch.optim and a manual loop.
 
-`tests/oracle.py` says what is compared.  The planted faults of ``tests/mutation`` prove that the
-comparison can fail.
+`tests/oracle.py` describes the comparison.  The injected faults of ``tests/mutation`` prove that
+the comparison can fail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOW = [
 
 
 def wrong_cases(seeds: Sequence[int]) -> list[str]:
-    """What departs in the random jobs of these seeds; in a rank."""
+    """Return the departures of the random jobs of these seeds; runs in a rank."""
     results = []
     for seed in seeds:
         try:
@@ -49,7 +49,7 @@ def test_more_random_jobs_in_one_process_equal_transformers(first: int) -> None:
 
 
 def wrong_in_low_precision() -> list[str]:
-    """What departs in bfloat16 and in float8; in a rank."""
+    """Return the departures in bfloat16 and in float8; runs in a rank."""
     results = []
     for keys in LOW:
         case = make_case(
@@ -70,6 +70,6 @@ def wrong_in_low_precision() -> list[str]:
 
 
 @pytest.mark.timeout(200)
-def test_low_precision_is_as_near_as_transformers_in_it() -> None:
+def test_low_precision_error_is_like_that_of_transformers() -> None:
     [result] = run_ranks(wrong_in_low_precision, 1, timeout=180)
     assert not result, "\n".join(result)

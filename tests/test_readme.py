@@ -1,4 +1,4 @@
-"""What the README shows is what there is: its commands, its code, its figures, its links."""
+"""The README is up to date: its commands, code, numbers and links."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = BLOCK.findall(README)
-MISTAKES = ("train.step",)  # which the README shows being told
+MISTAKES = ("train.step",)  # a wrong key, in the README's example of an error
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 WEFT = [sys.executable, "-m", "weft.cli"]
 
 
 def commands(page: str) -> list[list[str]]:
-    """Every ``weft`` command of a page, without what follows a '#'."""
+    """Return every ``weft`` command of a page, without trailing comments."""
     text = re.sub(r"\\\n *", "", (ROOT / page).read_text("utf-8"))
     results = []
     for kind, block in BLOCK.findall(text):
@@ -43,7 +43,7 @@ def commands(page: str) -> list[list[str]]:
 def test_commands_of_pages_parse(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their options are known, and their keys, but for those of an example of mistakes."""
+    """All options and keys of the commands exist, except in the example of an error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "demo"\n')
     for words in commands(page):
@@ -54,7 +54,7 @@ def test_commands_of_pages_parse(
         with contextlib.redirect_stdout(io.StringIO()):
             try:
                 known.parse_args(rest)
-            except SystemExit as exit_:  # for help
+            except SystemExit as exit_:  # raised by --help
                 status = exit_.code
         assert status == 0, words
         recipe = next((word for word in rest[1:] if word in (*recipe_names(), "mine.toml")), "demo")
@@ -87,7 +87,7 @@ def test_links_of_pages_have_targets(page: str) -> None:
 
 
 def core() -> set[Path]:
-    """The modules that the loop imports, directly or not, also inside of functions."""
+    """Return the modules that the loop imports, directly or indirectly, also in functions."""
     known = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "weft").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Structure of the code: a short loop, and no function that takes a job beside its plan."""
+"""Structure of the code: a short loop, and no function that takes a plan and its job."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -253,6 +254,12 @@ PROSE = {
     "decisions": ("docs/decisions/*.md",),
     "toml": ("weft/**/*.toml",),
 }
+TEST_DIRECTORIES = sorted(
+    {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")}
+    | {"benchmarks"}
+)
+# Parts of names in tests and benchmarks; the package's own names are in NAMES.
+DIALECT = {"told", "tells", "tell", "folder", "folders", "sick", "said", "says", "asked", "kept"}
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("weft/**/__init__.py"))
 
 
@@ -288,23 +295,28 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def strings_and_comments(path: Path) -> Iterator[Passage]:
-    """Docstrings, other literals, and comments; adjacent comment lines are one passage."""
-    file, source = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+def strings(path: Path) -> Iterator[Passage]:
+    """Docstrings and other literals."""
+    file = path.relative_to(ROOT).as_posix()
     for node in ast.walk(parse(path)):
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             continue
         if (file, node.value) not in LITERALS:
             yield Passage(file, node.lineno, node.value)
-    comments: list[tuple[int, str]] = []
+
+
+def comments(path: Path) -> Iterator[Passage]:
+    """Comments; adjacent lines are one passage."""
+    file, source = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+    lines: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if comments and token.start[0] != comments[-1][0] + 1:
-                yield join_comments(file, comments)
-                comments = []
-            comments.append((token.start[0], token.string.removeprefix("#")))
-    if comments:
-        yield join_comments(file, comments)
+            if lines and token.start[0] != lines[-1][0] + 1:
+                yield join_comments(file, lines)
+                lines = []
+            lines.append((token.start[0], token.string.removeprefix("#")))
+    if lines:
+        yield join_comments(file, lines)
 
 
 def join_comments(file: str, comments: list[tuple[int, str]]) -> Passage:
@@ -362,10 +374,27 @@ def test_source_has_no_retired_word(package: str) -> None:
     result = [
         text
         for path in python_files(package)
-        for passage in strings_and_comments(path)
+        for passage in chain(strings(path), comments(path))
         for text in retired_words(passage)
     ]
     assert not result, report(result)
+
+
+@pytest.mark.parametrize("directory", TEST_DIRECTORIES)
+def test_tests_and_benchmarks_are_in_plain_words(directory: str) -> None:
+    """Only their comments, docstrings and names: their data may be anything."""
+    results = []
+    for path in sorted((ROOT / directory).glob("*.py")):
+        passages = [Passage(file, line, doc) for file, line, _, doc, _ in definitions(path)]
+        for passage in chain(passages, comments(path)):
+            results += retired_words(passage)
+        for file, line, name, doc, _ in definitions(path):
+            parts = set(name.lower().split("_"))
+            if parts & DIALECT:
+                results.append(f"{file}:{line}: the name {name!r}")
+            if doc.split(" ")[0] in OPENINGS:
+                results.append(f"{file}:{line}: {doc.splitlines()[0]}")
+    assert not results, report(results)
 
 
 def test_help_of_keys_has_no_retired_word() -> None:

@@ -1,4 +1,4 @@
-"""The tier of a test is derived from what it starts, and it cannot start more."""
+"""The tier of a test is derived from the processes it starts, and it cannot start more."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ STARTERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", STARTERS)
-def test_a_unit_test_cannot_start_a_process(name: str) -> None:
+def test_unit_test_that_starts_a_process_fails(name: str) -> None:
     with pytest.raises(RuntimeError, match="a test of the tier unit starts a process"):
         STARTERS[name]()
 
 
 def test_costs_of_tests_are_written_by_tier(tmp_path: Path) -> None:
-    """In one process, and collected from those of xdist."""
+    """The file is the same in one process and with several xdist workers."""
     directory = Path(__file__).parent
     file = tmp_path / "costs.json"
     subprocess.run(

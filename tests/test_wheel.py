@@ -1,4 +1,4 @@
-"""The wheel alone, beside the packages that it asks for, trains the demo from any folder."""
+"""The installed wheel trains the demo from any directory, without the repository."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 
 A test belongs to the first of these tiers that fits what it starts:
 
-    unit    nothing beside pytest's own process
+    unit    no process other than pytest's
     ranks   worlds of forked ranks (`tests/harness.py`, and those of ``weft verify``)
     system  any other process: weft's own command, torchrun, Slurm, a server, a browser
 
-The tier is derived from the code that a test and its fixtures reach in ``tests/``.  What a test
-starts deep inside weft cannot be seen there, so such a test is marked, ``@pytest.mark.system``.
-A test that is marked so, and each that ``-m unit`` selects, fails at the line that starts more
-than its tier allows; in other runs such a test counts as what it is.
+The tier is derived from the code that a test and its fixtures reach in ``tests/``.  Code of weft
+is not analyzed, so a test that starts a process there is marked, ``@pytest.mark.system``.
+A marked test, and each test that ``-m unit`` selects, fails at the line that starts more than its
+tier allows.  In other runs a test counts for the tier of what it has started.
 
-Processor time is that of the test's process, of the processes that it has waited for, and of
-its worlds.  Unlike wall time it hardly depends on what else the machine does.
+Processor time is that of the test's process, of its finished child processes, and of its worlds.
+Unlike wall time, processor time hardly depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import pytest
 from tests import harness
 
 TIERS = ("unit", "ranks", "system")
-# Audit events of the interpreter, and of this module, to the tier that they need.
+# The tier that each audit event of the interpreter or of this module needs.
 EVENTS = {
     "tests.world": "ranks",
     "os.exec": "system",
@@ -42,7 +42,7 @@ EVENTS = {
     "os.system": "system",
     "subprocess.Popen": "system",
 }
-# Names that start a process where a test's code uses them.
+# A test whose code uses one of these names starts a process.
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
 WEFT_STARTERS = {
     ("weft.tools.experiment", "compare"): "system",
@@ -51,18 +51,18 @@ WEFT_STARTERS = {
     ("weft.tools.verify", "verify"): "ranks",
     ("weft.estimate.search", "search"): "system",
 }
-FACTS = ("git", "uname")  # commands that a run asks for a fact, in milliseconds: no tier of theirs
+FACTS = ("git", "uname")  # commands that take milliseconds and do not count for the tier
 SHOWN = 15  # slowest tests in the summary
 
 
 DERIVED = pytest.StashKey[bool]()
 
 
-# --------------------------------------------------------------------------- which tier
+# --------------------------------------------------------------------------- derived tier
 
 
 def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
-    """Return the tier of what functions of tests reach."""
+    """Return the tier of the code that test functions reach."""
     visited: set[object] = set()
     result = "unit"
     stack: list[Any] = list(functions)
@@ -89,7 +89,7 @@ def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
 
 
 def _reached(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
-    """Return every name that a function uses, with what it means in its module."""
+    """Return every name that a function uses, with its value in the module."""
     names: set[str] = set()
     codes = [function.__code__]
     while codes:
@@ -104,7 +104,7 @@ def _reached(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
 
 
 def _fixtures(item: pytest.Function) -> list[Callable[..., Any]]:
-    """Return the functions of the fixtures that a test asks for, autouse ones excepted."""
+    """Return the functions of a test's fixtures, except autouse fixtures."""
     info = item._fixtureinfo
     automatic = set(item.session._fixturemanager._getautousenames(item))
     return [
@@ -119,7 +119,7 @@ def _fixtures(item: pytest.Function) -> list[Callable[..., Any]]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with its tier, and begin with the widest tier.
 
-    Tests of processes wait most, so others fill that time, and no long test is left for the end.
+    Tests of processes wait most, and other tests fill that time.  No long test remains for the end.
     """
     derived: dict[Any, str] = {}
     for item in items:
@@ -136,14 +136,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier that a test is marked with; of several the widest."""
+    """Return the widest tier that a test is marked with."""
     return next(tier for tier in reversed(TIERS) if item.get_closest_marker(tier))
 
 
-# --------------------------------------------------------------------------- what it starts
+# --------------------------------------------------------------------------- started processes
 
 _allowed = "system"  # while no test runs
-_started = "unit"  # by the test that runs, so far
+_started = "unit"  # widest tier that the running test has used so far
 _process = os.getpid()
 
 
@@ -165,7 +165,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _spawn(path: str, arguments: list[str], descriptors: list[int]) -> int:
-    """Start a process of multiprocessing, whose own call has no audit event."""
+    """Start a process of multiprocessing, whose call raises no audit event."""
     sys.audit("subprocess.Popen", path, arguments, None, None)
     return _spawnv_passfds(path, arguments, descriptors)
 
@@ -193,7 +193,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         _allowed = "system"
 
 
-# --------------------------------------------------------------------------- what it costs
+# --------------------------------------------------------------------------- cost
 
 _start = 0.0
 
@@ -209,7 +209,7 @@ def pytest_runtest_logstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if call.when == "teardown":  # the last report carries it to the process that prints
+    if call.when == "teardown":  # the last report sends the tier to the process that prints
         tier = max(tier_of(item), _started, key=TIERS.index)
         item.user_properties.append(("tier", tier))
         item.user_properties.append(("seconds", round(_seconds() - _start, 3)))
@@ -228,7 +228,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _Record:
-    """Collect the costs of all tests; print a summary, and write the file asked for."""
+    """Collect the costs of all tests, print a summary and write the requested file."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

@@ -53,7 +53,7 @@ def test_fingerprint_of_shards_sums_to_the_whole(dtype: torch.dtype) -> None:
 def test_fingerprint_of_chunks_is_the_weighted_sum(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over several chunks, the last of them shorter."""
+    """The tensor has several chunks, of which the last is shorter."""
     monkeypatch.setattr("weft.checkpoint.fingerprint.CHUNK", {"cpu": 7})
     x = torch.randn(shape)
     words = x.view(torch.int32).flatten().tolist()
@@ -84,7 +84,7 @@ def test_fingerprint_one_bit_or_an_exchange_changes_it() -> None:
 
 
 def save_two(directory: str) -> dict[str, torch.Tensor]:
-    """Steps 1 and 2; the state of step 1."""
+    """Save steps 1 and 2; return the state of step 1."""
     parts, optimizer = stepped(1e-3)
     save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
     first = full_state(parts, optimizer)
@@ -104,7 +104,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_once: Path, tmp_path: Path) -> Path:
-    """Steps 1 and 2 of two ranks, to be spoilt."""
+    """Copy a run with steps 1 and 2 of two ranks, for a test that damages it."""
     return Path(shutil.copytree(saved_once, tmp_path / "checkpoints"))
 
 
@@ -115,7 +115,7 @@ def flip(path: Path, source: random.Random) -> None:
 
 
 def blank(path: Path, source: random.Random) -> None:
-    """A page of zeros where there was something."""
+    """Overwrite a page that is not zero with zeros."""
     content = bytearray(path.read_bytes())
     while True:
         at = source.randrange(len(content))
@@ -208,7 +208,7 @@ def corrupt(directory: str, times: float) -> tuple[int, list[str]]:
                 shutil.rmtree(aside)
             shutil.rmtree(home / "step-00000002", ignore_errors=True)
             shutil.copytree(spare, home / "step-00000002")
-    # And undamaged it is taken.
+    # The undamaged checkpoint is loaded.
     assert resume(home, "off", parts, optimizer, unnoticed.append).step == 2
     return completed, unnoticed
 
@@ -239,7 +239,7 @@ def resume_all(directory: str) -> tuple[int, list[str], dict[str, torch.Tensor]]
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) -> None:
-    """Also those whose own part is sound."""
+    """Ranks whose own shard is intact also fall back."""
     first = run_ranks(save_two, 2, str(tmp_path))[0]
     flip(tmp_path / "step-00000002/shard-00001.bin", random.Random(1))
     for step, messages, state in run_ranks(resume_all, ranks, str(tmp_path)):
@@ -260,7 +260,7 @@ def test_resume_all_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def test_load_tensor_changed_before_writing_is_refused(tmp_path: Path) -> None:
-    """Files and hashes agree with each other, and not with what was to be saved."""
+    """Files and hashes agree with each other but not with the saved tensor."""
     run_ranks(save_otherwise, 1, str(tmp_path))
     with pytest.raises(RankError, match="differs from what was saved, but its file is intact"):
         run_ranks(load_newest, 1, str(tmp_path))
@@ -282,7 +282,7 @@ def load_newest(directory: str) -> None:
     load_checkpoint(list_checkpoints(Path(directory))[-1], parts, optimizer)
 
 
-# --------------------------------------------------------------------------- malice
+# --------------------------------------------------------------------------- hostile manifests
 
 
 def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
@@ -322,7 +322,7 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
     ],
 )
 def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
-    """With a hash that is right: anybody can compute it."""
+    """The manifest has a valid hash, which anybody can compute."""
     path = list_checkpoints(saved)[-1]
     content = read_manifest(path)
     change_of(content, name, value)
@@ -336,7 +336,7 @@ def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: P
 
 
 def test_save_writes_only_json_and_raw_numbers(saved: Path) -> None:
-    """JSON and raw numbers: nothing in a checkpoint is a pickle."""
+    """No file of a checkpoint is a pickle."""
     for path in list_checkpoints(saved):
         names = sorted(file.name for file in path.iterdir())
         assert names == ["manifest.json", "shard-00000.bin", "shard-00001.bin"]
@@ -347,7 +347,7 @@ def test_save_writes_only_json_and_raw_numbers(saved: Path) -> None:
         )
 
 
-def test_resume_disk_error_is_not_taken_for_damage(saved: Path) -> None:
+def test_resume_disk_error_is_not_reported_as_damage(saved: Path) -> None:
     run_ranks(refuse_reading, 2, str(saved))
     run_ranks(refuse_a_manifest, 1, str(saved))
     assert sorted(os.listdir(saved)) == ["step-00000001", "step-00000002"]

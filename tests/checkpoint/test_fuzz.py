@@ -29,8 +29,8 @@ from weft.config.schema import ResilienceSection
 from weft.monitor.anomaly import AnomalyDetector
 from weft.train.state import TrainState, resume
 
-MEMORY_BYTES = 2 << 30  # that one load may take more than the process has
-SECONDS = 5.0  # of the processor, for one load
+MEMORY_BYTES = 2 << 30  # limit of additional memory for one load
+SECONDS = 5.0  # limit of processor time for one load
 
 
 def nest(levels: int) -> Any:
@@ -114,7 +114,7 @@ def insert(path: Path, source: random.Random) -> None:
 
 
 def relink(path: Path, source: random.Random) -> None:
-    """Not a regular file any more; a link to its own content outside is one, too."""
+    """Replace a file by something that is not a regular file, such as a link to its content."""
     aside = path.parent.parent / "outside"
     path.rename(aside)
     match source.randrange(6):
@@ -157,10 +157,10 @@ def is_elsewhere(newest: Path) -> bool:
 
 
 def fuzz(directory: str, seed: int, count: int, local: bool) -> tuple[list[str], dict[str, int]]:
-    """Damage the newest state, at home or on the nodes, and resume, many times.
+    """Damage the newest shared or local checkpoint and resume, many times.
 
     Returns:
-        What went wrong, and how often each thing came of it.
+        The failures, and the number of times of each outcome.
     """
     home, nodes = Path(directory) / "checkpoints", Path(directory) / "nodes"
     parts, optimizer = stepped(1e-3)

@@ -1,8 +1,8 @@
 """A training state loads bit-exactly from any layout into any other.
 
-Each layout makes a real step, saves, and records its state in memory: every full tensor of
-model and optimizer, and loss and gradients of the next step. A layout that loads it must
-have the same bits, and the same loss and gradients up to rounding.
+Each layout makes a real step, saves, and records its state in memory: every unsharded tensor of
+model and optimizer, and loss and gradients of the next step. A layout that loads the checkpoint
+must have the same bits, and the same loss and gradients up to rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.optim.optimizer import set_learning_rate
 from weft.train.setup import Built, build
 from weft.train.state import TrainState, resume
 
-# Twelve rows go over 1 to 4 ranks; three of these cut 32 rows of a weight into 11, 11 and 10.
+# Twelve sequences divide over 1 to 4 ranks.  Three ranks shard 32 rows of a weight unevenly.
 BATCH = 12
 JOB: Overrides = [
     ("run.dir", "/nonexistent"),
@@ -55,12 +55,13 @@ def save_and_resume(
     """Load each source into a new model and check it; make a step, and save.
 
     Args:
-        sources: directories of others; the step begins with the last, or initial weights.
+        sources: directories of other layouts; the step begins from the last one, else from
+            initial weights.
         target: directory of this layout; if empty, no step is made.
         first: first sample of a step from the initial weights.
 
     Returns:
-        The tensors of each source that this rank had.
+        The names of the tensors of each source that this rank holds.
     """
     job = small_job(*overrides)
     result, at = [], TrainState(0, first)
@@ -121,7 +122,7 @@ def in_memory(built: Built) -> Tensors:
 
 
 def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
-    """The loss of the step that comes next, whose gradients are there then."""
+    """Run forward and backward of the next step; return the loss."""
     built.optimizer.zero_grad()
     loader = loader_of(job, plan_here(job), store, built.mesh)
     loss = built.train_step.forward_backward(loader.get_microbatches(at.samples))
@@ -147,7 +148,7 @@ def start(
     target: Path | None,
     first: int = 0,
 ) -> None:
-    """Let the ranks of a layout do `hand_on`."""
+    """Run `save_and_resume` on the ranks of a layout."""
     ranks, overrides = parse(layout)
     if target is not None:
         target.mkdir()
@@ -157,7 +158,7 @@ def start(
     for source, parts in zip(sources, zip(*results, strict=True), strict=True):
         assert set().union(*parts) == set(
             merge_records(source)["state"]
-        )  # nobody left a tensor out
+        )  # each tensor is on some rank
     if target is not None:
         check_saved(target)
 
@@ -173,7 +174,7 @@ def check_saved(target: Path) -> None:
     assert sum(name.endswith(".exp_avg") for name in state) == len(merge_records(target)["grads"])
 
 
-# --------------------------------------------------------------------------- from one to the next
+# --------------------------------------------------------------------------- chains of layouts
 
 RING = [
     "",
@@ -190,15 +191,15 @@ RING = [
 ]
 
 
-# Uneven parts, parts of parts in two directions, and stages that do not follow each other.
+# Uneven shards, shards of two dims, and ranks with stages that are not consecutive.
 SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 pipeline.schedule=Interleaved1F1B"]
 
 
 @pytest.mark.parametrize("ring", [SHORT_RING, pytest.param(RING, marks=pytest.mark.slow)])
-def test_resume_in_one_layout_after_another_is_exact(
+def test_resume_through_a_chain_of_layouts_is_exact(
     ring: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """One state, from layout to layout with a step in each of them."""
+    """The state passes from layout to layout, with a step in each of them."""
     before: list[Path] = []
     for turn, layout in enumerate(ring):
         target = tmp_path / f"{turn} {layout}"
@@ -208,7 +209,7 @@ def test_resume_in_one_layout_after_another_is_exact(
     assert (at.step, at.samples) == (len(ring), BATCH * len(ring))
 
 
-# --------------------------------------------------------------------------- from each to every
+# --------------------------------------------------------------------------- pairs of layouts
 
 ALL = [
     *RING[:-1],
@@ -235,7 +236,7 @@ def test_resume_from_each_layout_in_every_other_is_exact(
 ) -> None:
     directories = [tmp_path / f"{number} {layout}" for number, layout in enumerate(layouts)]
     for number, layout in enumerate(layouts):
-        # Each begins elsewhere in the text: no two of them save the same.
+        # Each layout begins at other samples, so no two of them save the same state.
         start(layout, job, store_path, [], directories[number], first=BATCH * number)
     for layout in layouts:
         start(layout, job, store_path, directories, None)

@@ -1,6 +1,6 @@
-"""Local checkpoints of nodes: found after a crash, sent to nodes that lost theirs.
+"""Local checkpoints: a crashed run resumes from them, nodes that lost theirs get copies.
 
-A local checkpoint is never mistaken for another run's.
+A run never loads a local checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import acquire_lease, checkpoint_step, list_checkpoints
 from weft.train.setup import build
 
-# At home after steps 4 and 8, on the nodes after every step; killed before step 7.
+# Shared saves after steps 4 and 8, local saves after every step; killed before step 7.
 STEPS: Overrides = [
     ("model.num_layers", "1"),
     ("train.steps", "9"),
@@ -45,7 +45,7 @@ def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: 
 class Cluster:
     """A run on nodes of some ranks each."""
 
-    crashed: ClassVar[dict[str, Path]] = {}  # copies of what crashes have left
+    crashed: ClassVar[dict[str, Path]] = {}  # copies of crashed runs
 
     def __init__(self, directory: Path, store: Path, ranks_per_node: int = 1) -> None:
         self.run, self.nodes = directory / "run", directory / "nodes"
@@ -57,7 +57,7 @@ class Cluster:
         run_ranks(train_on_node, ranks, job, *shared, timeout=120)
 
     def crash(self, ranks: int, *overrides: tuple[str, str]) -> None:
-        """Train until rank 1 dies; of equal crashes all but the first are copies of it."""
+        """Train until rank 1 dies; copy the files of an earlier equal crash."""
         key = repr((self._store, self._ranks_per_node, ranks, overrides))
         if key in self.crashed:
             for name in ("run", "nodes"):
@@ -71,7 +71,7 @@ class Cluster:
         self.crashed[key] = copy
 
     def resumed_step(self) -> int:
-        """The step of the last start."""
+        """Return the step from which the last start has resumed."""
         lease = max((self.run / "checkpoints").glob("lease-*.json"))
         return int(json.loads(lease.read_text())["step"])
 
@@ -88,7 +88,7 @@ def cluster(tmp_path: Path, store_path: Path) -> Cluster:
 def reference_run(
     store_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
-    """The end of the run on two replicas."""
+    """Return the final state of an undisturbed run on two replicas."""
     directory = tmp_path_factory.mktemp("undisturbed")
     job = [("run.dir", str(directory)), *STEPS, *TWO]
     run_ranks(train_rank, 2, job, str(store_path), timeout=120)
@@ -108,11 +108,11 @@ def test_resume_lost_node_takes_the_copy_of_its_replica(
     assert [checkpoint_step(p) for p in list_checkpoints(cluster.run / "checkpoints")] == [4]
     shutil.rmtree(cluster.nodes / "node1")
     for path in (cluster.run / "checkpoints" / "step-00000004").glob("shard-*"):
-        path.unlink()  # the store is not needed
+        path.unlink()  # the shared checkpoint is not needed
     cluster.train(2, *TWO)
     assert cluster.resumed_step() == 6
     assert_same(newest_state(cluster.run), reference_run)
-    assert cluster.local_checkpoints() == []  # all of it is at home
+    assert cluster.local_checkpoints() == []  # a shared checkpoint has replaced them
 
 
 def test_resume_lost_part_without_replica_falls_back_to_the_store(cluster: Cluster) -> None:
@@ -145,11 +145,11 @@ def test_resume_local_copy_in_another_layout_is_used(tmp_path: Path, store_path:
             (1, 3),
             6,
         ),
-        ([*TWO, ("parallel.tp", "2")], (0, 2), 4),  # one part of all replicas
+        ([*TWO, ("parallel.tp", "2")], (0, 2), 4),  # one shard of all replicas
         ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], (3,), 4),
     ],
 )
-def test_resume_lost_nodes_of_four_use_what_is_left(
+def test_resume_lost_nodes_of_four_use_the_remaining_copies(
     layout: Overrides, lost: tuple[int, ...], step: int, cluster: Cluster
 ) -> None:
     cluster.crash(4, *layout)
@@ -201,12 +201,12 @@ def test_save_local_copy_killed_midway_resumes_bit_for_bit(
     with pytest.raises(RankError, match="SIGKILL"):
         cluster.train(2, *TWO, *killed)
     cluster.train(2, *TWO)
-    # The other one may or may not have come further: step 6 counts if every rank had its bytes.
+    # The other rank may have finished: step 6 is valid if every rank has written its bytes.
     assert cluster.resumed_step() in (5, 6)
     assert_same(newest_state(cluster.run), reference_run)
 
 
-def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) -> None:
+def test_save_local_copy_without_space_keeps_the_previous_one(cluster: Cluster) -> None:
     full = faults({"site": "local", "passing": 6, "kind": "error", "error": "ENOSPC"})
     both = [(full[0][0], f"{full[0][1][:-1]}, {KILLED[0][1][1:]}")]
     with pytest.raises(RankError, match="SIGKILL"):
@@ -219,7 +219,7 @@ def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) ->
 
 
 def bytes_read(directory: str) -> tuple[int, int]:
-    """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
+    """Return the bytes that this rank reads to load a checkpoint, and the checkpoint's size."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
     built = build(plan_here(job), this_rank())
     saver = CheckpointManager(Path(directory), keep_latest=1)

@@ -68,7 +68,7 @@ def load_newest(directory: str) -> dict[str, torch.Tensor]:
 
 
 def with_buffers(value: float) -> nn.Module:
-    """A model whose buffers have no parameter beside them."""
+    """Return a model with buffers in modules without parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     model.register_buffer("scale", torch.full((3,), value))
     model[1].register_buffer("count", torch.full((), value))
@@ -135,7 +135,7 @@ def test_save_failed_write_is_reported_and_cleaned_up(ranks: int, tmp_path: Path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk to fill")
 def test_save_on_a_full_disk_is_reported(tmp_path: Path) -> None:
-    """The directory holds one checkpoint and not two."""
+    """The disk has space for one checkpoint but not for two."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this container may not mount")

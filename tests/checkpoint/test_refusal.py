@@ -35,7 +35,7 @@ STEPS: Overrides = [
 
 
 def resume_times(directory: str, times: int) -> list[tuple[int, str]]:
-    """Resume several times: each time the step, or -1, and what was said."""
+    """Resume several times; return the step, or -1, and the messages of each time."""
     results = []
     for _ in range(times):
         parts, optimizer = stepped(1.0)
@@ -69,7 +69,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_once: Path, tmp_path: Path) -> Path:
-    """Steps 1 and 2, to be damaged."""
+    """Copy a run with steps 1 and 2, for a test that damages it."""
     return Path(shutil.copytree(saved_once, tmp_path / "checkpoints"))
 
 
@@ -119,7 +119,7 @@ def test_resume_base_of_the_newest_lease_gone_refuses(saved: Path) -> None:
 
 
 def test_resume_lease_taken_before_any_checkpoint_starts(tmp_path: Path) -> None:
-    """A replica group may take over in the middle of a run that has saved nothing yet."""
+    """A replica group may become leader of a run that has not saved yet."""
     acquire_lease(tmp_path, 3)
     assert resumed_step(tmp_path) == 0
     assert run_ranks(resume_times, 1, str(tmp_path), 1)[0] == [(0, "")]
@@ -138,7 +138,7 @@ def test_train_all_damaged_twice_keeps_records(store_path: Path, tmp_path: Path)
 
 
 def test_resume_in_memory_store_all_damaged_refuses() -> None:
-    """An object store, where nothing can be renamed."""
+    """An object store cannot rename files."""
     run_ranks(refuse_in_store, 1)
 
 
@@ -195,7 +195,7 @@ HEADER = [
 
 @pytest.mark.parametrize(("field", "value", "rule"), HEADER)
 def test_manifest_wrong_field_is_named(field: str, value: Any, rule: str, saved: Path) -> None:
-    """With a hash that is right: anybody can compute it."""
+    """The manifest has a valid hash, which anybody can compute."""
     path = saved / "step-00000002"
     manifest = read_manifest(path)
     del manifest["hash"]

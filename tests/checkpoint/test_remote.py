@@ -67,8 +67,8 @@ def make_bucket(bucket: str) -> None:
     open_directory(f"s3://{bucket}").fs.mkdir(bucket)  # type: ignore[attr-defined]
 
 
-# Ranks, not the test process, speak with the store: its client starts threads, and the next
-# fork would be refused.
+# Only ranks connect to the store: its client starts threads, after which the server would refuse
+# to fork.
 
 
 def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, to
 
 
 def load_newest(home: str, client: str = "") -> tuple[dict[str, torch.Tensor], int]:
-    """Return the state, and the number of its bytes that only this rank needed.
+    """Return the state, and the number of bytes that only this rank needed.
 
     Args:
         client: a library that may read; others are treated as not installed.
@@ -151,7 +151,7 @@ def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
 
 
 def corrupt_newest(home: str, parts: Any, optimizer: Any) -> list[str]:
-    """Change what is stored in many ways; those that are not noticed."""
+    """Damage the stored checkpoint in many ways; return the undetected ones."""
     directory, unnoticed = open_directory(home), []
     (path,) = list_checkpoints(directory)
     inside = path / read_manifest(path)["inside"]
@@ -188,12 +188,12 @@ def fall_back(home: str) -> tuple[int, list[str], list[str]]:
     file = next(iter((newest / read_manifest(newest)["inside"]).iterdir()))
     file.write_bytes(file.read_bytes()[::-1])
     at = resume(directory, "off", parts, optimizer, messages.append)
-    # It is out of the way, not lost, and the step can be saved again.
+    # The damaged checkpoint is quarantined, not deleted, and the step can be saved again.
     save(directory, parts, optimizer, {"step": 2, "samples": 16}, 2)
     return at.step, messages, list_objects(home)
 
 
-def test_remote_damage_falls_back_to_the_one_before(home: str) -> None:
+def test_remote_damage_falls_back_to_the_previous_checkpoint(home: str) -> None:
     for step in (1, 2):
         run_ranks(save_with_samples, 2, home, step)
     ((step, messages, names),) = run_ranks(fall_back, 1, home)
@@ -241,17 +241,17 @@ def race(home: str) -> tuple[list[int], str]:
     directory = open_directory(home)
     epochs = [acquire_lease(directory, 0), acquire_lease(directory, 0)]
     put_if_absent(directory / "x", b"one")
-    put_if_absent(directory / "x", b"one")  # its own put, tried again
+    put_if_absent(directory / "x", b"one")  # a retry of the same put
     with pytest.raises(FileExistsError):
         put_if_absent(directory / "x", b"two")
     return epochs, (directory / "x").read_text()
 
 
-def test_remote_put_new_succeeds_for_one_writer(home: str) -> None:
+def test_remote_put_if_absent_succeeds_for_one_writer(home: str) -> None:
     assert run_ranks(race, 1, home) == [([1, 2], "one")]
 
 
-# --------------------------------------------------------------------------- a whole run
+# --------------------------------------------------------------------------- complete runs
 
 
 def newest_of(home: str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from tests.monitor.test_anomaly import faults
 from tests.small import Overrides, train_rank
 from weft.checkpoint.manifest import list_checkpoints
 
-# A thousandth more of a gradient, on rank 1, in step 3: no spike, and nobody notices.
+# Rank 1 scales its gradient by 1.001 in step 3, too little for the detector of anomalies.
 WRONG = faults({"kind": "corrupt", "passing": 3, "factor": 1.001})
 STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "6"), ("checkpoint.interval", "2")]
 TWO: Overrides = [("parallel.dp_replicate", "2")]
@@ -36,7 +36,7 @@ def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -
             [("parallel.dp_replicate", "3"), ("train.global_batch_size", "6")],
             "rank 1 differs from the other replicas in model.embed_tokens.weight",
         ),
-        # Whole on each rank, and no DTensor.
+        # Each rank has the unsharded parameters, which are not DTensors.
         pytest.param(
             2,
             [("train.world_size_invariant", "true"), ("train.microbatch_size", "1")],
@@ -62,7 +62,7 @@ def test_replica_check_differing_copy_is_named(
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
 
 
-def test_replica_check_interval_is_kept(store_path: Path, tmp_path: Path) -> None:
+def test_replica_check_runs_at_its_interval(store_path: Path, tmp_path: Path) -> None:
     often = [("checkpoint.interval", "6"), ("resilience.replica_check", "3")]
     message = "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight"
     with pytest.raises(RankError, match=rf"(?s){message}.*in step 3"):
@@ -76,7 +76,7 @@ def test_replica_check_switched_off_reports_nothing(store_path: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, []),  # nothing but step counts has a copy
+        (2, []),  # only step counts are replicated
         pytest.param(4, [*TWO, ("parallel.tp", "2")], marks=pytest.mark.slow),
         pytest.param(4, [*TWO, ("parallel.cp", "2")], marks=pytest.mark.slow),
         pytest.param(

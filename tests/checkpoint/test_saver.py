@@ -51,7 +51,7 @@ from weft.train.loop import train
 
 
 def write_late(directory: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
-    """The state at the save, which training changes before anything of it is written."""
+    """Save, and change the state before it is written; return the saved state and times."""
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(Path(directory), 9, async_save=background)
     before = full_state(parts, optimizer)
@@ -75,7 +75,7 @@ def toml(fault: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_path: Path) -> None:
+def test_saver_async_save_has_the_state_of_its_step(ranks: int, tmp_path: Path) -> None:
     for before, stall, write in run_ranks(write_late, ranks, str(tmp_path), True):
         on_disk = read_state(list_checkpoints(tmp_path)[-1])
         assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
@@ -83,7 +83,7 @@ def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_pat
 
 
 def save_several(directory: str) -> list[dict[str, torch.Tensor]]:
-    """Without waiting in between, so that each must wait for the one before."""
+    """Save several times without waiting, so that each save must wait for the previous one."""
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(Path(directory), 9, async_save=True)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 0.5, "passing": 2}
@@ -112,8 +112,8 @@ def test_saver_saves_one_at_a_time_and_close_waits(tmp_path: Path) -> None:
         assert all(on_disk[name].equal(tensor) for name, tensor in state.items())
 
 
-def test_saver_replicas_share_the_writing(tmp_path: Path) -> None:
-    """Every copy is written once, by now this rank, now that."""
+def test_saver_replicas_share_the_writes(tmp_path: Path) -> None:
+    """One replica writes each tensor, and the replicas share the work."""
     run_ranks(save_replicas, 4, str(tmp_path))
     (path,) = list_checkpoints(tmp_path)
     sizes = [file["bytes"] for file in read_manifest(path)["files"]]
@@ -153,7 +153,7 @@ def test_train_failed_save_is_tried_again_at_once(
     background: str, store_path: Path, tmp_path: Path
 ) -> None:
     change = {"site": "checkpoint.written", "rank": 1, "kind": "error", "error": "ENOSPC"}
-    slow = {"site": "step", "passing": 5, "kind": "slow", "seconds": 1.0}  # it has ended by then
+    slow = {"site": "step", "passing": 5, "kind": "slow", "seconds": 1.0}  # the save ends meanwhile
     overrides = [
         *STEPS,
         ("run.dir", str(tmp_path / "run")),
@@ -181,7 +181,7 @@ def test_train_failed_save_is_tried_again_only_once(store_path: Path, tmp_path: 
     assert (tmp_path / "said-0").read_text().count("warning: ") == 2
 
 
-def test_train_failure_waits_for_the_save_under_way(store_path: Path, tmp_path: Path) -> None:
+def test_train_failure_waits_for_the_save_in_progress(store_path: Path, tmp_path: Path) -> None:
     slow = {"site": "checkpoint.shards", "rank": 1, "kind": "slow", "seconds": 1.0}
     bad = {"site": "gradients", "passing": 4, "kind": "corrupt", "factor": 1e45}
     run = tmp_path / "run"
@@ -193,11 +193,11 @@ def test_train_failure_waits_for_the_save_under_way(store_path: Path, tmp_path: 
     assert not list((run / "checkpoints").glob(".tmp-*"))
 
 
-# --------------------------------------------------------------------------- how often
+# --------------------------------------------------------------------------- interval
 
 
 def test_young_interval_loses_least() -> None:
-    """The formula against the expected loss itself, over a range of intervals."""
+    """Compare the formula with the expected loss over a range of intervals."""
 
     def lost_time(between: float, cost: float, mtbf: float) -> float:
         return cost / between + between / (2 * mtbf)
@@ -215,7 +215,7 @@ def measure_intervals(mtbf_hours: float, stalls: list[float]) -> list[int]:
     saves, steps = CheckpointSchedule(section, 100, lambda text: None), []
     for step in range(101, 500):
         if saves.is_due(step):
-            # Ranks measure different costs and must come to one answer.
+            # Ranks measure different costs and must agree on an interval.
             saves.record_save(step, stalls[this_rank().rank], 0.0, 1.0 + this_rank().rank)
             steps.append(step)
     return steps
@@ -230,7 +230,7 @@ def test_auto_interval_follows_the_slowest_rank() -> None:
     assert together[0] == list(range(110, 500, 60))
 
 
-def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_path: Path) -> None:
+def test_auto_interval_in_a_run_saves_often_and_is_logged(store_path: Path, tmp_path: Path) -> None:
     overrides = [
         ("run.dir", str(tmp_path / "run")),
         ("train.steps", "24"),
@@ -246,7 +246,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
     assert "a save blocks training for" in (tmp_path / "said-0").read_text()
 
 
-# --------------------------------------------------------------------------- whose the run is
+# --------------------------------------------------------------------------- lease
 
 
 def acquire_and_save(directory: str, step: int, first: int, last: int) -> int:
@@ -271,13 +271,13 @@ def list_saves(directory: Path) -> list[tuple[int, int]]:
 def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
     run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 4)
     assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1)]
-    # Back to step 2: 3 and 4 do not count from that moment on, before anything is saved.
+    # After a rollback to step 2, steps 3 and 4 do not count, even before the next save.
     run_ranks(acquire_and_save, 2, str(tmp_path), 2, 3, 2)
     assert list_saves(tmp_path) == [(1, 1), (2, 1)]
     run_ranks(acquire_and_save, 2, str(tmp_path), 2, 3, 3)
     assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 3)]
     assert list_leases(tmp_path) == [(1, 0), (2, 2), (3, 2)]
-    # The new branch has come past what was abandoned, which may go.
+    # The new branch is ahead of the abandoned one, which may be deleted.
     run_ranks(acquire_and_save, 1, str(tmp_path), 3, 4, 5)
     assert list_saves(tmp_path) == [(1, 1), (2, 1), (3, 3), (4, 4), (5, 4)]
 
@@ -289,8 +289,8 @@ def save_as_superseded(directory: str) -> str:
     saver.acquire_lease(0)
     saver.save(parts, optimizer, {"step": 1, "samples": 8})
     saver.wait()
-    acquire_lease(home, 1)  # another incarnation, while this one was asleep ...
-    (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... which is saving, too
+    acquire_lease(home, 1)  # another process takes the run ...
+    (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... and is also saving
     saver.save(parts, optimizer, {"step": 2, "samples": 16})
     with pytest.raises(LeaseLost) as caught:
         saver.wait()
@@ -311,8 +311,8 @@ def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
     ]
 
 
-def test_checkpoints_committed_after_a_takeover_do_not_count(tmp_path: Path) -> None:
-    """It had looked for its lease just before another one took the run."""
+def test_checkpoints_committed_after_a_lost_lease_do_not_count(tmp_path: Path) -> None:
+    """The process checked its lease just before another process acquired the run."""
     run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 2)
     assert list_saves(tmp_path) == [(1, 1), (2, 1)]
@@ -327,7 +327,7 @@ def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path)
 
 
 def test_checkpoints_damaged_lease_raises(tmp_path: Path) -> None:
-    """It may say that a branch is abandoned: nothing is guessed."""
+    """A damaged lease may abandon a branch, so weft does not guess."""
     acquire_lease(tmp_path, 0)
     for text in ("", "{", "[]", '{"step": "x"}'):
         (tmp_path / "lease-000001.json").write_text(text)
@@ -339,16 +339,16 @@ def acquire_many(directory: str) -> list[int]:
     return [manifest._acquire_lease(Path(directory), 0) for _ in range(20)]
 
 
-def test_take_by_several_at_once_gives_distinct_epochs(tmp_path: Path) -> None:
+def test_acquire_lease_by_several_at_once_gives_distinct_epochs(tmp_path: Path) -> None:
     taken = run_ranks(acquire_many, 3, str(tmp_path))
     assert sorted(epoch for rank in taken for epoch in rank) == list(range(1, 61))
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_put_new_of_two_writers_one_succeeds(
+def test_put_if_absent_of_two_writers_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if they have the same process id, as in two containers."""
+    """The writers may have equal process ids, as in two containers."""
     path, link = tmp_path / "lease", os.link
 
     def acquire_during_move(source: Path, target: Path) -> None:
@@ -363,7 +363,7 @@ def test_put_new_of_two_writers_one_succeeds(
     assert os.listdir(tmp_path) == ["lease"]
 
 
-def test_put_new_temporary_file_deleted_is_made_again(
+def test_put_if_absent_deleted_temporary_file_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that saves removes files that begin with ``.tmp-lease`` as leftovers."""
@@ -385,7 +385,7 @@ def save_after_directory_removed(directory: str) -> tuple[list[str], int]:
     home, messages = Path(directory) / "checkpoints", []
     parts, optimizer = stepped(1e-3)
     saver = CheckpointManager(home, 9, log=messages.append)
-    for step in (0, 0):  # of the second epoch
+    for step in (0, 0):  # the second lease has epoch 2
         saver.acquire_lease(step)
     for step in (1, 2, 3):
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
@@ -400,7 +400,7 @@ def save_after_directory_removed(directory: str) -> tuple[list[str], int]:
     return messages, epoch
 
 
-def test_saver_folder_deleted_restores_lease_and_fencing(tmp_path: Path) -> None:
+def test_saver_deleted_directory_restores_lease_and_fencing(tmp_path: Path) -> None:
     ((messages, epoch),) = run_ranks(save_after_directory_removed, 1, str(tmp_path))
     assert epoch == 3
     (warning,) = messages
@@ -423,13 +423,13 @@ def save_after_directory_replaced(directory: str) -> str:
     return str(caught.value)
 
 
-def test_saver_folder_deleted_and_taken_by_another_is_superseded(tmp_path: Path) -> None:
+def test_saver_deleted_directory_with_another_lease_is_superseded(tmp_path: Path) -> None:
     (messages,) = run_ranks(save_after_directory_replaced, 1, str(tmp_path))
     assert "another process has acquired the run's lease: lease-000001.json" in messages
     assert os.listdir(tmp_path / "checkpoints") == ["lease-000001.json"]
 
 
-def test_train_folder_deleted_notes_it_once(store_path: Path, tmp_path: Path) -> None:
+def test_train_deleted_directory_is_reported_once(store_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
     run_ranks(train_and_delete, 2, overrides, str(store_path), str(tmp_path / "said"))
@@ -457,7 +457,7 @@ def train_and_delete(overrides: Overrides, store: str, output_path: str) -> None
 
 
 def last_save_fails(times: int) -> tuple[str, str]:
-    """A fault at the last of the three saves of `STEPS`, and at the attempts after it."""
+    """Return a fault at the last of the three saves of `STEPS` and at its retries."""
     fault = {"site": "checkpoint.written", "rank": 1, "kind": "error", "passing": 3}
     return "resilience.faults", toml(fault | {"times": times, "error": "ENOSPC"})
 
@@ -477,7 +477,7 @@ def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Pa
     assert "No space left on device" in text
 
 
-def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path) -> None:
+def test_last_save_impossible_reports_the_lost_steps(store_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(99)]
     with pytest.raises(RankError) as caught:
@@ -490,7 +490,7 @@ def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path
     assert not list((run / "checkpoints").glob(".tmp-*"))
 
 
-# --------------------------------------------------------------------------- a rank without data
+# --------------------------------------------------------------------------- data errors
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])

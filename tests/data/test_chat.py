@@ -65,7 +65,7 @@ def encode(of: ChatEncoder, example: Example) -> EncodedConversation:
 
 
 def pieces(of: ChatEncoder, result: EncodedConversation) -> list[tuple[str, int]]:
-    """Every token with its mask."""
+    """Return every token with its loss mask."""
     names = [of.tokenizer.id_to_token(token) for token in result.tokens.tolist()]
     return list(zip(names, result.loss_mask.astype(int).tolist(), strict=True))
 
@@ -81,7 +81,7 @@ def trained_text(of: ChatEncoder, result: EncodedConversation) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------- the same as theirs
+# --------------------------------------------------------------------------- equal tokens
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -102,8 +102,8 @@ def test_chat_token_ids_equal_those_of_transformers(
     )
     assert result.tokens.tolist() == expected["input_ids"]
     if name == "marked" and conversation != "turns":
-        # There a turn begins with blanks, which a byte-level tokenizer says are of no token, so
-        # that transformers loses them.
+        # Turns begin with blanks here.  A byte-level tokenizer assigns blanks to no token, so
+        # transformers omits them from the mask.
         assert result.loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
@@ -257,7 +257,7 @@ BAD = {
 }
 
 
-def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
+def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     good = json.dumps({"messages": TURNS})
     text = "\n".join([good, "", *BAD, good])
@@ -292,7 +292,7 @@ def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> No
         parse_line(json.dumps(line).encode(), True)
 
 
-def test_chat_error_raised_by_a_template_has_its_place(tmp_path: Path) -> None:
+def test_chat_error_raised_by_a_template_has_its_location(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
     with pytest.raises(InvalidConfig, match=r"a\.jsonl:2: .*must alternate") as caught:
@@ -416,14 +416,14 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     assert list(observed.values()).count("validation") in (6, 7)
     assert observed[0, 4] == observed[0, 21]  # copies are on one side
 
-    # The second call finds it in the cache; and prepared as a separate store.
+    # The second call uses the cache; a separate store gives the same.
     before = {file: file.stat().st_mtime_ns for file in store.path.iterdir()}
     second_run = prepare_data(chosen, tmp_path / "cache")
     assert second_run.fingerprint == text.fingerprint == open_dataset(store.path).fingerprint
     assert {file: file.stat().st_mtime_ns for file in store.path.iterdir()} == before
     own = prepare_data(section(store.path, tokenizer), tmp_path / "other")
     assert own.fingerprint == text.fingerprint
-    # Another template is another store.
+    # Another template gives another store.
     (tmp_path / "t.jinja").write_text(CHATML)
     other = prepare_data(
         chosen.model_copy(update={"chat_template": str(tmp_path / "t.jinja")}), tmp_path / "cache"
@@ -484,7 +484,7 @@ def lines_of(text: Dataset, split: SplitName) -> list[int]:
 
 
 def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> None:
-    """Rows of tables, a dataset on the hub (a local stand-in), globs, an object store."""
+    """Sources are tables, a local substitute for a hub dataset, globs and an object store."""
     import datasets
     import fsspec
     import pyarrow as pa
@@ -492,7 +492,7 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
 
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
     rows = [conversation(i) | {"id": i} for i in range(40)]
-    rows[7]["messages"].append(message("user", "and?"))  # of another shape than the others
+    rows[7]["messages"].append(message("user", "and?"))  # longer than the others
     rows[7]["messages"].append(message("assistant", "nothing"))
     directory = tmp_path / "lines"
     directory.mkdir()

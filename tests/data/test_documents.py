@@ -1,4 +1,4 @@
-"""Files of many documents, prepared: by several processes, resumed, and refused."""
+"""Preparation of files with many documents: in parallel, resumed, refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_prepare_unchanged_file_is_not_read_again(
     )
     assert changed.path != store.path
     with monkeypatch.context() as patch:
-        patch.setattr("weft.data.documents.read_documents", None)  # nothing can be read
+        patch.setattr("weft.data.documents.read_documents", None)  # reading would fail
         assert prepare_store(section(file), tmp_path / "c") == store
     write_lines(file, texts(301))
     assert prepare_store(section(file), tmp_path / "c").path != store.path
@@ -148,7 +148,7 @@ def test_prepare_mixture_of_formats_shares_a_tokenizer(tmp_path: Path) -> None:
     hashes = {source.store.manifest.tokenizer_hash for source in text.sources}
     assert len(hashes) == 1
     learnt = text.sources[0].store.tokenizer().get_vocab()
-    assert {"Ġwords", "Ġbook"} <= learnt.keys()  # both were learnt from
+    assert {"Ġwords", "Ġbook"} <= learnt.keys()  # trained on both sources
 
 
 KILL = """
@@ -170,7 +170,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_path: Path) -> None:
+def test_prepare_killed_resumes_with_the_finished_shards(cores: int, tmp_path: Path) -> None:
     directory = tmp_path / "data"
     directory.mkdir()
     write_lines(directory / "0.jsonl", texts(400))
@@ -189,13 +189,11 @@ def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_p
     resumed = prepare_store(section(directory), tmp_path / "two", shard_bytes=SHARD)
     assert contents(resumed.path) == contents(full.path)
     remaining = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
-    assert (
-        len(remaining) >= len(before) - 2 * cores
-    )  # at most those without a receipt are made again
+    assert len(remaining) >= len(before) - 2 * cores  # only shards without a receipt are repeated
 
 
 def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
-    """The same for a file that can only be read from its beginning."""
+    """The file is compressed, so it can only be read from its beginning."""
     file = tmp_path / "x.jsonl.gz"
     lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
     file.write_bytes(gzip.compress(lines))
@@ -235,14 +233,14 @@ def test_prepare_broken_line_behind_many_is_found_quickly(
     assert time.monotonic() - start_time < 12  # some 0.8 on a quiet machine
 
 
-def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
+def test_prepare_each_mistake_is_reported_with_its_location(tmp_path: Path) -> None:
     directory = tmp_path / "data"
     directory.mkdir()
     write_lines(directory / "good.jsonl", texts(10))
     (directory / "a.jsonl").write_text('{"text": "x"}\n{"body": "y"}\n')
     (directory / "b.jsonl").write_bytes(b"\n" * 70_000 + b'{"text": "\xff"}\n' * 20)
     full = gzip.compress(b'{"text": "x"}\n' * 1000)
-    (directory / "c.jsonl.gz").write_bytes(full[:-8])  # all lines are there, but not the checksum
+    (directory / "c.jsonl.gz").write_bytes(full[:-8])  # all lines, but no checksum
     refusal = refused(tmp_path, directory)
     assert "has 22 lines or rows that are not documents" in refusal
     assert "a.jsonl, line 2: has no field 'text'; it has body" in refusal
@@ -304,7 +302,7 @@ def test_prepare_invalid_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
-    """It is held in memory a few times only, and encoded in chunks, so it is fast."""
+    """Memory has only a few copies of the line; encoding in chunks is fast."""
     text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))
     book = text * (50_000_000 // len(text) + 1)
     file = write_lines(tmp_path / "x.jsonl", [book, *texts(5)])

@@ -41,7 +41,7 @@ def documents(count: int, end: int | None, top: int = 280) -> list[list[int]]:
 def write_megatron(
     path: Path, inputs: list[list[int]], dtype: str, sentences: int = 1, shuffled: bool = False
 ) -> None:
-    """Write like Megatron-LM's IndexedDatasetBuilder; ``sentences``: per document."""
+    """Write tokens as Megatron-LM's IndexedDatasetBuilder; ``sentences``: per document."""
     sequences = [p.tolist() for d in inputs for p in np.array_split(np.array(d), sentences)]
     order = list(range(len(sequences)))
     if shuffled:
@@ -94,7 +94,7 @@ def test_prepare_megatron_tokens_are_used_in_place(
     assert 0.04 < manifest.validation.tokens / len(flat(inputs)) < 0.06
     assert ids(store)[manifest.train.tokens - 1] == manifest.separator  # cut between documents
     assert open_verified_store(store.path, tmp_path / "c", ignore_progress) == store
-    # A copy of the same tokens would have the same content, wherever it lies.
+    # A copy of the tokens in another directory would have the same content.
     with (tmp_path / "m_document.bin").open("r+b") as file:
         file.write(b"\1")
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_prepare_llm_c_tokens_are_read(magic: int, tokenizer: Path, tmp_path: Pa
     end = separator(tokenizer)
     inputs = flat(
         [[end, *document] for document in documents(200, None)]
-    )  # it puts the separator first
+    )  # llm.c writes the separator first
     directory = tmp_path / "fineweb"
     directory.mkdir()
     write_llm_c(directory / "x_train_000001.bin", inputs[:2000], magic)
@@ -165,12 +165,10 @@ def test_prepare_llm_c_tokens_are_read(magic: int, tokenizer: Path, tmp_path: Pa
     assert globbed.manifest.train.tokens + globbed.manifest.validation.tokens == len(inputs)
 
 
-def test_best_fit_takes_what_comes_after_the_last_separator(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_best_fit_includes_tokens_after_the_last_separator(tokenizer: Path, tmp_path: Path) -> None:
     end = separator(tokenizer)
     inputs = [[end, *document] for document in documents(50, None)]
-    for name, part in (("train", inputs), ("val", [[5, 6, 7, 8]])):  # which has no separator at all
+    for name, part in (("train", inputs), ("val", [[5, 6, 7, 8]])):  # no separator
         write_llm_c(tmp_path / f"{name}.bin", flat(part))
     chosen = {"path": str(tmp_path / "*.bin"), "tokenizer": str(tokenizer), "packing": "best_fit"}
     section = DataSection.model_validate(chosen)
@@ -178,7 +176,7 @@ def test_best_fit_takes_what_comes_after_the_last_separator(
     for split, all_tokens in (("train", flat(inputs)), ("validation", [5, 6, 7, 8])):
         [samples] = build_mixture(text, split, 64, section, 0).sources  # type: ignore[arg-type]
         targets = samples.get_batch(np.arange(len(samples))).targets_BT
-        # Each token but the first of a document is a target, once.
+        # Every token except the first of each document is a target once.
         firsts = [0] + [
             position + 1 for position, token in enumerate(all_tokens[:-1]) if token == end
         ]
@@ -195,7 +193,7 @@ def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> 
 
 
 def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None:
-    """To the loader it is a store like any other; in a mixture, too."""
+    """The loader reads these tokens like any store, also in a mixture."""
     inputs = flat(documents(200, separator(tokenizer)))
     directory = tmp_path / "shakespeare"
     directory.mkdir()

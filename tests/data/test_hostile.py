@@ -25,7 +25,7 @@ from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, open_verified_store
 from weft.data.tokenizer import find_separator, load_tokenizer, train_tokenizer
 
-MUTATIONS = 40  # of each file, in the default suite
+MUTATIONS = 40  # per file, in the default suite
 
 
 def ignore_progress(progress: Progress) -> None:
@@ -81,7 +81,7 @@ def test_prepare_decompression_bomb_is_refused_in_bounded_memory(name: str, tmp_
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A file with some bytes changed, cut out, repeated or cut off."""
+    """Change, remove, repeat or truncate some bytes of a file's content."""
     content = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         position = rng.randrange(len(content)) if content else 0
@@ -107,7 +107,7 @@ ROWS = [{"text": f"text number {n}, of some words\n" * 3} for n in range(40)]
 
 
 def write_sources(directory: Path) -> dict[str, Path]:
-    """A small file of each format."""
+    """Write a small file of each format."""
     lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     table = pa.Table.from_pylist(ROWS)
     files = {
@@ -122,7 +122,7 @@ def write_sources(directory: Path) -> dict[str, Path]:
 
 
 def prepared_or_refused(section: DataSection, cache: Path) -> bool:
-    """The result is a store or `InvalidConfig`, and no partial store remains."""
+    """Return True for a store, False for `InvalidConfig`; no partial store may remain."""
     try:
         store = prepare_store(section, cache)
     except InvalidConfig:

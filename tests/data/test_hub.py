@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face's `datasets`, from a local directory as hub.
+"""Datasets of Hugging Face's `datasets`, with a local directory as the hub.
 
-`datasets` reads it by the same streams; names and commits of the hub are not tested.
+`datasets` streams the directory like a hub; names and commits of the hub are not tested.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def test_prepare_streamed_dataset_has_each_document(
     store = prepare_store(section(f"hf://{directory}"), tmp_path / "c", shard_bytes=3000)
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(inputs)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
-    assert len(files) == 4  # each part alone
-    monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # which is quicker
+    assert len(files) == 4  # each part separately
+    monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # one process is faster here
     test = prepare_store(section(f"hf://{directory}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1
     for url, rule in (

@@ -18,7 +18,7 @@ from weft.data.tokenizer import train_tokenizer
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A token for each byte."""
+    """Write a tokenizer with one token per byte."""
     train_tokenizer([], 257).save(str(tmp_path / "bytes.json"))
     return tmp_path / "bytes.json"
 
@@ -83,7 +83,7 @@ def test_data_commands_print_what_was_prepared(
     recipe.write_text(f'extends = "demo"\n[data]\npath = "{lines}"\n')
     assert main(["data", "inspect", str(recipe), "--samples", "1", *keys]) == 0
     second = capsys.readouterr()
-    assert "tokenizing" not in second.err  # it was prepared
+    assert "tokenizing" not in second.err  # the store exists
     assert second.out.count("-- from token") == 1
     store = first.out.split("prepared in ")[1].strip()
     assert main(["data", "inspect", store]) == 0

@@ -101,7 +101,7 @@ def test_order_looks_random() -> None:
     assert np.bincount(landings, minlength=64).max() < 40
 
 
-def test_index_depends_on_the_place_alone() -> None:
+def test_sample_index_depends_on_the_position_alone() -> None:
     n = 101
     positions = np.random.default_rng(0).integers(0, 5 * n, 300)
     together = sample_index(positions, n, 5)
@@ -163,7 +163,7 @@ def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 12])
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
 def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
-    """Also unevenly; a group without rows has a batch that counts for nothing."""
+    """Groups may have unequal shares; a group without rows has a batch without targets."""
     stream = make_stream(700)
     for consumed in (0, 80):
         full = join(loader(stream).get_microbatches(consumed))
@@ -211,7 +211,7 @@ def test_windows_predict_the_next_token() -> None:
 
 
 def by_hand(row: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Targets, documents and positions of a row of T + 1 tokens, one token at a time."""
+    """Compute targets, documents and positions of T + 1 tokens, one token at a time."""
     targets, documents, positions = [], [], []
     document = position = 0
     for token, following in pairwise(row):
@@ -226,7 +226,7 @@ def by_hand(row: list[int]) -> tuple[list[int], list[int], list[int]]:
     return targets, documents, positions
 
 
-def test_documents_are_kept_apart() -> None:
+def test_documents_of_a_row_are_separate() -> None:
     stream = make_stream(2000)
     data = loader(stream, packing="documents", seq_len=16)
     ids = flat(stream)
@@ -246,7 +246,7 @@ def test_documents_are_kept_apart() -> None:
             assert result == list(by_hand(row))
 
 
-def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
+def test_check_length_short_text_is_a_problem_of_seq_len() -> None:
     assert check_length(9, 8) == []
     [problem] = check_length(8, 8)
     assert problem.key == "train.seq_len"
@@ -254,7 +254,7 @@ def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
     assert "at most 7" in problem.remedy
 
 
-def test_ranks_must_divide_the_global_batch() -> None:
+def test_loader_dp_size_that_does_not_divide_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="dp_size"):
         loader(make_stream(700), dp_size=5, microbatch_size=1)
 
@@ -308,11 +308,11 @@ def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
     assert counted == 3
 
 
-# ------------------------------------------------------------------ ahead
+# ------------------------------------------------------------------ prefetching
 
 
 class RecordingLoader(Loader):
-    """Notes who makes which batch, and cannot make the one at 72."""
+    """Record the thread that makes each batch, and fail at the batch of sample 72."""
 
     def get_microbatches(self, *position: int) -> list[Batch]:
         CALLS.append((position, threading.current_thread().name))
@@ -332,8 +332,8 @@ def prefetch(stream: TokenStream) -> tuple[Prefetcher, Loader]:
     return Prefetcher(RecordingLoader(**same), torch.device("cpu"), use_thread=True), plain
 
 
-def test_ahead_gives_what_is_asked_for() -> None:
-    """In order, back and forth, and with replica groups; a thread prefetches the next."""
+def test_prefetcher_returns_the_requested_batches() -> None:
+    """Requests are in order, out of order and of replica groups; a thread prefetches the next."""
     ahead, plain = prefetch(make_stream(3000))
     requested = [
         (0, 0, 1),
@@ -355,12 +355,12 @@ def test_ahead_gives_what_is_asked_for() -> None:
     assert by_thread == [(consumed + 24, *groups) for consumed, *groups in requested]
 
 
-def test_ahead_error_is_raised_where_the_batch_is_asked_for() -> None:
+def test_prefetcher_error_is_raised_when_the_batch_is_requested() -> None:
     ahead, plain = prefetch(make_stream(3000))
-    ahead.get_microbatches(48, 0, 1)  # the one at 72 fails while this one is in use
+    ahead.get_microbatches(48, 0, 1)  # meanwhile the prefetch of 72 fails
     assert equal(
         join(ahead.get_microbatches(0, 0, 1)), join(plain.get_microbatches(0))
-    )  # and is not asked for
+    )  # the failed batch is not requested
     ahead.get_microbatches(48, 0, 1)
     with pytest.raises(OSError, match="no such page"):
         ahead.get_microbatches(72, 0, 1)
@@ -368,7 +368,7 @@ def test_ahead_error_is_raised_where_the_batch_is_asked_for() -> None:
     ahead.close()
 
 
-def test_ahead_close_leaves_no_thread() -> None:
+def test_prefetcher_close_leaves_no_thread() -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "weft-data"]
 
@@ -382,7 +382,7 @@ def test_ahead_close_leaves_no_thread() -> None:
 
 
 def test_batch_does_not_depend_on_earlier_lookups() -> None:
-    """Places are looked up for many steps at a time."""
+    """The sampler computes positions for many steps at a time."""
     stream = make_stream(3000)
     for changes in (
         {},

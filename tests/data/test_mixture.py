@@ -1,4 +1,4 @@
-"""Several texts as one: whose turn it is, the batches, and how they are prepared."""
+"""Mixtures of several sources: sampling order, batches and preparation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import TokenStream
 from weft.train.job_checks import prepare_job
 
-# ------------------------------------------------------------------ turns
+# ------------------------------------------------------------------ sampling
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.7, 0.3], [0.5, 0.25, 0.249, 0.001], [1 / 9] * 9])
-def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
+def test_mixture_each_range_of_samples_has_each_share(shares: list[float]) -> None:
     positions = np.arange(3 * ROUND_SIZE + 77)
     owner, before = MixtureSampler(shares).assign(positions)
     for source, share in enumerate(shares):
         mask = owner == source
-        # A source's samples come one after the other.
+        # The samples of a source are in order.
         assert before[mask].tolist() == list(range(mask.sum()))
         counts = np.concatenate(([0], np.cumsum(mask)))
         for width in (8, 64, 1000, ROUND_SIZE):
@@ -36,7 +36,7 @@ def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
         assert abs(mask.sum() - share * len(positions)) <= 4
 
 
-def test_mixture_place_looked_up_alone_is_the_same() -> None:
+def test_mixture_single_position_is_assigned_equally() -> None:
     turns = MixtureSampler([0.6, 0.4])
     positions = np.array([0, 5, ROUND_SIZE - 1, ROUND_SIZE, 10**9])
     owner, before = turns.assign(positions)
@@ -46,8 +46,8 @@ def test_mixture_place_looked_up_alone_is_the_same() -> None:
     assert before[-1] + turns.assign(positions[-1:])[1] >= 0
 
 
-def test_mixture_turns_for_a_seed_are_frozen() -> None:
-    # Runs resume by them, so they may never change.
+def test_mixture_order_is_frozen() -> None:
+    # Runs resume by this order, so it may never change.
     owner, before = MixtureSampler([0.7, 0.3]).assign(np.arange(12))
     assert owner.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
     assert before.tolist() == [0, 1, 2, 0, 3, 4, 1, 5, 2, 6, 7, 3]
@@ -62,7 +62,7 @@ def test_mixture_parts_sum_to_the_whole() -> None:
         assert result.sum() == full
         assert result.min() >= 1
         expected = shares / shares.sum() * full
-        # One more or less than the share, but for what the smallest ones need.
+        # Counts differ from the shares by at most one, except for the smallest sources.
         assert (result - expected).max() <= 1
     assert apportion([0.7, 0.2, 0.1], 10).tolist() == [7, 2, 1]
     for shares, full in (([1.0, 1.0], 1), ([1.0, 0.0], 5), ([1.0, float("nan")], 5)):
@@ -101,7 +101,7 @@ def test_mixture_source_is_read_as_if_alone(packing: str) -> None:
         for ours, theirs in zip(together[:4], expected[:4], strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or ours[mask].equal(theirs)  # type: ignore[arg-type]
-    # The small one was seen several times over, each time all of it.
+    # The small source was repeated several times, each time completely.
     [times] = np.unique(sample_index(np.arange(4 * 11), 11, seed=1), return_counts=True)[1:]
     assert set(times.tolist()) == {4}
 
@@ -129,7 +129,7 @@ def test_mixture_evaluation_has_each_share() -> None:
             tokens_BT = all_items.tokens_BT[counted & (all_items.sources_B == source)]
             inside = tokens_BT[tokens_BT != SEPARATOR]
             assert ((inside > 10_000 * source) & (inside <= 10_000 * (source + 1))).all()
-    # At least one of each, and never more than there are.
+    # Each source has at least one sample, and at most all of its samples.
     [batch] = evaluation_batches(mixture(), 1, 0, 1, 100)
     assert batch.sources_B is not None
     assert batch.sources_B.tolist() == [0, 1, 2]
@@ -168,7 +168,7 @@ def test_prepare_mixture_has_each_source(texts: tuple[Path, Path], tmp_path: Pat
         ids = source.store.tokens("train").read_windows(np.array([0]), 20)[0]
         assert tokenizer.decode(ids.tolist()).startswith(begins)
     assert open_dataset(result.path) == result
-    # All of it is there already, and other weights are another run.
+    # Nothing is prepared again; other weights give another dataset.
     messages.clear()
     second_run = prepare_data(section(texts), tmp_path / "c", lambda p: messages.append(p.message))
     assert second_run == result

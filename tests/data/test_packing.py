@@ -1,4 +1,4 @@
-"""Whole documents in rows: nothing lost, nothing cut, little padding."""
+"""Packing of documents into sequences: none lost, none cut, little padding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_packing_each_document_is_in_one_row(capacity: int, count: int) -> None:
 
 
 def test_packing_is_best_fit_decreasing() -> None:
-    """Against the definition, by trying every row."""
+    """Compare with the definition, which tries every row."""
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 31, 60)
         rooms: list[int] = []
@@ -52,7 +52,7 @@ def test_packing_is_best_fit_decreasing() -> None:
         assert sorted(result) == sorted(rooms)
 
 
-def test_packing_seed_alone_decides_the_rows() -> None:
+def test_packing_rows_depend_on_the_seed_only() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 300)
     assert rows_of(lengths, 64) == rows_of(lengths.copy(), 64)
     assert rows_of(lengths, 64) != rows_of(lengths, 64, seed=1)
@@ -104,7 +104,7 @@ def full_batch(mixture: Mixture) -> Batch:
 
 
 def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """Tokens and targets of each document in a batch, without the filling."""
+    """Return tokens and targets of each document in a batch, without padding."""
     results = []
     assert batch.documents_BT is not None
     for tokens, targets, of in zip(*batch[:3], strict=True):
@@ -129,7 +129,7 @@ def test_packing_rows_hold_each_conversation_once(data_dir: Path) -> None:
         expected.append((tokens[:-1].tolist(), targets.tolist()))
         begin = end
     assert sorted(documents(batch)) == sorted(expected)
-    # Positions count from 0 in each document, of which none is in two pieces.
+    # Positions count from 0 in each document; no document is split.
     assert batch.documents_BT is not None
     assert batch.positions_BT is not None
     for of, positions in zip(batch.documents_BT, batch.positions_BT, strict=True):
@@ -139,7 +139,7 @@ def test_packing_rows_hold_each_conversation_once(data_dir: Path) -> None:
             assert positions[of == number].tolist() == list(range(count))
 
 
-def test_packing_line_has_its_numbers(data_dir: Path) -> None:
+def test_packing_line_has_the_correct_numbers(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
     rows = pack_split(store, "train", 160, chosen, 0)
@@ -259,7 +259,7 @@ def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_dir: Path) 
     tokens = stream.read_windows(np.array([0]), len(stream))[0]
     batch = full_batch(mixture)
     targets = batch.targets_BT[batch.targets_BT != IGNORE_INDEX]
-    # Every token but the first of each document is a target, once.
+    # Every token except the first of each document is a target once.
     ends = np.flatnonzero(tokens == store.manifest.separator)
     rest = np.delete(tokens, np.concatenate(([0], ends[:-1] + 1)))
     assert np.array_equal(np.sort(targets.numpy()), np.sort(rest))

@@ -96,14 +96,14 @@ def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
     assert "".join(decoded) == file.read_text()
 
 
-def test_prepare_second_time_tokenises_nothing(text: Path, tmp_path: Path) -> None:
+def test_prepare_second_time_tokenizes_nothing(text: Path, tmp_path: Path) -> None:
     store = prepare_store(section(text), tmp_path / "cache")
     messages: list[str] = []
     second_run = prepare_store(
         section(text), tmp_path / "cache", lambda p: messages.append(p.message)
     )
     assert second_run == store
-    assert messages == []  # nor read, while no file seems changed
+    assert messages == []  # files are not read, because none has changed
     for file in text.iterdir():
         os.utime(file)
     assert (

@@ -28,7 +28,7 @@ TEXTS = ["one", "two\nlines", 'ünï 😀 \\ "quoted"', "", "a" * 5000, *map(str
 
 
 def lines_of(texts: list[str], field: str = "text") -> bytes:
-    # Every second line has its characters escaped.
+    # Every second line has escaped characters.
     lines = (json.dumps({"id": n, field: t}, ensure_ascii=n % 2 > 0) for n, t in enumerate(texts))
     return ("\n".join(lines) + "\n").encode()
 
@@ -59,7 +59,7 @@ WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
 
 
 def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | InvalidRecord]:
-    """All of a file, in units of so many bytes; numbers count over the file."""
+    """Read a file in units of ``size`` bytes; document numbers count over the file."""
     file = stat_local_file(path, path.name)
     settings = {"field": "text", "invalid": "error"} | options
     results: list[Document | InvalidRecord] = []
@@ -86,7 +86,7 @@ def test_documents_of_each_format_are_the_same(name: str, tmp_path: Path) -> Non
 def test_units_of_any_size_have_each_line_once(tmp_path: Path) -> None:
     rng = random.Random(0)
     texts = ["x" * rng.choice([0, 1, 5, 300]) for _ in range(60)]
-    data = b"\n\n".join(lines_of(texts).splitlines())  # blank lines count, too, and none at the end
+    data = b"\n\n".join(lines_of(texts).splitlines())  # blank lines count, and no final newline
     (tmp_path / "x.jsonl").write_bytes(data)
     expected = list(read(tmp_path / "x.jsonl"))
     assert [d.data for d in expected[::2]] == [t.encode() for t in texts]  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def test_documents_bad_lines_are_faults(line: str, fault: str | None, tmp_path: 
     path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
     first, result, last = read(path)
     assert (first, last) == (Document(1, b"good"), Document(3, b"good"))
-    if fault is None:  # empty ones are none, but no mistake
+    if fault is None:  # an empty document is skipped without an error
         assert result == Document(2, b"")
     else:
         assert isinstance(result, InvalidRecord)
@@ -150,7 +150,7 @@ def test_documents_truncated_or_damaged_compression_is_a_fault(name: str, tmp_pa
     assert last.is_fatal
     assert "truncated" in last.reason
     assert all(isinstance(item, Document) for item in good[:-1])
-    # A cut is reported for its own line.
+    # The error of a truncated file has the number of the incomplete line.
     assert last.number == len(good) + 1
     (tmp_path / name).write_bytes(b"this is no compressed file")
     [fault] = read(tmp_path / name)

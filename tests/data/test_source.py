@@ -15,7 +15,7 @@ def find_documents(path: str) -> tuple[File, ...]:
     return source.files
 
 
-def test_folder_is_walked_in_the_order_of_names_without_hidden_files(tmp_path: Path) -> None:
+def test_find_documents_walks_names_in_order_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b/z.txt", "b.txt", "a/c/d.txt", ".hidden", ".git/x", "B.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -80,7 +80,7 @@ def test_bad_paths_are_problems_of_data_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_file_is_found_beforehand(tmp_path: Path) -> None:
+def test_find_documents_unreadable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "a.txt").chmod(0)
     [problem] = check_path(str(tmp_path))
@@ -88,7 +88,7 @@ def test_unreadable_file_is_found_beforehand(tmp_path: Path) -> None:
 
 
 def test_runs_and_stores_below_the_text_are_not_text(tmp_path: Path) -> None:
-    """Otherwise a run in the current directory would train on its own logs."""
+    """Else a run in the current directory would train on its logs."""
     (tmp_path / "mine.txt").write_text("text\n")
     for directory, marks in (("runs/demo", ["job.toml"]), ("cache/stores/ab", ["store.json"])):
         directory_path = tmp_path / directory

@@ -1,4 +1,4 @@
-"""Paths of data, and files in object stores: the same documents as from a disk."""
+"""Data paths; files in object stores give the same documents as local files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ fsspec = pytest.importorskip("fsspec", reason="pip install 'weft[s3]'")
         (["README.md", "notes.md"], "text", None),
     ],
 )  # fmt: skip
-def test_look_folder_kind_follows_its_files(
+def test_detect_source_kind_of_a_directory_follows_its_files(
     names: list[str], kind: str, read: list[str] | None, tmp_path: Path
 ) -> None:
     for name in names:
@@ -59,7 +59,7 @@ def test_look_folder_kind_follows_its_files(
         assert [file.name for file in source.files] == read
 
 
-def test_look_glob_names_what_it_matches(tmp_path: Path) -> None:
+def test_detect_source_glob_lists_its_matches(tmp_path: Path) -> None:
     for name in ("a/1.jsonl", "a/2.jsonl", "b/1.jsonl", "b/x.txt", "b/y.json", "b/.hidden.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx\n")
@@ -96,7 +96,7 @@ def test_open_file_replaced_file_is_refused(tmp_path: Path) -> None:
         pass
 
 
-# ------------------------------------------------------------------ elsewhere
+# ------------------------------------------------------------------ remote files
 
 
 def put(directory: str, files: dict[str, bytes]) -> str:
@@ -110,14 +110,14 @@ def put(directory: str, files: dict[str, bytes]) -> str:
 def every_format(tmp_path: Path) -> dict[str, bytes]:
     files = {}
     for name, write in WRITERS.items():
-        if name != "x.json":  # in a directory it would describe the others
+        if name != "x.json":  # in a directory a JSON file describes other files
             write(tmp_path / name, TEXTS)
             files[name] = (tmp_path / name).read_bytes()
     return files
 
 
 def check_remote(url: str, files: dict[str, bytes], tmp_path: Path) -> None:
-    """A remote directory gives the same documents as a local one."""
+    """Check that a remote directory gives the same documents as a local one."""
     directory = tmp_path / "here"
     directory.mkdir()
     for name, data in files.items():
@@ -184,7 +184,7 @@ def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
 
 
 class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
-    """The part of S3 that reading needs: lists, heads and ranges; any key is accepted."""
+    """A server with the S3 requests of a reader: list, head, range; it accepts any key."""
 
     objects: ClassVar[dict[str, bytes]] = {}
     protocol_version = "HTTP/1.1"
@@ -252,7 +252,7 @@ def s3_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
     _filesystem.cache_clear()
-    s3fs.S3FileSystem.clear_instance_cache()  # which has seen the variables of another test
+    s3fs.S3FileSystem.clear_instance_cache()  # else clients of another test are reused
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -303,7 +303,9 @@ def test_prepare_from_s3_equals_local_files(
     check_remote(put_in_s3(bucket, every_format), every_format, tmp_path)
 
 
-def test_check_path_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_path_missing_package_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _filesystem.cache_clear()
     from fsspec.registry import known_implementations
 

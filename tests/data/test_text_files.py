@@ -42,7 +42,7 @@ def write_documents(directory: Path, count: int, lines: int = 20) -> None:
 
 
 @pytest.mark.parametrize("newlines", [True, False])
-def test_pieces_make_up_the_text_and_never_cut_a_character(tmp_path: Path, newlines: bool) -> None:
+def test_chunks_join_to_the_text_and_never_cut_a_character(tmp_path: Path, newlines: bool) -> None:
     rng = random.Random(0)
     alphabet = "a é€😀" + ("\n" if newlines else "")
     text = "".join(rng.choices(alphabet, k=CHUNK_BYTES * 3 // 2))
@@ -58,7 +58,7 @@ def test_pieces_make_up_the_text_and_never_cut_a_character(tmp_path: Path, newli
         assert all(read_chunk(result, *chunk).endswith("\n") for chunk in chunks[:-1])
 
 
-def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
+def test_text_keeps_windows_newlines_and_drops_the_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     [result] = scan_all(tmp_path)
     assert read_chunk(result, result.cuts[0], result.cuts[-1]) == "one\r\ntwo\r\n"
@@ -83,7 +83,7 @@ def test_first_bad_byte_is_located(tmp_path: Path, data: bytes, offset: int, lin
     assert (result.error.offset, result.error.line) == (offset, line)
 
 
-def test_character_over_a_block_border_is_no_fault(tmp_path: Path) -> None:
+def test_character_across_a_block_boundary_is_valid(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a" * (textfiles.BLOCK_BYTES - 2) + "😀é".encode())
     [result] = scan_all(tmp_path)
     assert result.error is None
@@ -133,14 +133,14 @@ def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
         read_text_corpus(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
 
 
-# ------------------------------------------------------------------ holding out
+# ------------------------------------------------------------------ validation set
 
 
 def ranges(parts: list[DocumentPart]) -> dict[str, tuple[int, int]]:
     return {part.scan.file.name: (part.begin, part.end) for part in parts}
 
 
-def test_whole_documents_are_held_out_by_name(tmp_path: Path) -> None:
+def test_split_documents_assigns_complete_documents_by_name(tmp_path: Path) -> None:
     write_documents(tmp_path, 100)
     scans = scan_all(tmp_path)
     train, validation = split_documents(scans, 0.1)
@@ -150,14 +150,14 @@ def test_whole_documents_are_held_out_by_name(tmp_path: Path) -> None:
     assert 0.08 < held < 0.13
     backwards = split_documents(scans[::-1], 0.1)
     assert ranges(backwards[1]) == ranges(validation)
-    # Chosen by a hash, not the first ones, and hardly different with one document more.
+    # A hash selects the documents, and one more document hardly changes the selection.
     assert sorted(ranges(validation)) != [f"{i:03d}.txt" for i in range(len(validation))]
     (tmp_path / "new.txt").write_text("new\n" * 100)
     larger = ranges(split_documents(scan_all(tmp_path), 0.1)[1]).keys()
     assert len(larger ^ ranges(validation).keys()) <= 3
 
 
-def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
+def test_split_documents_assigns_copies_to_one_split(tmp_path: Path) -> None:
     write_documents(tmp_path, 40)
     for index in range(40):
         (tmp_path / f"copy{index}").write_bytes((tmp_path / f"{index:03d}.txt").read_bytes())
@@ -167,7 +167,7 @@ def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
     assert not sides[0] & sides[1]
 
 
-def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
+def test_split_documents_of_few_files_cuts_their_tails_at_a_line(tmp_path: Path) -> None:
     write_documents(tmp_path, 5, lines=200)
     scans = scan_all(tmp_path)
     train, validation = split_documents(scans, 0.1)
@@ -180,7 +180,7 @@ def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
     assert not set(text_of(train).splitlines()) & set(text_of(validation).splitlines())
 
 
-def test_huge_document_is_never_the_validation_text(tmp_path: Path) -> None:
+def test_split_documents_does_not_use_a_huge_document_for_validation(tmp_path: Path) -> None:
     write_documents(tmp_path, 30)
     (tmp_path / "huge").write_text("long line of text\n" * 5000)
     train, validation = split_documents(scan_all(tmp_path), 0.05)
@@ -191,7 +191,7 @@ def test_huge_document_is_never_the_validation_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["😀" * 50, "a", "", "é" * 7, "\n" * 100, "x" * 99 + "😀"])
 @pytest.mark.parametrize("validation_fraction", [0.01, 0.05, 0.49])
-def test_tails_of_tiny_documents_cut_no_character(
+def test_split_documents_of_tiny_files_cuts_no_character(
     tmp_path: Path, text: str, validation_fraction: float
 ) -> None:
     (tmp_path / "x").write_text(text)

@@ -1,4 +1,4 @@
-"""Text to shards of tokens, and which of them an interrupted preparation keeps."""
+"""Encoding of text into token shards, and the shards that an interrupted run can reuse."""
 
 from __future__ import annotations
 

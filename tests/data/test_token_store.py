@@ -118,7 +118,7 @@ def flip_a_bit(file: Path, path: int) -> None:
 
 
 def flip_unseen(file: Path) -> None:
-    """Damage as by a failing disk: the file's times stay."""
+    """Flip a bit but keep the file's times, as a failing disk would."""
     stat = file.stat()
     flip_a_bit(file, 0)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -143,7 +143,7 @@ def test_open_verified_flipped_bit_names_shard_hashes_and_remedy(
 
 
 def test_prepare_damaged_store_in_the_cache_is_refused(tmp_path: Path) -> None:
-    """So a run that resumes does not take it for the text that it was trained on."""
+    """Else a resumed run would train on damaged text."""
     text = tmp_path / "a.txt"
     text.write_text("a text of some words, and more\n" * 50)
     section = DataSection(path=str(text), vocab_size=300)
@@ -156,9 +156,9 @@ def test_open_verified_second_open_reads_nothing(store: Store, tmp_path: Path) -
     cache = tmp_path / "c"
     open_copy(store, cache)
     flip_unseen(store.path / "train-00001.bin")
-    assert open_copy(store, cache) == store  # nothing shows the damage but the content
+    assert open_copy(store, cache) == store  # only the content shows the damage
     assert "train-00001.bin is damaged" in rules(store, cache, force=True)[0]
-    assert "train-00001.bin is damaged" in rules(store, cache)[0]  # the good result is forgotten
+    assert "train-00001.bin is damaged" in rules(store, cache)[0]  # the earlier result is deleted
 
 
 @pytest.mark.parametrize("change", ["time", "inode"])
@@ -200,7 +200,7 @@ def test_open_verified_while_another_process_checks_waits_and_reads_nothing(
             waiting = pool.submit(open_verified_store, store.path, cache, report)
             while not messages:
                 time.sleep(0.01)
-            memory.write_bytes(result)  # the other one has found it good
+            memory.write_bytes(result)  # the other process has verified the store
         assert waiting.result() == store
     assert messages == ["waiting for another process that verifies the data"]
 
@@ -224,10 +224,10 @@ def with_manifest(store: Store, change: Callable[[dict[str, Any]], object]) -> N
     (store.path / "store.json").write_text(json.dumps(tree))
 
 
-def test_open_verified_ids_outside_the_vocabulary_names_place_and_size(
+def test_open_verified_ids_outside_the_vocabulary_names_position_and_size(
     store: Store, tmp_path: Path
 ) -> None:
-    """With hashes that are right: a store that somebody else wrote."""
+    """The store has valid hashes, as one written by another program may have."""
     shard = store.manifest.train.shards[1]
     tokens = np.fromfile(store.path / shard.file, np.uint16)
     tokens[[7, 9]] = 299, 65535
@@ -281,7 +281,7 @@ def test_data_verify_good_and_damaged_stores(
     assert other.startswith(f"{copy}: ")
     flip_unseen(copy / "train-00000.bin")
     flip_unseen(copy / "validation-00000.bin")
-    open_copy(Store(copy, store.manifest), tmp_path / "c")  # as remembered
+    open_copy(Store(copy, store.manifest), tmp_path / "c")  # uses the cached result
     assert main(["data", "verify", str(copy), str(store.path), *cache]) == 1
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -330,7 +330,7 @@ def test_data_verify_bad_input_is_named(
 
 
 @pytest.mark.parametrize("change", ["missing", "torn", "list", "format", "key"])
-def test_manifest_that_is_not_ours_is_refused(store: Store, change: str) -> None:
+def test_read_manifest_foreign_file_is_refused(store: Store, change: str) -> None:
     file = store.path / "store.json"
     tree = json.loads(file.read_text())
     if change == "missing":
@@ -348,7 +348,7 @@ def test_manifest_that_is_not_ours_is_refused(store: Store, change: str) -> None
         open_store(store.path)
 
 
-def test_fingerprint_is_of_the_content(store: Store, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_content_only(store: Store, tmp_path: Path) -> None:
     moved = store.path.rename(tmp_path / "elsewhere")
     assert open_store(moved).fingerprint == store.fingerprint
     tree = json.loads((moved / "store.json").read_text())

@@ -41,7 +41,7 @@ def test_tokenizer_round_trip_is_exact(tokenizer: Tokenizer) -> None:
 
 
 def test_train_tokenizer_same_text_gives_the_same_json(tokenizer: Tokenizer) -> None:
-    # Another process, since hashing of words is seeded in each.
+    # Use another process, because each process has its own hash seed.
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.data.test_tokenizer import TEXTS\n"
@@ -66,12 +66,14 @@ def test_literal_special_token_is_text(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert item.decode(ids) == text
 
 
-def test_train_tokenizer_has_the_asked_vocabulary(tokenizer: Tokenizer) -> None:
+def test_train_tokenizer_has_the_requested_vocabulary(tokenizer: Tokenizer) -> None:
     assert required_vocab_size(tokenizer) == 512
     assert required_vocab_size(train_tokenizer(["ab"], 512)) == 258
 
 
-def test_load_names_the_hash_and_drops_truncation(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_load_tokenizer_returns_the_hash_and_drops_truncation(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     file = tmp_path / "tokenizer.json"
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.enable_truncation(4)
@@ -97,7 +99,7 @@ def test_load_broken_tokenizer_is_a_problem(tmp_path: Path, data: bytes | None) 
 def test_separator_must_be_a_special_token() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_tokens(["<eos>"])  # an added token, but text can hold it
+    tokenizer.add_tokens(["<eos>"])  # an added token that text can contain
     with pytest.raises(InvalidConfig, match="no special token") as caught:
         find_separator(tokenizer, "mine.json")
     assert caught.value.problems[0].value == "mine.json"

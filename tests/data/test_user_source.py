@@ -1,4 +1,4 @@
-"""Documents that a function of the user's makes."""
+"""Documents from a user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that share work: what they report, and how they end."""
+"""Worker processes: reports, errors and deaths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fail_at_3(number: int, advance: Advance) -> int:
             [ConfigError("data.path", "x", "is the third"), ConfigError("a", 1, "and more")]
         )
     for _ in range(600):
-        time.sleep(0.1)  # until it is stopped
+        time.sleep(0.1)  # until the worker is stopped
         advance(1)
     return number
 
@@ -34,7 +34,7 @@ def kill_worker(number: int, advance: Advance) -> int:
     return number
 
 
-def test_each_item_is_done_once_and_reported() -> None:
+def test_workers_process_each_item_once_and_report_it() -> None:
     for processes in (1, 2):
         counts: list[int] = []
         actual = dict(parallel_map(double, range(20), counts.append, processes))
@@ -45,7 +45,7 @@ def test_each_item_is_done_once_and_reported() -> None:
         assert {pid == os.getpid() for _, pid in actual.values()} == {processes == 1}
 
 
-def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
+def test_workers_refusal_stops_the_others_and_keeps_its_problems() -> None:
     start_time = time.monotonic()
     with pytest.raises(InvalidConfig) as caught:
         list(parallel_map(fail_at_3, [1, 3], lambda size: None, 2))
@@ -53,13 +53,13 @@ def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
     assert time.monotonic() - start_time < 50
 
 
-def test_each_killed_process_is_reported() -> None:
+def test_workers_killed_process_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
         list(parallel_map(kill_worker, [1, 2], lambda size: None, 2))
 
 
 class Slow(list[int]):
-    """Handed out so slowly that a process is dead before the last one has been."""
+    """A list that iterates so slowly that a worker is dead before the last item."""
 
     def __iter__(self) -> Iterator[int]:
         for number in super().__iter__():
@@ -67,6 +67,6 @@ class Slow(list[int]):
             time.sleep(1)
 
 
-def test_each_process_killed_during_submission_is_reported() -> None:
+def test_workers_process_killed_during_submission_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
         list(parallel_map(kill_worker, Slow(range(30)), lambda size: None, 2))

@@ -1,4 +1,4 @@
-"""Qwen3 and Mistral: equal to transformers', true to their tables, in any layout."""
+"""Qwen3 and Mistral: equal to transformers, published sizes, equal in any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes,
 from weft.models.llama import INIT, num_matmul_params
 from weft.plan.plan import Machine
 
-# Heads that are wider than dim / num_heads, as in Qwen3 0.6B, and grouped.
+# Grouped heads, wider than dim / num_heads as in Qwen3 0.6B.
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
     "dim": 64,
@@ -44,7 +44,7 @@ def config_of(kind: str, **changes: Any) -> Any:
 
 
 def build_filled(kind: str, config: Any) -> nn.Module:
-    """A model with large random weights, so that attention is far from uniform."""
+    """Build a model with large random weights, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = FAMILIES[kind].build(config)
     for name, parameter in model.named_parameters():
@@ -93,7 +93,7 @@ def test_from_config_written_by_transformers_is_understood(kind: str) -> None:
     assert from_hf_config(FAMILIES[kind], written) == (config, [])
 
 
-def test_the_norms_of_queries_and_keys_matter() -> None:
+def test_qk_norm_changes_the_logits() -> None:
     config = config_of("qwen3")
     model = build_filled("qwen3", config)
     tokens = torch.arange(32).unsqueeze(0)
@@ -134,8 +134,8 @@ def test_parameter_counts_of_presets_equal_the_published_weights(
     assert sum(unit.params for unit in family.unit_costs(config, 4096)) == count
 
 
-def test_the_report_s_counts_without_embeddings() -> None:
-    """The numbers of Qwen3's model cards, in billions."""
+def test_parameter_counts_without_embeddings_equal_the_model_cards() -> None:
+    """The published counts are those of Qwen3's model cards, in billions."""
     published = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
     for preset, billions in published.items():
         config: Any = FAMILIES["qwen3"].presets[preset]
@@ -145,10 +145,10 @@ def test_the_report_s_counts_without_embeddings() -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), EACH)
-def test_flops_equal_the_counted_ones(kind: str, tied: bool) -> None:
+def test_flops_equal_the_flop_counter(kind: str, tied: bool) -> None:
     config = config_of(kind, tied_embeddings=tied)
     tokens = torch.arange(32).expand(3, 32)
-    # The counter does not know CPU's flash attention; the plain kernel is made of products.
+    # The counter does not support flash attention on CPU; the math kernel consists of matmuls.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         build_filled(kind, config)(tokens).sum().backward()
     assert counter.get_total_flops() == (

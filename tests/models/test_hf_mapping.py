@@ -1,4 +1,4 @@
-"""config.json, both ways: the same model, or every reason why not."""
+"""Conversion from and to config.json: the same model, or every reason for a refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_shapes_are_those_of_the_model() -> None:
 
 
 def test_from_config_of_an_older_transformers_is_understood() -> None:
-    """Llama 2 7B's, as it is on the Hub; and fields left to their defaults."""
+    """The config of Llama 2 7B on the hub omits fields that have defaults."""
     tree = {
         "_name_or_path": "meta-llama/Llama-2-7b-hf",
         "architectures": ["LlamaForCausalLM"],
@@ -85,7 +85,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-NONE = object()  # the field is taken out
+NONE = object()  # the field is removed
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_from_config_of_another_model_is_refused(
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         ("qwen3", {"attention_bias": True}, ["attention_bias"]),
         ("qwen3", {"rope_scaling": LLAMA3}, ["rope_type=\"llama3\" must be 'default'"]),
-        ("mistral", {"sliding_window": 4096}, []),  # no row is longer
+        ("mistral", {"sliding_window": 4096}, []),  # no sequence is longer
         ("mistral", {"sliding_window": 63}, ["less than max_position_embeddings=64"]),
         ("mistral", {"sliding_window": "64"}, ["sliding_window"]),
         (
@@ -205,8 +205,8 @@ def test_kind_of_a_config_is_its_family() -> None:
         assert 'must be "llama" or "mistral" or "qwen3"' in str(problem)
 
 
-def test_the_published_llama_is_the_preset() -> None:
-    """The config.json on the hub agrees, so the 8B recipes continue from its weights."""
+def test_published_llama_config_equals_the_preset() -> None:
+    """The config.json on the hub matches, so the 8B recipes can continue from its weights."""
     tree = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,

@@ -1,4 +1,4 @@
-"""Layers: numbers against formulas spelled out."""
+"""Layers compared with explicit formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spelled_out_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_bitwise_the_formula(dtype: torch.dtype) -> None:
-    norm = RMSNorm(64, eps=1e-2).to(dtype)  # an eps that shows
+    norm = RMSNorm(64, eps=1e-2).to(dtype)  # large enough to affect the result
     torch.nn.init.normal_(norm.weight, mean=1.0, std=0.3)
     x = torch.randn(3, 5, 64, dtype=dtype, requires_grad=True)
     upstream = torch.randn(3, 5, 64, dtype=dtype)
@@ -158,7 +158,7 @@ def test_document_mask_is_causal_and_inside_the_document() -> None:
 
 
 def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's reference has gradients on CPU and equals CUDA's rule."""
+    """FlexAttention's reference supports gradients on CPU and has the mask rule of CUDA."""
     from torch.nn.attention import flex_attention as private
 
     assert private._validate_device
@@ -171,7 +171,7 @@ def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) 
     upstream = torch.randn(2, 512, 4, 16)
     documents = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
     blocks = document_block_mask(documents)
-    assert blocks.sparsity() > 37  # of 4 x 4 blocks of 128 those above the diagonal, and more
+    assert blocks.sparsity() > 37  # at least the blocks above the diagonal, of 4 x 4
     result = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
     torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
     grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in result]

@@ -1,4 +1,4 @@
-"""Llama: equal to transformers', correct with packing, described by its tables."""
+"""Llama: equal to transformers, correct with packing, with complete parameter tables."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SMALL = LlamaConfig(
     rope_scaling=False,
 )
 TIED = SMALL.model_copy(update={"tied_embeddings": True})
-# Some of the eight frequencies kept, some blended, some stretched, within 64 tokens.
+# Scaling keeps, blends or stretches the eight frequencies within 64 tokens.
 SCALED = SMALL.model_copy(update={"rope_scaling": True, "rope_original_context": 32})
 TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def build_filled(config: LlamaConfig) -> Llama:
-    """A model with large random weights, so that attention is far from uniform."""
+    """Build a model with large random weights, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = Llama(config)
     for name, parameter in model.named_parameters():
@@ -107,7 +107,7 @@ def test_logits_and_gradients_equal_transformers(config: LlamaConfig) -> None:
         torch.testing.assert_close(gradient, their_gradients[hf_name(name)], **TOLERANCE)
 
 
-def test_scaling_matters_in_that_comparison() -> None:
+def test_rope_scaling_changes_the_logits() -> None:
     tokens = random_tokens(1, 64)
     with torch.no_grad():
         difference = (build_filled(SCALED)(tokens) - build_filled(SMALL)(tokens)).abs().max()
@@ -118,7 +118,7 @@ def test_scaling_matters_in_that_comparison() -> None:
 
 
 @pytest.mark.parametrize("restart", [True, False], ids=["restarting", "running"])
-def test_a_packed_row_equals_its_documents_alone(restart: bool) -> None:
+def test_packed_row_equals_its_separate_documents(restart: bool) -> None:
     lengths = [5, 1, 17, 9]
     row = random_tokens(1, sum(lengths))
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0)
@@ -149,7 +149,7 @@ def test_rows_of_a_batch_have_their_own_documents_and_positions() -> None:
         torch.testing.assert_close(logits[1:, 4:], model(tokens[1:, 4:]), **TOLERANCE)
 
 
-def test_positions_choose_the_angles() -> None:
+def test_positions_select_the_rope_angles() -> None:
     model = build_filled(SCALED)
     positions = torch.tensor([[0, 5, 9], [3, 4, 60]])
     frequencies = rope_frequencies(SCALED.head_dim, SCALED.rope_theta, SCALED.scaling)
@@ -174,7 +174,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     assert not torch.allclose(before[:, 10], after[:, 10], atol=1e-2)
 
 
-def test_a_row_that_is_too_long_is_refused() -> None:
+def test_row_longer_than_the_tables_is_refused() -> None:
     with pytest.raises(ValueError, match=r"65 tokens, which exceeds model\.max_seq_len=64"):
         build_filled(SMALL)(random_tokens(1, 65))
 
@@ -182,7 +182,7 @@ def test_a_row_that_is_too_long_is_refused() -> None:
 # --------------------------------------------------------------------------- devices, dtypes
 
 
-def test_meta_then_to_empty_leaves_the_tables_right() -> None:
+def test_rope_tables_after_meta_and_to_empty_are_correct() -> None:
     expected = Llama(SCALED)
     with torch.device("meta"):
         model = Llama(SCALED)
@@ -195,7 +195,7 @@ def test_meta_then_to_empty_leaves_the_tables_right() -> None:
     assert torch.equal(model.rope_cos_SJ, expected.rope_cos_SJ)
 
 
-def test_tables_are_not_saved() -> None:
+def test_rope_tables_are_not_saved() -> None:
     model = Llama(SMALL)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
@@ -276,10 +276,10 @@ def test_tied_embeddings_are_one_parameter_and_count_once() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-def test_flops_equal_the_counted_ones(config: LlamaConfig) -> None:
+def test_flops_equal_the_flop_counter(config: LlamaConfig) -> None:
     model = build_filled(config)
     tokens = random_tokens(3, 32)
-    # The counter does not know CPU's flash attention; the plain kernel is made of products.
+    # The counter does not support flash attention on CPU; the math kernel consists of matmuls.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
     assert counter.get_total_flops() == flops_per_token(config, 32) * tokens.numel()
@@ -327,7 +327,7 @@ def test_init_of_an_unknown_parameter_is_an_error() -> None:
         get_init("layers.0.router.weight", SMALL)
 
 
-def test_only_gains_and_embeddings_do_not_decay() -> None:
+def test_only_gains_and_embeddings_have_no_weight_decay() -> None:
     parameters = dict(Llama(SMALL).named_parameters())
     for pattern in NO_DECAY:
         assert any(fnmatchcase(name, pattern) for name in parameters)
@@ -344,7 +344,7 @@ def test_blocks_are_the_layers_in_order() -> None:
     assert result == [model.get_submodule(f"layers.{i}") for i in range(12)]
 
 
-# --------------------------------------------------------------------------- choosing
+# --------------------------------------------------------------------------- model section
 
 
 def messages_by_key(problems: list[ConfigError]) -> dict[str, str]:
@@ -408,13 +408,15 @@ def test_every_bad_override_is_reported_at_once() -> None:
         ),
     ],
 )
-def test_impossible_heads_name_the_possible_ones(overrides: dict[str, Any], expected: str) -> None:
+def test_impossible_head_counts_are_refused_with_valid_ones(
+    overrides: dict[str, Any], expected: str
+) -> None:
     shape = {"dim": 256, "num_heads": 8, "num_kv_heads": 4}
     _, problems = resolve_model("llama", "toy", shape | overrides)
     assert [str(problem) for problem in problems] == [expected]
 
 
-def test_the_echo_of_a_problem_is_not_shown() -> None:
+def test_consequence_of_a_problem_is_not_reported() -> None:
     _, problems = resolve_model("llama", "8b", {"num_heads": 7})
     assert set(messages_by_key(problems)) == {
         "model.num_heads"
@@ -423,7 +425,7 @@ def test_the_echo_of_a_problem_is_not_shown() -> None:
     assert set(messages_by_key(problems)) == {"model.num_heads"}
 
 
-def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
+def test_resolve_model_unknown_preset_does_not_hide_bad_fields() -> None:
     config, problems = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
     assert config is None
     assert "Did you mean 'toy'?" in messages_by_key(problems)["model.preset"]
@@ -473,7 +475,7 @@ def test_load_family_of_the_user_is_built(own_dir: Path) -> None:
         load_family("my_llama:FAMLY")
 
 
-def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_dir: Path) -> None:
+def test_resolve_model_wrong_preset_does_not_report_missing_fields(own_dir: Path) -> None:
     (own_dir / "my_required.py").write_text(
         "from dataclasses import replace\n"
         "from weft.config.schema import Section\n"
@@ -495,12 +497,12 @@ def test_load_family_error_of_the_user_is_reported(own_dir: Path, line: str) -> 
         load_family("my_broken:FAMILY")
 
 
-def test_an_impossible_configuration_is_not_built() -> None:
+def test_build_impossible_config_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.num_kv_heads=3"):
         Llama(SMALL.model_copy(update={"num_kv_heads": 3}))
 
 
-def test_weft_s_own_families_are_complete() -> None:
+def test_builtin_families_are_complete() -> None:
     for family in FAMILIES.values():
         for preset in family.presets.values():
             assert isinstance(preset, family.config)

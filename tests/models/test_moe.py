@@ -1,4 +1,4 @@
-"""Mixture of experts in one process, against a loop over tokens and transformers."""
+"""Mixture of experts in one process, compared with a loop over tokens and transformers."""
 
 from __future__ import annotations
 
@@ -104,16 +104,16 @@ def test_moe_layer_equals_a_loop_over_tokens(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_the_bias_chooses_and_does_not_weigh() -> None:
+def test_expert_bias_changes_the_choice_but_not_the_weights() -> None:
     torch.manual_seed(0)
     layer = MoE(config())
     x_ND = torch.randn(20, 32)
     before, weights = layer.router(x_ND)
-    layer.router.expert_bias += 3.0  # of all: nothing changes
+    layer.router.expert_bias += 3.0  # an equal bias of all experts changes nothing
     second, same = layer.router(x_ND)
     assert torch.equal(before, second)
     assert torch.equal(weights, same)
-    layer.router.expert_bias[4] += 1.0  # no probability is as large
+    layer.router.expert_bias[4] += 1.0  # larger than any probability
     chosen, weights = layer.router(x_ND)
     assert (chosen == 4).any(1).all()
     torch.testing.assert_close(weights.sum(1), torch.ones(20))
@@ -126,7 +126,7 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 def test_grouped_linear_equals_a_loop_over_experts(
     counts: list[int], dtype: str, widths: tuple[int, int]
 ) -> None:
-    """Fails where `torch.nn.functional.grouped_mm` changes."""
+    """The test fails if the behavior of `torch.nn.functional.grouped_mm` changes."""
     torch.manual_seed(0)
     x_RD = torch.randn(sum(counts), widths[0], dtype=getattr(torch, dtype), requires_grad=True)
     weight_EFD = torch.randn(4, widths[1], widths[0], dtype=x_RD.dtype, requires_grad=True)
@@ -231,12 +231,12 @@ def test_moe_preset_tables_and_counts_cover_every_parameter(preset: str) -> None
 
 
 def test_moe_preset_has_the_published_sizes() -> None:
-    """30.5 B in total and 3.3 B activated: the model card of Qwen3-30B-A3B."""
+    """The model card of Qwen3-30B-A3B has 30.5 B parameters, of which 3.3 B are active."""
     shape = PRESETS["qwen3-30b-a3b"]
     assert round(num_params(shape) / 1e9, 1) == 30.5
     assert 3.3 <= num_active_params(shape) / 1e9 < 3.4
-    # DeepSeek-V3's experts, shared ones too, are 656 of its 671 billion: what attention is has no
-    # part in that.
+    # Experts of DeepSeek-V3, shared ones included, have 656 of its 671 billion parameters.  This
+    # count does not depend on attention.
     v3 = PRESETS["v3-like"]
     assert (
         sum(unit.expert_params for unit in unit_costs(v3, 1)) + 58 * 3 * 7168 * 2048
@@ -244,7 +244,7 @@ def test_moe_preset_has_the_published_sizes() -> None:
     )
 
 
-def test_the_bias_stays_float32_and_is_saved() -> None:
+def test_expert_bias_stays_float32_and_is_saved() -> None:
     model = Moe(config())
     layer = moe_layers(model)[0]
     layer.router.expert_bias += 0.001

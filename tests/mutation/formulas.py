@@ -1731,7 +1731,7 @@ def check_sampling() -> None:
 @check("run: generated text")
 def check_generate() -> None:
     """Greedy and with a cache, what the plain model finds."""
-    from tests.asked import random_run
+    from tests.random_runs import random_run
     from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
     from weft.tools.inference_model import find_checkpoint, load_local_model
 
@@ -1765,7 +1765,7 @@ def check_generate() -> None:
 @check("run: losses of text")
 def check_losses() -> None:
     """`weft evaluate`: the loss of all validation tokens by hand, and bits per byte."""
-    from tests.asked import random_run
+    from tests.random_runs import random_run
     from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
     from weft.tools.inference_model import find_checkpoint, plan_inference
 

@@ -1,4 +1,4 @@
-"""The balance of experts: which way biases move, and what is counted."""
+"""Expert load balancing: updates of the biases, and the counted tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.optim.balance import ExpertBalancer
 
 
 class OneRank:
-    """A mesh of this process alone."""
+    """A mesh with one rank."""
 
     def all_reduce_dp_cp(self, value: torch.Tensor) -> torch.Tensor:
         return value
@@ -61,7 +61,7 @@ def test_balance_bad_step_moves_nothing() -> None:
 
 
 def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
-    """Neither an evaluation, nor what is computed again, nor the batch before."""
+    """Evaluation, recomputation and the previous batch do not count."""
     created, balance = model()
     with torch.no_grad():
         created(TOKENS)
@@ -75,9 +75,9 @@ def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
 
 
 def test_balance_experts_become_balanced() -> None:
-    """Routers that love two experts, left as they are: only the biases move."""
+    """Frozen routers prefer two experts; only the biases change."""
     created, balance = model(rate=0.001)
-    x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
+    x_ND = torch.randn(512, 16) + 1  # tokens have a common component
     routers = [layer.router for layer in moe_layers(created)]
     with torch.no_grad():
         for router in routers:

@@ -1,4 +1,4 @@
-"""Low-precision AdamW: against AdamW, over steps, checkpoints and layouts."""
+"""Low-precision AdamW compared with AdamW, over steps, checkpoints and layouts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimizer_of(
 
 
 def trained(states: str, steps: int, beta2: float = 0.95) -> tuple[nn.Parameter, Any]:
-    """After some steps towards a target, with noise."""
+    """Train a parameter towards a target, with noise; return it and its optimizer."""
     draw = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.randn(64, 128, generator=draw))
     target = torch.randn(64, 128, generator=draw)
@@ -81,7 +81,7 @@ def held_bytes(moment: Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def test_lean_moments_take_the_planned_bytes() -> None:
+def test_lean_moments_have_the_planned_bytes() -> None:
     """State size equals the planner's estimate; both moments share their ranges."""
     for states in STATES:
         param, optimizer = trained(states, 1)
@@ -105,7 +105,8 @@ def test_8bit_small_gradient_beside_a_large_one_moves_as_adamw(states: str, beta
             param.grad = torch.zeros(4, 256)
             param.grad[:, 0] = 1e-1
             param.grad[:, 1] = 2e-5 if step == 0 else 0.0
-            param.grad[:, 2] = 1e-9  # below what a block can span: it may move less, not more
+            # Below the range of a block: the update may be smaller, not larger.
+            param.grad[:, 2] = 1e-9
             optimizer.step()
         moved[kind] = param.detach()
     torch.testing.assert_close(moved[states][:, :2], moved["float32"][:, :2], rtol=0.12, atol=0)
@@ -137,10 +138,11 @@ def test_8bit_rare_gradients_never_move_further_than_adamw_can() -> None:
     assert (ours - exact)[spanned].norm() < 0.1 * exact[spanned].norm()
 
 
-def test_8bit_packs_alike_what_it_has_unpacked() -> None:
+def test_8bit_packing_of_unpacked_values_is_the_identity() -> None:
     draw = torch.Generator().manual_seed(0)
     second = 10.0 ** (-30 * torch.rand(64, 128, generator=draw))
-    second[0], second[1, :40], second[2, :32] = 0.0, 4.0, 3.999  # none, powers of two, one value
+    # Zeros, powers of two, and equal values.
+    second[0], second[1, :40], second[2, :32] = 0.0, 4.0, 3.999
     first = second.sqrt() * torch.randn(64, 128, generator=draw)
     chance = torch.randint(0, 1 << 16, (64, 128), dtype=torch.int32, generator=draw)
     half = torch.full_like(chance, 1 << 15)
@@ -159,7 +161,7 @@ def test_8bit_packs_alike_what_it_has_unpacked() -> None:
 
 
 def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[str, Tensor]:
-    """Every whole weight of this rank after four steps from the initial ones."""
+    """Return this rank's unsharded weights after four steps from the initial weights."""
     _, overrides = parse(layout)
     wide = [("model.dim", "128"), ("model.ffn_dim", "192"), ("model.tied_embeddings", "false")]
     job = small_job(*wide, *overrides, ("optim.state_dtype", states), ("optim.lr", lr))
@@ -210,7 +212,7 @@ def test_lean_moments_are_rounded_alike_on_every_layout(
     assert off**0.5 < 1e-3 * distance**0.5, off**0.5 / distance**0.5
 
 
-def test_round_by_chance_is_right_on_average() -> None:
+def test_round_stochastic_mean_is_exact() -> None:
     values = torch.randn(100) * 10.0 ** torch.randint(-20, 20, (100,))
     chance = torch.arange(0, 1 << 16, 16, dtype=torch.int32)
     mean = (
@@ -271,7 +273,7 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
 ) -> None:
     overrides = [
         ("optim.state_dtype", states),
-        ("optim.decay_fraction", "0"),  # or the rate would hang on the number of steps
+        ("optim.decay_fraction", "0"),  # else the rate would depend on the number of steps
         ("model.dim", "64"),
         ("model.ffn_dim", "128"),
     ]
@@ -288,10 +290,10 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
     moments = [value for name, value in full.items() if "exp_avg" in name]
     saved = torch.bfloat16 if states == "bfloat16" else torch.float32
     assert all(moment.dtype == saved for moment in moments)
-    run(tmp_path / "parts", 5, ranks=1)  # and in another layout
+    run(tmp_path / "parts", 5, ranks=1)  # resumed in another layout
 
 
-def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
+def test_8bit_shard_that_cuts_a_block_is_refused() -> None:
     keys = [("optim.state_dtype", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     keys += [("model.num_kv_heads", "4")]
     rule = r"parallel.tp=4 splits the 192 inputs of down_proj into shards .* Use 1, 2 or 3, or"
@@ -306,7 +308,7 @@ def test_8bit_keeps_embedding_head_and_gains_in_float32(store_path: Path) -> Non
 
 
 def packed_names(store: str) -> set[str]:
-    """The kinds of parameters whose moments are in 8 bits after a step."""
+    """Return the kinds of parameters whose moments have 8 bits after a step."""
     job = small_job(("optim.state_dtype", "8bit"))
     plan = plan_here(job)
     built = build(plan, this_rank())
@@ -347,7 +349,7 @@ def test_lean_compiled_step_is_equal(states: str) -> None:
 
 
 def step_with_a_part_of_nothing(states: str) -> list[float]:
-    """One row over two ranks."""
+    """Make two steps with one row sharded over two ranks; return the step counts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     part = nn.Linear(8, 1, bias=False)
     fully_shard(part, mesh=mesh)
@@ -360,7 +362,7 @@ def step_with_a_part_of_nothing(states: str) -> list[float]:
 
 
 @pytest.mark.parametrize("states", ["float32", *STATES])
-def test_lean_rank_without_a_part_counts_steps(states: str) -> None:
+def test_lean_rank_with_an_empty_shard_counts_steps(states: str) -> None:
     assert run_ranks(step_with_a_part_of_nothing, 2, states) == [[1.0], [1.0]]
 
 

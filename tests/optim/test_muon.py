@@ -1,4 +1,4 @@
-"""Muon: against its formula, and the same under sharding as on one rank."""
+"""Muon compared with its formula, and sharded compared with one rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> 
     result = orthogonalize(matrix)
     assert result.shape == shape
     values = torch.linalg.svdvals(result)
-    assert values.min() > 0.3  # the smallest: the iteration is steepest, not exact, there
+    assert values.min() > 0.3  # the iteration is least accurate for the smallest value
     assert values.max() < 1.3
-    along = torch.diagonal(u.T @ result @ v.T)  # the directions are those of the matrix
+    along = torch.diagonal(u.T @ result @ v.T)  # the singular vectors do not change
     torch.testing.assert_close(along.sort().values, values.sort().values, rtol=1e-3, atol=1e-3)
     assert orthogonalize(torch.zeros(shape)).abs().max() == 0
 
@@ -107,7 +107,7 @@ def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def make_param(param: Any, grad: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole gradient."""
+    """Return this rank's shard of an unsharded gradient."""
     if not hasattr(param, "placements"):
         return grad
     from weft.parallel.dtensor import shard_offsets
@@ -126,7 +126,7 @@ def make_param(param: Any, grad: torch.Tensor) -> torch.Tensor:
     )
 
 
-RARELY = {"all of them", "tensor parallel", "a pipeline"}  # pairs of these are in the others
+RARELY = {"all of them", "tensor parallel", "a pipeline"}  # other layouts combine these
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
             torch.testing.assert_close(value, single["params"][name], rtol=2e-4, atol=2e-6)
             updates_seen[name] = True
     assert updates_seen.keys() == single["params"].keys()
-    # The work is shared: nobody has all of it.
+    # The ranks share the work: no rank computes all matrices.
     if "dp_shard" in str(overrides) or "tp" in str(overrides):
         assert all(rank["work"] < rank["matrices"] for rank in many if rank["matrices"])
 

@@ -25,7 +25,7 @@ from weft.parallel.private import set_found_inf
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 
 
-def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
+def test_optimizer_gains_and_embeddings_have_no_weight_decay() -> None:
     model = llama.Llama(llama.PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
     inside = {param for block in llama.blocks(model) for param in block.parameters()}
     optimizer = build_optimizer(
@@ -44,7 +44,7 @@ def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
 
 
 def test_optimizer_step_equals_adamw() -> None:
-    """Against the formula, with decoupled weight decay and bias correction."""
+    """The formula has decoupled weight decay and bias correction."""
     model = nn.Linear(5, 7, bias=False)
     optimizer = build_optimizer(model.named_parameters(), OPTIM, build_adamw, lambda name: True, ())
     w = model.weight.detach().double().clone()
@@ -72,7 +72,7 @@ def test_clip_grad_norm_small_gradients_are_unchanged() -> None:
 
 
 def test_grad_norm_of_frozen_part_is_on_its_device() -> None:
-    """Else it would be added up with the other stages' over another network, or never."""
+    """Else the reduction over stages would use another backend, or hang."""
     frozen = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
     assert [norm.device.type for norm in compute_grad_norm([frozen])] == ["meta", "meta"]
     assert [norm.item() for norm in compute_grad_norm([])] == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The comparison's page in a real browser: verdict first, intervals to scale, text is text."""
+"""The comparison's page in a real browser: verdict first, intervals to scale, text escaped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
 
 
 def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSummary:
-    """So many variants, each 10 % slower than the one before, and one that cannot be."""
+    """Compare ``count`` variants, each 10 % slower than the last, and an invalid one."""
     variants = [
         Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
         for label in LABELS[:count]
@@ -78,13 +78,13 @@ def test_page_shows_verdict_and_variants_at_any_width(
         "#part-3"
     )
     assert browser.run("return document.querySelectorAll('b, i').length") == 0
-    # Each run's curve, one of each variant.
+    # Each variant has one curve.
     assert len(browser.traces("loss")) == count
 
 
 @needs_browser
 def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
-    """Where the lines end, by the scale that the zero and the means give."""
+    """The means and the zero line give the scale; the ends of the lines must match it."""
     result = compare_runs(tmp_path, 4)
     browser.open(tmp_path / REPORT_FILE)
     plots = browser.run(

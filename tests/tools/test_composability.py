@@ -1,4 +1,4 @@
-"""The table of docs/composability.md is complete, true to today's rules, and reproducible."""
+"""The table of docs/composability.md is complete, current and reproducible."""
 
 from __future__ import annotations
 

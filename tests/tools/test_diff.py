@@ -19,7 +19,7 @@ from weft.config.schema import to_toml
 from weft.tools.diff import compare_runs
 from weft.train.setup import enable_determinism
 
-# A model whose second block gives 1 % more in one step.
+# A model whose second block returns an output 1 % too large in one step.
 LOCAL = """
 from dataclasses import replace
 import torch, torch.distributed as dist
@@ -79,7 +79,7 @@ def test_diff_perturbed_layer_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two runs of two ranks; of the same bits until then, for they are deterministic."""
+    """Two deterministic runs on two ranks are bitwise equal until the perturbed step."""
     (tmp_path / "mine.py").write_text(LOCAL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -94,7 +94,7 @@ def test_diff_perturbed_layer_is_named(
     )
     assert "bitwise equal until step 6\n" in output
     assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in output
-    assert "--debug.layer_stats_steps" not in output  # they are there
+    assert "--debug.layer_stats_steps" not in output  # the statistics exist
     assert main(["diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["part"] is None
@@ -104,7 +104,7 @@ def test_diff_perturbed_layer_is_named(
     assert capsys.readouterr().out.startswith("bitwise equal: loss and gradient norm of 9")
 
 
-# --------------------------------------------------------------------------- the pieces
+# --------------------------------------------------------------------------- units
 
 
 def make_run(
@@ -126,7 +126,7 @@ def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[s
     return {"step": step, "kind": kind, "name": name, "order": order} | values | changes
 
 
-def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None:
+def test_diff_without_statistics_prints_the_command_that_records_them(tmp_path: Path) -> None:
     before = {10: 5.0, 20: 4.0}
     a = make_run(tmp_path / "a", before | {30: 3.0})
     b = make_run(tmp_path / "b b", before | {30: 3.1}, job="[optim]\nlr = 0.1\n")
@@ -186,7 +186,7 @@ ROWS = [
             {"layers.0": "activation", "norm": "activation"},
             "the output of layers.0 in the forward pass",
         ),
-        # Backward comes to the head first.
+        # The backward pass reaches the head first.
         (
             {"layers.0.w": "gradient", "lm_head.w": "gradient"},
             "the gradient of lm_head.w; the forward",

@@ -1,4 +1,4 @@
-"""Tokens that begin and end documents: what is fed, and where a text ends, as in transformers."""
+"""Tokens that begin and end documents: prompts and end of generation, as in transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, processors
 
-from tests.asked import random_run
+from tests.random_runs import random_run
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.document_tokens import (
@@ -36,7 +36,7 @@ def ignore_progress(progress: Progress) -> None:
 
 
 def make_tokenizer(*special: str) -> Tokenizer:
-    """Byte-level BPE that adds nothing, with these special tokens alone: ids from 0 on."""
+    """Return a byte-level BPE tokenizer with only these special tokens, ids from 0 on."""
     tokenizer = train_tokenizer(["some words to learn from, and more of them"] * 3, 290)
     tree = json.loads(tokenizer.to_str())
     tree["post_processor"] = None
@@ -59,8 +59,8 @@ def template(tokenizer: Tokenizer, single: str) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(directory: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
-    """A model's directory; ``files``: its JSON files, by name without ending."""
+def write_model_dir(directory: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
+    """Write a model's directory; ``files``: its JSON files, by name without suffix."""
     directory.mkdir()
     shutil.copy(weights / "model.safetensors", directory)
     tree = json.loads((weights / "config.json").read_text())
@@ -75,7 +75,7 @@ def write_folder(directory: Path, weights: Path, tokenizer: Tokenizer, **files: 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama of random weights, far from uniform, as transformers saves it."""
+    """Save a tiny Llama with large random weights, as transformers does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate_tokens(run: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
-    """Token ids of prompts and their likeliest continuations, by weft."""
+    """Return token ids of prompts and their greedy continuations by weft."""
     checkpoint = find_checkpoint(run)
     model, chat_format = (
         load_local_model(checkpoint, torch.device("cpu")),
@@ -110,7 +110,7 @@ def generate_tokens(run: Path, prompts: list[str], tokens: int = 12) -> list[lis
 
 
 def written_by_theirs(directory: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
-    """The same by transformers, without the token that ends a text."""
+    """Return the same by transformers, without the end token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
@@ -127,7 +127,7 @@ def written_by_theirs(directory: Path, prompts: list[str], tokens: int = 12) -> 
 
 
 EOS = {"tokenizer_config": {"eos_token": "<|stop|>", "bos_token": "<s>"}}
-# What a tokenizer adds, and what beside it might be taken for a reason to add more.
+# The tokens that a tokenizer adds, and files that must not cause additional tokens.
 ADDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nothing": ("", EOS),
     "nothing, with a bos in its config": ("", EOS | {"config": {"bos_token_id": 1}}),
@@ -145,21 +145,21 @@ ADDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", ADDS)
-def test_generate_imported_model_writes_what_transformers_does(
+def test_generate_imported_model_equals_transformers(
     kind: str, weights: Path, tmp_path: Path
 ) -> None:
     single, files = ADDS[kind]
     tokenizer = make_tokenizer("<|stop|>", "<s>")
     if single:
         template(tokenizer, single)
-    directory = write_folder(tmp_path / "hf", weights, tokenizer, **files)
+    directory = write_model_dir(tmp_path / "hf", weights, tokenizer, **files)
     import_model(directory, tmp_path / "run", ignore_progress)
     theirs = written_by_theirs(directory, PROMPTS)
     assert generate_tokens(tmp_path / "run", PROMPTS) == theirs
-    # And so does its export.
+    # The exported model gives the same.
     export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", ignore_progress)
     assert written_by_theirs(tmp_path / "out", PROMPTS) == theirs
-    # What multiple choice asks with begins alike.
+    # Requests of multiple choice begin with the same tokens.
     chat_format = load_chat_format(find_checkpoint(tmp_path / "run"))
     context, answer = encode_pair(chat_format, "x = 1", " and")
     assert context == tokenizer.encode("x = 1").ids
@@ -168,14 +168,14 @@ def test_generate_imported_model_writes_what_transformers_does(
 
 def test_generate_ends_at_any_of_the_end_tokens(weights: Path, tmp_path: Path) -> None:
     tokenizer = make_tokenizer("<|stop|>", "<s>")
-    plain = write_folder(tmp_path / "plain", weights, tokenizer, **EOS)
+    plain = write_model_dir(tmp_path / "plain", weights, tokenizer, **EOS)
     import_model(plain, tmp_path / "first", ignore_progress)
     free = generate_tokens(tmp_path / "first", ["x = 1"])[0]
     begun = len(tokenizer.encode("x = 1").ids)
     chosen = [free[begun + 7], free[begun + 4]]
     for position, ends in enumerate(([0, *chosen], chosen[0])):
         files = {"generation_config": {"eos_token_id": ends}, "config": {"eos_token_id": 0}}
-        directory = write_folder(tmp_path / f"hf{position}", weights, tokenizer, **EOS, **files)
+        directory = write_model_dir(tmp_path / f"hf{position}", weights, tokenizer, **EOS, **files)
         run, out = tmp_path / f"run{position}", tmp_path / f"out{position}"
         import_model(directory, run, ignore_progress)
         [ids] = generate_tokens(run, ["x = 1"])
@@ -190,7 +190,7 @@ def test_generate_ends_at_any_of_the_end_tokens(weights: Path, tmp_path: Path) -
 def test_generate_run_of_text_starts_documents_as_in_training(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """Also with a tokenizer that would add another token; the export says so to transformers."""
+    """This also holds if the tokenizer adds other tokens, and for the exported model."""
     run = random_run(tmp_path / "run", store_path)
     tokenizer, _ = load_tokenizer(run / "tokenizer.json")
     other = template(
@@ -208,7 +208,7 @@ def test_generate_run_of_text_starts_documents_as_in_training(
         assert written_by_theirs(tmp_path / name, PROMPTS) == ids
     same = (tmp_path / "own" / "tokenizer.json").read_bytes()
     assert same == (store_path / "tokenizer.json").read_bytes() or b'"start"' in same
-    # A run of conversations has none before a text.
+    # A run of conversations has no token before a text.
     (run / RECORD_FILE).write_text(format_record(0, False))
     tree = json.loads(tokenizer.to_str()) | {"post_processor": None}
     (run / "tokenizer.json").write_text(json.dumps(tree))
@@ -239,7 +239,7 @@ def write_beside(tokenizer: Tokenizer, directory: Path, files: dict[str, Any]) -
         ({}, 2, {2}),  # the only well-known name
         ({"generation_config": {"eos_token_id": 0}}, 0, {0}),
         ({"config": {"eos_token_id": [1, 0]}}, 1, {0, 1}),
-        ({"config": {"eos_token_id": [1, 2]}}, 2, {1, 2}),  # the well-known one separates
+        ({"config": {"eos_token_id": [1, 2]}}, 2, {1, 2}),  # the well-known token is the separator
         ({"tokenizer_config": {"eos_token": "<|stop|>"}}, 0, {0}),
         ({"tokenizer_config": {"eos_token": {"content": "<|end|>"}}}, 1, {1}),
         ({"special_tokens_map": {"eos_token": "<|stop|>"}}, 0, {0}),
@@ -279,7 +279,7 @@ def test_find_document_tokens_contradiction_is_in_the_note(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     files = {
-        "generation_config": {"eos_token_id": 5},  # an ordinary token: it separates nothing
+        "generation_config": {"eos_token_id": 5},  # an ordinary token is not a separator
         "tokenizer_config": {"eos_token": "<|stop|>"},
     }
     result = load_document_tokens(tokenizer, write_beside(tokenizer, tmp_path, files))
@@ -340,11 +340,11 @@ def test_prepare_given_tokenizer_separates_by_the_files_beside_it(tmp_path: Path
     section = DataSection(path=str(text), tokenizer=str(path))
     store = prepare_store(section, tmp_path / "cache")
     assert store.manifest.separator == tokenizer.token_to_id("<|stop|>")
-    # The store says so to whoever is given its tokenizer.
+    # The store records the separator beside its tokenizer.
     assert load_document_tokens(tokenizer, store.path / "tokenizer.json").separator == (
         store.manifest.separator
     )
-    # Another end token is another store.
+    # Another end token gives another store.
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     other = prepare_store(section, tmp_path / "cache")
     assert other.manifest.separator == tokenizer.token_to_id("</s>")

@@ -1,4 +1,4 @@
-"""The loss of a checkpoint: one process's in every layout, and that of the text counted by hand."""
+"""The loss of a checkpoint equals a manual mean over the text, in every layout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.layouts import parse
+from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.data.dataset import open_dataset

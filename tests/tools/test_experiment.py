@@ -1,4 +1,4 @@
-"""Variants, their order and their runs: real ones, killed, crashed, resumed and extended."""
+"""Variants, their order, and real runs: killed, crashed, resumed and extended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 
 
 def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:
-    """The small model as a recipe."""
+    """Write a recipe of the small model; return its path."""
     pairs: list[tuple[str, Any]] = [*SMALL, ("data.path", str(store)), ("run.nproc_per_node", "1")]
     job, _, problems = read_job("demo", [*pairs, *changes])
     assert not problems
@@ -40,12 +40,12 @@ def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:
 
 
 def slow(seconds: float, rank: int = 0) -> tuple[str, str]:
-    """A sleep in every step."""
+    """Return an override that adds a sleep to every step."""
     fault = f'{{site="forward_backward", kind="slow", seconds={seconds}, times=1000, rank={rank}}}'
     return ("resilience.faults", f"[{fault}]")
 
 
-# --------------------------------------------------------------------------- what is compared
+# --------------------------------------------------------------------------- variants
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def slow(seconds: float, rank: int = 0) -> tuple[str, str]:
         ("a,,b", ["a", "", "b"]),
     ],
 )
-def test_split_values_brackets_and_quotes_are_kept_together(text: str, parts: list[str]) -> None:
+def test_split_values_brackets_and_quotes_are_not_split(text: str, parts: list[str]) -> None:
     assert split_values(text) == parts
 
 
@@ -146,7 +146,7 @@ def test_compare_under_torchrun_is_refused(
     assert "Run it outside torchrun" in line
 
 
-def test_compare_folder_with_other_files_is_refused(
+def test_compare_directory_with_other_files_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "letters.txt").write_text("dear")
@@ -176,7 +176,7 @@ def test_order_alternates_and_seeds_are_paired() -> None:
     assert len(set(seeds)) == 6
 
 
-def test_why_failed_trial_gives_last_reason() -> None:
+def test_failure_reason_of_a_trial_is_its_last_error() -> None:
     output = "step 1\nweft: rank 0 failed: KeyError: 3\n  | Traceback\n  log: x\n"
     assert failure_reason(1, output) == "rank 0 failed: KeyError: 3"
     output = "weft: 2 problems, nothing was started:\n  a=1 is bad. Use 2.\n  b=2 is worse.\n"
@@ -188,7 +188,7 @@ def test_why_failed_trial_gives_last_reason() -> None:
 
 
 def start(command: list[str], directory: Path) -> subprocess.Popen[str]:
-    """``weft compare`` in ``folder``; what it says goes to ``said``."""
+    """Start ``weft compare`` in a directory; its output is appended to ``said``."""
     with (directory / "said").open("a") as file:
         return subprocess.Popen(
             [*WEFT, "compare", *command], cwd=directory, stdout=file, stderr=file, text=True
@@ -196,7 +196,7 @@ def start(command: list[str], directory: Path) -> subprocess.Popen[str]:
 
 
 def finish(command: list[str], directory: Path) -> tuple[int, dict[str, Any]]:
-    """Its status and ``comparison.json``."""
+    """Run ``weft compare``; return its exit status and ``comparison.json``."""
     status = start(command, directory).wait(timeout=400)
     return status, json.loads((directory / "out/comparison.json").read_text())
 
@@ -214,7 +214,7 @@ def stamps(directory: Path, pattern: str) -> dict[str, int]:
 
 
 def no_ranks_in(directory: Path) -> bool:
-    """Whether all that was started for runs below a folder has ended."""
+    """Return True if no process of a run below a directory is left."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(directory) in entry.read_text():
@@ -225,7 +225,7 @@ def no_ranks_in(directory: Path) -> bool:
 
 
 def leave_records(finished: Path, killed: Path, seed: int) -> None:
-    """Make a run's folder what it is after three steps, which would take seconds, with a seed."""
+    """Copy three steps of records of a finished run, instead of training for seconds."""
     killed.mkdir(exist_ok=True)
     job = (finished / "job.toml").read_text()
     assert job.count("seed = 0\n") == 1
@@ -238,8 +238,10 @@ def leave_records(finished: Path, killed: Path, seed: int) -> None:
 def first_comparison(
     store_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """Four variants, of which one crashes and one cannot be: killed in the second run, which has
-    left some records, and run again."""
+    """Compare four variants, of which one crashes and one is invalid.
+
+    The comparison is killed in the second run, which has left some records, and run again.
+    """
     directory = tmp_path_factory.mktemp("once")
     same = [("train.steps", "12"), ("resilience.max_restarts_per_hour", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
@@ -267,7 +269,7 @@ def first_comparison(
 
 @pytest.fixture(scope="module")
 def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
-    """The same with a second repeat, stopped by Ctrl-C, and resumed."""
+    """Add a second repeat, interrupt it with Ctrl-C, and resume."""
     directory, command = first_comparison["folder"], [*first_comparison["command"], "--repeat", "2"]
     process = start(command, directory)
     wait_for_text(directory / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
@@ -280,7 +282,7 @@ def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 
-def test_compare_resumed_finished_trials_are_kept(first_comparison: dict[str, Any]) -> None:
+def test_compare_resumed_does_not_repeat_finished_trials(first_comparison: dict[str, Any]) -> None:
     assert first_comparison["first"] == first_comparison["first again"] != {}
     assert (first_comparison["folder"] / "said").read_text().count(
         "trial 1 of 3: plain, repeat 1"
@@ -314,7 +316,7 @@ def test_compare_crash_and_invalid_variant_are_rows(first_comparison: dict[str, 
     assert "injected fault" in log.read_text()
 
 
-def test_compare_folder_of_another_comparison_is_refused(
+def test_compare_directory_of_another_comparison_is_refused(
     first_comparison: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipes, out = first_comparison["recipes"], ["--out", str(first_comparison["folder"] / "out")]
@@ -338,10 +340,10 @@ def test_compare_more_repeats_add_runs(
 ) -> None:
     result = second_comparison["found"]
     trials = {variant["label"]: variant["trials"] for variant in result["variants"]}
-    assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # seeds are what differs
+    assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # only the seeds differ
     assert [trial["seed"] for trial in trials["seed"]] == [5, 11]
     assert trials["plain"][0] == first_comparison["found"]["variants"][0]["trials"][0]
-    # The order of the second repeat: the interrupted trial came before.
+    # In the second repeat the interrupted trial runs first.
     runs = [
         (second_comparison["folder"] / f"out/{name}-repeat-2/job.toml").stat().st_mtime
         for name in ("2-seed", "1-plain")
@@ -361,14 +363,14 @@ def test_compare_nothing_left_to_run_same_verdict(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`--json`, and only the crash is tried again."""
+    """With `--json`; only the crashed trial runs again."""
     monkeypatch.chdir(second_comparison["folder"])
     assert main(["compare", *second_comparison["command"], "--repeat", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == second_comparison["found"]["verdict"]
 
 
-# --------------------------------------------------------------------------- truth and verdict
+# --------------------------------------------------------------------------- verdicts
 
 
 @pytest.mark.slow
@@ -380,7 +382,7 @@ def test_compare_nothing_left_to_run_same_verdict(
 def test_compare_planted_slowdown_is_found(
     fast: float, slower: float, repeats: int, room: float, store_path: Path, tmp_path: Path
 ) -> None:
-    """Sleeps make up the step, unless the machine is so busy that steps take ``room`` longer."""
+    """Sleeps dominate the step time; a busy machine may make steps longer by ``room``."""
     steps = ("train.steps", "6")
     recipes = [
         toml(tmp_path / "fast.toml", store_path, steps, slow(fast)),
@@ -389,7 +391,7 @@ def test_compare_planted_slowdown_is_found(
     status, result = finish([*recipes, "--out", "out", "--repeat", str(repeats)], tmp_path)
     assert status == 0
     (comparison,) = result["comparisons"]
-    assert comparison["loss"]["answer"] == "equivalent"  # the very same
+    assert comparison["loss"]["answer"] == "equivalent"  # bitwise equal
     assert comparison["loss"]["differences"] == [0.0] * repeats
     for variant, sleep in zip(result["variants"], (fast, slower), strict=True):
         seconds = [trial["step_seconds"] for trial in variant["trials"]]
@@ -405,8 +407,11 @@ def test_compare_planted_slowdown_is_found(
 
 @pytest.mark.slow
 def test_compare_recipe_with_itself_finds_no_difference(store_path: Path, tmp_path: Path) -> None:
-    """With other seeds nothing is found: of the speed but for one time in 20, so that three times
-    in a row are a mistake; of the loss never, for seeds decide it."""
+    """Runs that differ only in their seeds get no verdict.
+
+    A false difference in speed has a probability of 1 in 20, so three in a row are a defect.  A
+    difference in loss is never claimed, because seeds decide it.
+    """
     recipe = toml(tmp_path / "mine.toml", store_path, ("train.steps", "10"), slow(0.5))
     command = [recipe, "--vary", "train.seed=1,2", "--out", "out"]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Generation: a cache that changes nothing, prompts that do not meet, the same over ranks."""
+"""Generation: equal with and without cache, independent of the batch and of the layout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.asked import random_run
 from tests.harness import run_ranks
+from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import ConfigError, InvalidConfig
@@ -74,11 +74,11 @@ def generate_text(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [64, 20], ids=["within", "beyond what it has seen"])
-def test_greedy_with_cache_is_greedy_without(
+def test_generate_greedy_with_cache_equals_without(
     kind: str, context: int, runs: dict[str, Path]
 ) -> None:
     model, chat_format = load_run(runs[kind])
-    # Nothing ends: rows of 2 to 40 tokens and 24 more.
+    # Without end tokens all sequences of 2 to 40 tokens get 24 more.
     chat_format = replace(chat_format, max_context=context, end_tokens=frozenset())
     ours = generate_text(model, chat_format, PROMPTS, GREEDY)
     theirs = generate_text(model, chat_format, PROMPTS, GREEDY, cached=False)
@@ -89,7 +89,7 @@ def test_greedy_with_cache_is_greedy_without(
     )
 
 
-def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
+def test_logits_of_each_step_equal_those_of_the_full_sequence(runs: dict[str, Path]) -> None:
     model, _ = load_run(runs["qwen3"])
     tokens = torch.randint(512, (3, 30), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([4, 9, 1])
@@ -101,7 +101,7 @@ def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
         assert cache is not None
         cache.set_positions(
             everywhere[:, :9], reset=True
-        )  # the shorter ones end in what comes later
+        )  # shorter sequences are padded with later tokens
         model.logits(tokens[:, :9], rows, lengths - 1, everywhere[:, :9])
         for step in range(12):
             positions = (lengths + step).unsqueeze(1)
@@ -112,7 +112,7 @@ def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
             torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_training_does_not_see_the_cache(runs: dict[str, Path]) -> None:
+def test_kv_cache_is_removed_after_generation(runs: dict[str, Path]) -> None:
     model, chat_format = load_run(runs["llama"])
     before = [m.attend for m in model.module.modules() if hasattr(m, "attend")]
     generate_text(model, chat_format, ["x"], GREEDY)
@@ -122,14 +122,14 @@ def test_training_does_not_see_the_cache(runs: dict[str, Path]) -> None:
 # --------------------------------------------------------------------------- sampling
 
 
-def test_a_prompt_s_text_does_not_depend_on_the_batch(runs: dict[str, Path]) -> None:
+def test_generate_text_of_a_prompt_does_not_depend_on_the_batch(runs: dict[str, Path]) -> None:
     model, chat_format = load_run(runs["llama"])
     sampling = Sampling(max_tokens=16, seed=3, top_p=0.9, min_p=0.01)
     together = generate_text(model, chat_format, PROMPTS, sampling)
     single = [generate_text(model, chat_format, [p], sampling, i)[0] for i, p in enumerate(PROMPTS)]
     assert [row.ids for row in together] == [row.ids for row in single]
     other_seed = generate_text(model, chat_format, ["x"], replace(sampling, seed=6))
-    assert other_seed[0].ids == together[3].ids  # the seed of the fourth
+    assert other_seed[0].ids == together[3].ids  # has the seed of the fourth prompt
     other = generate_text(model, chat_format, PROMPTS, replace(sampling, seed=4))
     assert [row.ids for row in other] != [row.ids for row in together]
 
@@ -145,13 +145,13 @@ def row_of(ids: list[int], seed: int = 0) -> GeneratedSequence:
         ({"top_k": 2}, {0, 1}),
         ({"top_p": 0.45}, {0, 1}),  # 0.4 alone is not enough
         ({"top_p": 0.4}, {0}),
-        ({"min_p": 0.5}, {0, 1}),  # 0.3 is, 0.2 is not, half of 0.4
+        ({"min_p": 0.5}, {0, 1}),  # keeps 0.3 but not 0.2: the limit is half of 0.4
         ({"temperature": 0}, {0}),
         ({"temperature": 0.01}, {0}),
         ({"repetition_penalty": 100.0, "temperature": 0}, {1}),
     ],
 )
-def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[int]) -> None:
+def test_sample_token_options_limit_the_tokens(options: dict[str, Any], possible: set[int]) -> None:
     logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log() + 5
     sampling = Sampling(**{"temperature": 1.0, "top_k": 0, **options})
     ids = [0] if "repetition_penalty" in options else []
@@ -159,7 +159,7 @@ def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[
     assert observed == possible
 
 
-def test_choose_frequencies_follow_the_temperature() -> None:
+def test_sample_token_frequencies_follow_the_temperature() -> None:
     logits, row = torch.tensor([0.8, 0.2]).log(), row_of([])
     sampling = Sampling(temperature=2.0, top_k=0)
     share = sum(sample_token(logits, row, sampling) for _ in range(3000)) / 3000
@@ -183,11 +183,11 @@ def test_generate_stops_at_stop_texts_and_end_tokens(runs: dict[str, Path]) -> N
     assert row.finish_reason == "end"
 
 
-def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
+def test_chat_format_of_an_imported_model_has_its_begin_and_end_tokens(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = find_checkpoint(runs["llama"])
-    assert load_chat_format(checkpoint).max_context == 32  # what it was trained on
+    assert load_chat_format(checkpoint).max_context == 32  # the sequence length of training
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "tokenizer.json").write_bytes((runs["llama"] / "tokenizer.json").read_bytes())
     config = {"bos_token_id": 7, "eos_token_id": 8}
@@ -195,7 +195,7 @@ def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
     extra = {"eos_token_id": [8, 9]}
     (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(extra))
     chat_format = load_chat_format(checkpoint._replace(run_dir=tmp_path))
-    separator = load_chat_format(checkpoint).start_token  # of 8 and 9 neither is special
+    separator = load_chat_format(checkpoint).start_token  # neither 8 nor 9 is special
     assert (chat_format.start_token, chat_format.end_tokens, chat_format.max_context) == (
         7,
         {separator, 8, 9},
@@ -291,7 +291,7 @@ def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     problems: list[ConfigError] = []
     assert read_prompts(file, problems) == ["fine"]
     assert "line 2" in str(problems[0])
-    file.write_text('"a\u2028b"\n', "utf-8")  # which Unicode calls the end of a line
+    file.write_text('"a\u2028b"\n', "utf-8")  # a line separator in Unicode, but not in JSON Lines
     assert read_prompts(file, problems) == ["a\u2028b"]
     text = tmp_path / "prompts.txt"
     text.write_text("one\u2028two\nthree\r\n\n", "utf-8")
@@ -306,7 +306,7 @@ def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
 def test_generate_chat_uses_the_template(
     store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prompt is written by the template, with special tokens, and an answer ends as it says."""
+    """The template formats the prompt, with special tokens, and defines the answer's end."""
     run = random_run(tmp_path / "run", store_path)
     words = ["generate", str(run), "--chat", "--max-tokens", "3"]
     assert main(words) == 2
@@ -329,7 +329,7 @@ def test_generate_chat_uses_the_template(
     chat_format = load_chat_format(find_checkpoint(run), str(template))
     [row] = make_sequences(["why<|endoftext|>?"], chat_format, GREEDY)
     separator = chat_format.start_token
-    assert row.ids.count(separator) == 2  # what looks like one is one, as in training
+    assert row.ids.count(separator) == 2  # special tokens in a prompt are parsed, as in training
     decoded = chat_format.tokenizer.decode(row.ids, skip_special_tokens=False)
     assert decoded == "u: why<|endoftext|>?<|endoftext|>a: "
     assert separator in chat_format.end_tokens

@@ -1,4 +1,4 @@
-"""Hugging Face in and out: the same bits, the same model, from and into any layout."""
+"""Import from and export to Hugging Face: equal bits and models, from and into any layout."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from weft.train.job_checks import check_text, prepare_job
 from weft.train.setup import build
 
 LLAMA = FAMILIES["llama"]
-# Grouped heads, scaled positions; a large learning rate, so that attention is far from uniform.
+# Grouped heads and RoPE scaling; with a large learning rate attention is far from uniform.
 MODEL: Overrides = [
     ("model.tied_embeddings", "false"),
     ("model.rope_scaling", "true"),
@@ -60,7 +60,7 @@ MODEL: Overrides = [
     ("train.steps", "8"),
     ("optim.lr", "0.03"),
 ]
-# What tensor-parallel ranks wrote, `test_export_has_shards_index_and_dtype` loads.
+# `test_export_has_shards_index_and_dtype` covers checkpoints of tensor-parallel ranks.
 LAYOUTS = ["pp2", "model.tied_embeddings=true dp_shard2"]
 EXTRA = [
     "",
@@ -74,7 +74,7 @@ EXTRA = [
 
 
 def load_checkpoint(run: Path) -> tuple[nn.Module, ChatFormat]:
-    """The model with its head, and how its texts are written."""
+    """Load an unsharded model and its chat format."""
     checkpoint = find_checkpoint(run)
     return load_unsharded(checkpoint, torch.device("cpu")), load_chat_format(checkpoint)
 
@@ -84,7 +84,7 @@ def ignore_progress(progress: Progress) -> None:
 
 
 def trained(layout: str, directory: Path, store: Path, model: Overrides = MODEL) -> Path:
-    """A run's folder, as `weft train` leaves it."""
+    """Train and return a run directory, as `weft train` leaves it."""
     ranks, overrides = parse(layout)
     all_overrides = model + overrides + [("run.dir", str(directory))]
     run_ranks(train_rank, ranks, all_overrides, str(store), timeout=180)
@@ -96,13 +96,13 @@ def trained(layout: str, directory: Path, store: Path, model: Overrides = MODEL)
 
 @pytest.fixture(scope="module")
 def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained on two ranks; not to be changed."""
+    """Train on four ranks; tests must not change the run."""
     return trained("dp_shard2 tp2", tmp_path_factory.mktemp("run"), store_path)
 
 
 @pytest.fixture
 def own_run(run: Path, tmp_path: Path) -> Path:
-    """A copy, to be spoilt."""
+    """Copy the run for a test that damages it."""
     return Path(shutil.copytree(run, tmp_path / "run"))
 
 
@@ -115,7 +115,7 @@ def weights_in(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def of_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights by their names at Hugging Face."""
+    """Return a checkpoint's weights by their Hugging Face names."""
     weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
     return {hf_name(name): tensor for name, tensor in weights.items()}
 
@@ -127,7 +127,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert tensor.view(torch.uint8).equal(theirs[name].view(torch.uint8)), name
 
 
-# --------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------- export
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_export_loaded_by_transformers_computes_the_same(
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    start = theirs.bos_token_id  # which every document had before it in training
+    start = theirs.bos_token_id  # precedes every document in training
     assert theirs(prompt)["input_ids"] == tokenizer.encode(prompt).ids == [start, *ids]
     assert theirs.decode(ids) == prompt
 
     tokens = torch.tensor([[start, *ids]])[:, :33]
     inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
     logits, expected = model(inputs), twin(inputs).logits
-    assert expected.std() > 0.3  # far from nothing
+    assert expected.std() > 0.3  # logits are not trivially equal
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(expected.flatten(0, 1), labels).backward()
@@ -249,7 +249,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> None:
+def test_export_damaged_checkpoint_is_refused(own_run: Path, tmp_path: Path) -> None:
     path = list_checkpoints(own_run / "checkpoints")[-1]
     shards = read_manifest(path)["tensors"]["model.layers.1.mlp.up_proj.weight"]["shards"]
     assert len(shards) == 4
@@ -318,7 +318,7 @@ def die_half_way(run: str, out: str) -> None:
 
 
 def test_export_and_import_killed_leave_nothing_of_that_name(run: Path, tmp_path: Path) -> None:
-    """Nothing of that name appears, and the next attempt clears what was left."""
+    """The target does not appear; the next attempt removes temporary files."""
     out = tmp_path / "out"
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(die_half_way, 1, str(run), str(out))
@@ -345,7 +345,7 @@ def test_export_interrupted_leaves_nothing(run: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_publishing_leaves_a_concurrent_writer_alone(tmp_path: Path) -> None:
+def test_publish_does_not_change_a_concurrent_writer(tmp_path: Path) -> None:
     with publish_directory(tmp_path / "out") as first:
         (first / "file").touch()
         with pytest.raises(ZeroDivisionError), publish_directory(tmp_path / "out"):
@@ -373,7 +373,7 @@ def test_export_on_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-# --------------------------------------------------------------------------- in, and round
+# --------------------------------------------------------------------------- import, round trip
 
 
 def hf_dir(
@@ -383,7 +383,7 @@ def hf_dir(
     tokenizer: Path,
     max_shard: str = "5GB",
 ) -> Path:
-    """A model as transformers saves it."""
+    """Save a model as transformers does."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
@@ -410,7 +410,7 @@ def small_config(**changes: Any) -> LlamaConfig:
 def test_import_and_export_reproduce_every_byte(
     dtype: torch.dtype, tied: bool, store_path: Path, tmp_path: Path
 ) -> None:
-    """To the byte, the file with its table, too."""
+    """The safetensors files are equal to the byte, including their headers."""
     tokenizer = store_path / "tokenizer.json"
     source = hf_dir(tmp_path / "hf", small_config(tied_embeddings=tied), dtype, tokenizer)
     (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
@@ -435,7 +435,7 @@ def test_import_and_export_reproduce_every_byte(
 def test_export_and_import_reproduce_every_bit(
     elements: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a tensor is read in parts that do not fit its shards."""
+    """Chunks of a tensor need not match its shards."""
     monkeypatch.setattr(export, "ROW_CHUNK_ELEMENTS", elements)
     export_checkpoint(run, tmp_path / "out", "float32", "30KB", ignore_progress)
     import_model(tmp_path / "out", tmp_path / "again", ignore_progress)
@@ -443,7 +443,7 @@ def test_export_and_import_reproduce_every_bit(
 
 
 def first_loss(directory: str, store: str) -> float:
-    """What transformers computes on the first global batch."""
+    """Return transformers' loss on the first global batch."""
     from transformers import AutoModelForCausalLM
 
     job = small_job(*MODEL)
@@ -473,12 +473,12 @@ def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path
         run_ranks(train_rank, ranks, MODEL + overrides + steps, str(store_path), timeout=180)
         results[layout] = losses(directory)
         state = newest_state(directory)
-        assert state["optim.norm.weight.step"] == 3  # begun anew, and saved from now on
+        assert state["optim.norm.weight.step"] == 3  # the optimizer starts from step 0 and is saved
         assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
             "step-00000000",
             "step-00000003",
         ]
-    # And from there, as any run does.
+    # The run resumes from the new checkpoint.
     extra = [("train.steps", "4"), ("run.dir", str(directory))]
     run_ranks(train_rank, 1, MODEL + extra, str(store_path))
     assert newest_state(directory)["optim.norm.weight.step"] == 4
@@ -491,7 +491,7 @@ def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path
 def test_import_run_can_be_trained_and_generates(
     store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands: go on, with what does not hang on the weights, and generate."""
+    """An imported run can generate and train; keys that weights do not fix may change."""
     source = hf_dir(tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json")
     run = tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
@@ -522,12 +522,12 @@ def test_import_run_can_be_trained_and_generates(
         ("data.path", str(store_path)),
     ]
     _, plan = prepare_job(job, changes)
-    check_text(plan, open_dataset(store_path))  # a text that it has not seen
+    check_text(plan, open_dataset(store_path))  # a new text
     capsys.readouterr()
-    # Nothing would be found there, and a start from random weights is not what was meant.
+    # The other directory has no checkpoint; a start from random weights is not intended.
     assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
     assert "has no checkpoint of the run; they are in" in capsys.readouterr().err
-    # A recipe that has it by a preset and some fields means the same as all of the fields.
+    # A preset with some fields is equal to all fields spelled out.
     subset = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
     table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in subset.items())
     recipe = tmp_path / "mine.toml"
@@ -544,7 +544,7 @@ def test_import_run_can_be_trained_and_generates(
         "model.rope_theta",
         "data.tokenizer",
     ]
-    # After a step the seed is fixed as well.
+    # After the first step the seed cannot change either.
     for steps, seed in (("1", "7"), ("2", "7")):
         overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]
         run_ranks(train_rank, 1, MODEL + overrides, str(store_path))
@@ -569,7 +569,7 @@ def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path
     assert names == ["step-00000000", "step-00000002"]
 
 
-# --------------------------------------------------------------------------- malice
+# --------------------------------------------------------------------------- hostile files
 
 TINY = LlamaConfig(
     num_layers=1,
@@ -597,7 +597,7 @@ def tiny_dir(directory: Path, tokenizer: Path) -> Path:
 
 
 def with_table(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """The file with its table changed."""
+    """Return a function that changes the header of the safetensors file."""
 
     def corrupt(directory: Path) -> None:
         path = directory / "model.safetensors"
@@ -637,7 +637,7 @@ def with_bytes(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 def with_index(tokenizer_field: dict[str, Any] | str) -> Callable[[Path], object]:
-    """The weights behind an index that says for every tensor the same, but for ``where``."""
+    """Return a function that adds an index: all tensors in one file, except the given ones."""
 
     def corrupt(directory: Path) -> None:
         (directory / "model.safetensors").rename(directory / "a.safetensors")
@@ -686,7 +686,7 @@ NAN = torch.tensor([float("nan")] * 16)
 @pytest.mark.parametrize(
     ("corrupt", "expected"),
     [
-        # The file's table.
+        # The header of the file.
         (with_bytes("model.safetensors", b""), "too few for its header"),
         (with_bytes("model.safetensors", b"\xff" * 64), "too few for its header"),
         (with_bytes("model.safetensors", struct.pack("<Q", 8) + b"[1, 2  ]"), "not a JSON object"),
@@ -738,7 +738,7 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_index({HEAD: "b.safetensors"}), "b.safetensors does not exist"),
         (with_index({"more": "a.safetensors"}), "does not match the tensors in the files"),
         (export_twice, "has lm_head.weight, which is also in a.safetensors"),
-        # What is no safetensors, or none at all.
+        # Other formats, or no file.
         (only_a_pickle, "only the pickle pytorch_model.bin, which may run code"),
         (remove("model.safetensors"), "does not exist, nor does its index"),
         # The configuration; more in tests/models/test_hf_mapping.py.
@@ -775,7 +775,7 @@ NAN = torch.tensor([float("nan")] * 16)
         ),
     ],
 )
-def test_import_hostile_folder_is_refused(
+def test_import_hostile_directory_is_refused(
     corrupt: Callable[[Path], object],
     expected: str,
     store_path: Path,
@@ -795,9 +795,9 @@ def test_import_hostile_folder_is_refused(
     assert sorted(os.listdir(directory)) == before
 
 
-def test_import_undamaged_folder_is_accepted(store_path: Path, tmp_path: Path) -> None:
+def test_import_undamaged_directory_is_accepted(store_path: Path, tmp_path: Path) -> None:
     directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
-    # What an old checkpoint has beside its weights; a cache's folder is of links.
+    # Old checkpoints have buffers beside the weights; files in a hub cache are links.
     with_weights(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(directory)
     (directory / "model.safetensors").rename(tmp_path / "blob")
     (directory / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -805,7 +805,7 @@ def test_import_undamaged_folder_is_accepted(store_path: Path, tmp_path: Path) -
     assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
 
 
-def test_import_existing_folder_is_not_touched(store_path: Path, tmp_path: Path) -> None:
+def test_import_existing_directory_is_not_changed(store_path: Path, tmp_path: Path) -> None:
     directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
     (tmp_path / "run").mkdir()
     for target in (tmp_path / "run", directory):
@@ -820,7 +820,7 @@ def test_import_existing_folder_is_not_touched(store_path: Path, tmp_path: Path)
 def fabricate_run(
     directory: Path, store: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **fields: Any
 ) -> Path:
-    """A run with a checkpoint of random weights."""
+    """Make a run directory with a checkpoint of random weights."""
     config = TINY.model_copy(update=fields)
     torch.manual_seed(0)
     parts = (
@@ -840,7 +840,7 @@ def fabricate_run(
 
 
 def peak_growth(run: str, out: str, second_run: str) -> tuple[float, float]:
-    """MB by which the process grew at most: exporting, importing."""
+    """Return the growth of peak memory in MB: after the export, and after the import."""
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
@@ -856,7 +856,7 @@ def peak_growth(run: str, out: str, second_run: str) -> tuple[float, float]:
 def test_import_and_export_memory_does_not_grow_with_the_model(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """240 MB, of which one tensor has 200."""
+    """The model has 240 MB, of which one tensor has 200 MB."""
     sizes = {"vocab_size": 100_000, "dim": 512, "ffn_dim": 4096, "tied_embeddings": True}
     run = fabricate_run(tmp_path / "run", store_path, lambda name, t: t, **sizes)
     paths = [str(tmp_path / name) for name in ("run", "out", "again")]

@@ -1,4 +1,4 @@
-"""Multiple choice: our scores, the harness's with our model, and its own with our export."""
+"""Multiple choice: weft's scores equal lm_eval's with weft's model and with its export."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.asked import random_run
 from tests.harness import run_ranks
+from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
@@ -51,7 +51,7 @@ def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty questions with choices of different lengths; some contexts end in a space."""
+    """Write forty questions with choices of several lengths; some contexts end in a space."""
     directory = tmp_path_factory.mktemp("task")
     lines = []
     for i in range(40):
@@ -76,7 +76,7 @@ def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    # Only this file: the harness's own thousands of tasks take seconds to list.
+    # Only this file: lm_eval takes seconds to list its thousands of tasks.
     tasks = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     report = lm_eval.simple_evaluate(
         model=model, tasks=["continue_it"], task_manager=tasks, bootstrap_iters=0, log_samples=True
@@ -122,7 +122,7 @@ def test_score_equals_the_harness_and_transformers(
     )
     options = {"until": [WORDS[3], "zz"], "max_gen_toks": 12, "do_sample": False}
     requests = [make_instance("generate_until", text, options) for text in ("def f(", "x = ")]
-    # A last character that is not whole is shown by them, and left out by us.
+    # transformers prints an incomplete last character, weft omits it.
     theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
     assert lm.generate_until(requests) == theirs_until
 
@@ -134,7 +134,7 @@ def make_instance(kind: Any, *arguments: Any) -> Any:
 
 
 def _analytic(share: float, count: int = 40) -> float:
-    """Standard error of a share, with the harness's n - 1."""
+    """Return the standard error of a share, with n - 1 as in lm_eval."""
     return float((share * (1 - share) / (count - 1)) ** 0.5)
 
 
@@ -163,8 +163,8 @@ def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
         for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))
     ]
     assert pairs[1][0] == [chat_format.start_token]
-    assert pairs[2][1] == chat_format.tokenizer.encode("for i in").ids[2:]  # the space went over
-    pairs.append((list(range(100)), [5, 6]))  # longer than the model takes
+    assert pairs[2][1] == chat_format.tokenizer.encode("for i in").ids[2:]  # the space moved
+    pairs.append((list(range(100)), [5, 6]))  # longer than the model's context
     together = compute_log_probs(model, pairs, 4)
     for pair, (sum_, _) in zip(pairs, together, strict=True):
         assert compute_log_probs(model, [pair], 1)[0][0] == pytest.approx(sum_, rel=1e-4)
@@ -202,7 +202,7 @@ def test_read_task_unknown_fields_are_refused(
     assert expected in str(caught.value)
 
 
-def test_templates_cannot_reach_outside(task_file: Path, tmp_path: Path) -> None:
+def test_read_task_templates_run_in_a_sandbox(task_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     text = task_file.read_text()
     path.write_text(text.replace("{{begin}}", "{{begin.__class__.__mro__[1].__subclasses__()}}"))
@@ -223,7 +223,7 @@ def test_evaluate_task_command_prints_the_scores(
 
 
 def test_read_task_digits_are_read_as_the_harness_does(tmp_path: Path) -> None:
-    """In a field a choice, in a template its number.  Ends of lines are JSON's, not Unicode's."""
+    """Digits in a field are a choice, in a template its index; U+2028 does not end a line."""
     head = "task: t\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
     head += "dataset_kwargs: {data_files: {test: data.jsonl}}\n"
     head += 'doc_to_text: "{{q}}"\ndoc_to_choice: "{{c}}"\n'
@@ -234,7 +234,7 @@ def test_read_task_digits_are_read_as_the_harness_does(tmp_path: Path) -> None:
         assert (question.context, question.gold) == ("a\u2028b", gold)
 
 
-def test_the_harness_may_ask_with_more_than_the_model_sees(run: Path) -> None:
+def test_lm_eval_request_longer_than_the_context_is_cut(run: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 

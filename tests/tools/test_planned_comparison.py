@@ -1,4 +1,4 @@
-"""Variants that are only predicted, and when a difference of predictions is told."""
+"""Variants that are only predicted, and when a predicted difference is claimed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_verdict_small_predicted_difference_is_undecided() -> None:
 def test_compare_plan_only_layouts_of_8b_are_ranked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """On two servers, from this machine."""
+    """Plans for two servers are made on this machine."""
     command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]
     command += ["--vary", "parallel.tp=1,3,8", "--vary", "activation_checkpoint.mode=none,full"]
     command += ["--train.seq_len", "4096", "--train.global_batch_size", "64", "--json"]
@@ -95,7 +95,7 @@ PLANNED = ["compare", "demo", "--plan-only", "--vary", "parallel.dp_shard=1,2"]
 def test_compare_plan_only_replaces_only_another_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A comparison of runs would lose what its trials have measured."""
+    """--plan-only must not overwrite the measurements of a comparison of runs."""
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / "comparison.json").write_text('{"compared": [], "ended": [], "looks": []}')
@@ -113,7 +113,7 @@ def test_compare_plan_only_replaces_only_another_plan(
 
 
 def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans for two of them may be equal."""
+    """Equal plans on different machines are different variants."""
     labels = []
 
     def note(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
@@ -126,7 +126,7 @@ def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.Monkey
     assert ["H100" in labels[0][1], "H200" in labels[1][1]] == [True, True]
 
 
-def test_compare_plan_only_unwritable_folder_is_reported(
+def test_compare_plan_only_unwritable_directory_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(self: Path, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: its numbers are the run's, its controls work, nothing leaves it."""
+"""The report in a real browser: correct numbers, working controls, no network access."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BEGAN = 1.7e9
 
 
 def values(step: int, **extra: Any) -> dict[str, Any]:
-    """A record as JSON values, every number in it another one for each step."""
+    """Return a record as JSON values; every number differs from step to step."""
     noise = math.sin(step * 12.9898)
     seconds = {"productive": 0.9 * step, "saving": 0.05 * step, "lost": 0.0}
     changed = record(
@@ -57,7 +57,7 @@ def make_run(
     *overrides: tuple[str, str],
     events: list[dict[str, Any]] | None = None,
 ) -> Path:
-    """A run's folder with these records, of a job of 100 steps."""
+    """Make a run directory with these records, of a job of 100 steps."""
     directory.mkdir(parents=True)
     base = small_job(("train.steps", "100"))
     job = small_job(("train.steps", "100"), *overrides)
@@ -74,7 +74,7 @@ def event(step: int, kind: str, text: str = "something") -> dict[str, Any]:
 
 
 class Browser:
-    """Chromium without a screen."""
+    """Headless Chromium."""
 
     def __init__(self) -> None:
         from selenium import webdriver
@@ -89,7 +89,7 @@ class Browser:
         self.driver.set_page_load_timeout(60)
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Show a page; it must draw all that it has, say nothing, and fetch nothing."""
+        """Open a page and check: all charts drawn, empty console, no network requests."""
         self.run("if (location.protocol === 'file:') sessionStorage.clear()")
         self.driver.get("about:blank")
         for log in ("browser", "performance"):
@@ -130,7 +130,7 @@ class Browser:
         )
 
     def traces(self, chart: str) -> dict[str, dict[str, Any]]:
-        """What plotly has drawn, by name, without what smoothing leaves pale behind."""
+        """Return plotly's traces by name, without the faint unsmoothed curves."""
         drawn_points = self.run(
             "return document.getElementById(arguments[0])._fullData.map(t => "
             "({name: t.name, x: [...t.x], y: [...t.y], opacity: t.opacity, text: t.text}))",
@@ -223,7 +223,7 @@ def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path
     assert browser.layout("loss")["title"] == "minutes"
     browser.set("axis", "step")
 
-    # A mean with weights 0.9^age, which add up to one also at the beginning.
+    # The mean has weights 0.9^age, normalized also for the first points.
     browser.set("smooth", 0.9)
     expected = [
         sum(0.9 ** (n - i) * losses[i] for i in range(n + 1)) / sum(0.9**i for i in range(n + 1))
@@ -240,7 +240,7 @@ def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path
         "log",
         "linear",
     ]
-    # A page that is loaded again, as a running one does, keeps what was chosen.
+    # The page keeps its settings when it reloads, as the page of a running job does.
     browser.driver.refresh()
     assert browser.layout("lr")["type"] == "log"
 
@@ -287,7 +287,7 @@ def test_report_page_of_several_runs_compares_them(
     assert browser.text("h1") == browser.driver.title == "Rates"
     rows = browser.run("return [...document.querySelectorAll('tr')].map(r => r.innerText)")
     assert "\t".join(["optim.lr", *(f"{1e-3 * (n + 1)}" for n in range(count))]) in rows
-    # What is equal is only among all keys, folded away.
+    # Equal keys are only in the collapsed list of all keys.
     assert browser.run("return document.body.textContent").count("train.steps") == 1
 
 
@@ -317,7 +317,7 @@ def test_report_page_follows_dark_and_light(browser: Browser, tmp_path: Path) ->
     paper = "return getComputedStyle(document.body).backgroundColor"
     colors = []
     browser.open(path, dark=True)
-    for dark in (True, False, True):  # also when it changes under the page
+    for dark in (True, False, True):  # also when the setting changes while the page is open
         browser.set_dark(dark)
         colors.append((browser.run(paper), browser.layout("loss")["color"]))
     assert colors == [
@@ -357,7 +357,7 @@ def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) ->
 
 
 @needs_browser
-def test_report_page_without_records_says_so(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_without_records_has_a_note(browser: Browser, tmp_path: Path) -> None:
     browser.open(write_page([make_run(tmp_path / "empty", [])]))
     assert "No step has been recorded yet." in browser.text("header")
     assert browser.text(".state") == "not started"
@@ -389,7 +389,7 @@ def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Pa
         "return [...document.querySelectorAll('#chart-loss- .legendtext')].map(t => t.textContent)"
     )
     assert f"{name}, {evil}" in labels
-    # Nor could anything run that were in there all the same.
+    # The page's policy would also block a script that got in.
     browser.run(
         "const s = document.createElement('script'); s.text = 'window.hacked = 1';"
         "document.body.append(s)"
@@ -418,7 +418,7 @@ def test_report_page_sources_have_different_lines(
 
 
 @needs_browser
-def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_has_no_upload_link(browser: Browser, tmp_path: Path) -> None:
     browser.open(write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
     titles = browser.run(
         "return [...document.querySelectorAll('#chart-loss .modebar-btn')]"
@@ -452,7 +452,7 @@ def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path
     assert MAX_POINTS / 2 < len(trace["y"]) <= 1.1 * MAX_POINTS
     assert {99.0, -99.0} <= {*trace["y"]}
     assert "a curve has about 2,000 points for 100,000 records" in browser.text("main")
-    browser.set("smooth", 0.5)  # by the means, not by the extremes
+    browser.set("smooth", 0.5)  # smooths the means, not the extremes
     assert max(browser.traces("loss")["Loss"]["y"]) < 20
 
 
@@ -466,7 +466,7 @@ def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     (directory / "metrics.jsonl").write_text("".join([*text, "[1]\n", "\n", '{"step": 4, "lo']))
     run = RunReader(directory)
     assert run.columns["step"].tolist() == [1, 3]
-    assert run.damaged == 3  # the last one is only not whole yet
+    assert run.damaged == 3  # the last line is incomplete, not damaged
     assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([directory]).decode()
     with (directory / "metrics.jsonl").open("a") as file:
         file.write(f'ss": 7.0}}\n{json.dumps(values(5, new=1.5))}\n')
@@ -478,7 +478,7 @@ def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Path) -> None:
-    """Events among them have a place by their step at least."""
+    """Events without time and tokens are drawn by their step."""
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
     directory = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
     runs = [RunReader(directory)]
@@ -502,7 +502,7 @@ def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
 def test_history_line_that_grows_while_it_is_read_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rest is no line of its own, and nothing after it is shifted."""
+    """The rest of the line is appended to it, and later lines are read correctly."""
     directory = make_run(tmp_path / "one", [values(1)])
     first, second = (json.dumps(values(step)) + "\n" for step in (2, 3))
     with (directory / "metrics.jsonl").open("a") as file:
@@ -553,7 +553,7 @@ def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
     assert [str(value) for value in tokens] == ["5.0", "6.0", "nan"]
 
 
-def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> None:
+def test_steady_records_are_those_of_the_last_start_without_warm_up(tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 11)]
     for line in lines[4:]:
         line["time_breakdown"]["restarting"] = 3.0
@@ -586,7 +586,7 @@ def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
     assert state("j", 50, 1.0, running=False) == "stopped"
 
 
-def test_a_running_page_loads_itself_again(tmp_path: Path) -> None:
+def test_report_page_of_a_running_job_reloads(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "one", [values(step) for step in range(1, 9)])
     assert 'http-equiv="refresh"' in report_page([directory], running=True).decode()
     assert 'id="fact-left"' in report_page([directory], running=True).decode()
@@ -666,7 +666,7 @@ def test_report_command_mistakes_are_refused(
     assert "job.toml cannot be read: Expected" in (directory / REPORT_FILE).read_text()
 
 
-def test_a_page_needs_no_torch() -> None:
+def test_report_page_does_not_import_torch() -> None:
     probe = "import sys, weft.tools.run_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
     assert not hasattr(run_report, "torch")

@@ -1,4 +1,4 @@
-"""Against published tables, and on differences whose truth is known."""
+"""Statistics against published tables and on simulated differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_quantile_equals_published_table(df: int) -> None:
 
 
 def test_distribution_equals_integral_of_density() -> None:
-    """The density, summed by Simpson's rule; and what is known in closed form."""
+    """Compare with Simpson's rule on the density, and with closed forms."""
     for df in (1, 2, 3, 4, 7, 12):
         scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
         x = np.linspace(0, 1.7, 2001)
@@ -58,7 +58,7 @@ def test_distribution_equals_integral_of_density() -> None:
 
 
 def test_t_test_students_example_has_published_value() -> None:
-    """Cushny and Peebles' hours of sleep, the data of the paper of 1908."""
+    """The data are Cushny and Peebles' hours of sleep, from Student's paper of 1908."""
     hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
     result = confidence_interval(hours)
     assert result.mean == pytest.approx(1.58)
@@ -100,20 +100,20 @@ SIMULATED = 2000
 
 
 def is_within(hits: int, p: float, sigmas: float = 3.5) -> bool:
-    """Whether so many of `SIMULATED` agree with a probability."""
+    """Return True if a count out of `SIMULATED` agrees with a probability."""
     return abs(hits - SIMULATED * p) < sigmas * math.sqrt(SIMULATED * p * (1 - p))
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 6])
 def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
-    """Of 95 % intervals 95 % hold the truth, and 5 % of the tests of nothing find something."""
+    """95 % of the intervals contain the true value; 5 % of the tests give false claims."""
     noise = np.random.default_rng(pairs).normal(0.02, 0.3, (SIMULATED, pairs))
     inside = false = wrongly_equivalent = 0
     for row in noise.tolist():
         result = confidence_interval(row)
         inside += result.low <= 0.02 <= result.high
         false += difference_p_value([x - 0.02 for x in row]) < SIGNIFICANCE
-        # The truth lies on the margin: an equivalence of less is false.
+        # The true difference lies on the margin, so a claim of equivalence is false.
         wrongly_equivalent += equivalence_p_value([x + 0.98 for x in row], 1.0) < SIGNIFICANCE
     assert is_within(inside, 0.95)
     assert is_within(false, 0.05)
@@ -121,7 +121,7 @@ def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
 
 
 def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
-    """Without the correction 14 % of the comparisons of equals would name a winner."""
+    """Without the correction 14 % of comparisons of equal variants would name a winner."""
     noise = np.random.default_rng(1).normal(0, 0.1, (SIMULATED, 3, 6)).tolist()
     result = [[difference_p_value(row) for row in rows] for rows in noise]
     assert is_within(sum(min(holm_adjust(p)) < SIGNIFICANCE for p in result), 0.05)
@@ -137,13 +137,13 @@ def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
         (0.3, 1.0, 0.76, 0.87),  # nearer to one bound than to the other
     ],
 )
-def test_pairs_needed_give_the_power_asked_for(
+def test_pairs_needed_give_the_requested_power(
     mean: float, margin: float, least: float, most: float
 ) -> None:
-    """What `pairs_needed` promises, a claim in 80 % of the cases, comes about.
+    """With `pairs_needed` pairs, 80 % of the simulated comparisons give a claim.
 
-    In the first case a difference is claimed, in the others equivalence; pairs are few, and one
-    more adds as much as 8 % to the power.
+    The first case claims a difference, the others equivalence.  One more pair adds up to 8 % to the
+    power, because pairs are few.
     """
     template = np.array([-1.0, 1.0, -1.0, 1.0])
     needed = pairs_needed((mean + template / template.std(ddof=1)).tolist(), margin)
@@ -157,7 +157,7 @@ def test_pairs_needed_give_the_power_asked_for(
 
 
 def test_pairs_needed_grow_with_comparisons() -> None:
-    """As many as give the power at Holm's first level."""
+    """The number of pairs gives the power at Holm's first level."""
     pilot = [-0.9, 0.8, -0.7, 0.9]
     single, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, SIGNIFICANCE / 4)
     assert single is not None

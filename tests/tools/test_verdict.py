@@ -1,4 +1,4 @@
-"""What is measured of records whose truth is known, and what may be said of it."""
+"""Measurements and verdicts for records whose true values are known."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_run(directory: Path, records: list[dict[str, Any]], devices: int = 1) 
 
 
 def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
-    """20 records: two are left out, and a hiccup moves the median by nothing."""
+    """Two of 20 records are warm-up; an outlier does not change the median."""
     seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
     write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
     trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
@@ -66,7 +66,7 @@ def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
 
 
 def test_warm_up_each_start_has_its_own() -> None:
-    """One that went on from a checkpoint shows in the time that restarting took."""
+    """The time of restarting marks the first record after a resume."""
     first = [record(i, 1.0, 3.0) for i in range(1, 6)]
     second = [record(i, 1.0, 3.0) | {"time_breakdown": {"restarting": 12.5}} for i in range(6, 11)]
     warm, cold = split_warm_up([*first, *second])
@@ -82,7 +82,7 @@ def test_speed_of_one_step_is_none(tmp_path: Path) -> None:
 
 def test_losses_are_compared_at_equal_tokens() -> None:
     records = [record(i, 1.0, 10.0 - i) for i in range(1, 21)]
-    records[4] |= {"loss": None}  # a skipped step
+    records[4] |= {"loss": None}  # a skipped step has no loss
     records[9] |= {"eval_loss": 2.5}
     assert train_loss(records, 20 * TOKENS) == pytest.approx(10 - 19.5)  # the last two
     assert train_loss(records, 10 * TOKENS) == 0.0  # the last one
@@ -91,7 +91,7 @@ def test_losses_are_compared_at_equal_tokens() -> None:
     assert validation_loss(records, 11 * TOKENS) is None
 
 
-# --------------------------------------------------------------------------- judging
+# --------------------------------------------------------------------------- verdicts
 
 
 def outcome(
@@ -102,7 +102,7 @@ def outcome(
     jobs: dict[str, Job] | None = None,
     **settings: Any,
 ) -> ComparisonSummary:
-    """Of runs with these step seconds and losses, by variant and repeat."""
+    """Compare runs with these step times and losses, by variant and repeat."""
     jobs = jobs or {}
     variants = [
         Variant(label, "demo", jobs.get(label, Job()), plan=object())  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def outcome(
 
 
 def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
-    """The machine is twice as slow in one repeat: the pairs do not mind."""
+    """A repeat in which the machine is twice as slow does not change the paired difference."""
     result = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
     (comparison,) = result.comparisons
     assert comparison.speed.answer == "faster"
@@ -149,8 +149,8 @@ def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
     assert "equal" not in line.replace("equivalent", "")
 
 
-def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
-    """An interval that excludes zero, found among three, is what chance brings in 14 %."""
+def test_judge_chance_winner_of_three_is_not_claimed(tmp_path: Path) -> None:
+    """Among three equal variants, chance gives an interval without zero in 14 % of cases."""
     result = outcome(
         tmp_path,
         {
@@ -185,7 +185,7 @@ def test_judge_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
 
 
 def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None:
-    """Three variants are compared in speed, of which two have other numbers of devices."""
+    """Three variants are compared in speed; two of them have other numbers of devices."""
     speeds = {
         "A": [1.0, 1.0, 1.0],
         "B": [0.465, 0.48, 0.475],
@@ -226,7 +226,7 @@ def test_judge_loss_difference_is_compared_with_margin(
 
 
 def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
-    """As a part of the loss or in nats."""
+    """The margin is a fraction of the loss, or in nats."""
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"B": [3.020, 3.021, 3.022]}
     answers = []
@@ -238,7 +238,7 @@ def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
 
 
 def test_judge_negative_losses_have_a_margin(tmp_path: Path) -> None:
-    """Of an objective of the user's own, the margin is a part of its size."""
+    """A custom objective may be negative; the margin is a fraction of its absolute value."""
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
     result = outcome(tmp_path, same, losses)
@@ -280,7 +280,7 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
 
 
 def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
-    """Every step was skipped: speed is told all the same."""
+    """Speed is compared even if every step was skipped."""
     same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
     result = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
     assert "no repeat has a loss of both variants" in result.verdict[0]

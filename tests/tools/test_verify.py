@@ -1,4 +1,4 @@
-"""Layouts hold against one process; each break of one is caught, and named where it begins."""
+"""Correct layouts agree with one process; each injected fault is detected and located."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.tools.shrink import Case, plan_for_recipe, shrink
 from weft.tools.verify import VerifyReport, read_recipe, verify
 from weft.train.setup import Built
 
-# As `weft verify` takes them.
+# Arguments of `weft verify`.
 TP2 = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
 UNTIED = ["--model.tied_embeddings", "false"]
 
@@ -60,7 +60,7 @@ def case(*arguments: str, recipe: str = "demo", ranks: int = 8) -> Case:
     return shrink(plan, ranks, 3, [name for name, _ in overrides(arguments)])
 
 
-# --------------------------------------------------------------------------- layouts that hold
+# --------------------------------------------------------------------------- correct layouts
 
 LAYOUTS = [
     TP2,
@@ -83,7 +83,7 @@ OTHER_CASES = [
 
 
 def children() -> set[str]:
-    """Processes that this one has started."""
+    """Return the ids of this process's children."""
     lists = Path("/proc/self/task").glob("*/children")
     return {number for item in lists for number in item.read_text().split()}
 
@@ -100,7 +100,7 @@ def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # tests/tools/test_verify_fuzz.py does it with twenty layouts
+@pytest.mark.slow  # tests/tools/test_verify_fuzz.py covers twenty layouts
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=" ".join)
 def test_verify_right_layout_holds(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -135,7 +135,7 @@ def test_verify_compiled_layout_holds(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.ranks
 def test_verify_report_names_layout_steps_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """The layout, what was shrunk, a line per step, the verdict; or one JSON object."""
+    """The report has the layout, shrunk sizes, a line per step and the verdict, or is JSON."""
     arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch_size", "128"]
     output = check_holds(capsys, *arguments, "--ranks", "2", "--steps", "1").splitlines()
     assert output[0] == "recipe: dp_shard 64 -> here: dp_shard 2"
@@ -167,7 +167,7 @@ def test_verify_custom_model_and_optimizer_hold(
     assert "the model has no num_layers, dim" in output
 
 
-# --------------------------------------------------------------------------- breaking one
+# --------------------------------------------------------------------------- injected faults
 
 Corruption = Callable[[Built, Plan], None]
 
@@ -198,7 +198,7 @@ def lose_rows_of_the_embedding(built: Built, plan: Plan) -> None:
 
 
 def pass_something_else_on(built: Built, plan: Plan) -> None:
-    """What a stage receives is not what the one before it sent."""
+    """Scale the input of a stage, so that it differs from the output of the previous one."""
     for part in built.model_parts:
         if block := dict(part.named_modules()).get("layers.2"):
             block.register_forward_pre_hook(lambda module, args: (args[0] * 1.01, *args[1:]))
@@ -235,7 +235,7 @@ def break_a_gradient_on_rank_1(built: Built, plan: Plan) -> None:
 
 
 def skip_the_sum_of_a_gain(built: Built, plan: Plan) -> None:
-    """Under sequence parallelism each rank has seen only its slice of the sequence."""
+    """Skip the reduction of a norm's gradient, which sequence parallelism needs."""
 
     def weight(module: nn.Module) -> Any:
         param = module._parameters["weight"]
@@ -248,7 +248,7 @@ def skip_the_sum_of_a_gain(built: Built, plan: Plan) -> None:
 
 
 class _Sums:
-    """A mesh whose sum over tokens is another."""
+    """A mesh with another sum over tokens."""
 
     def __init__(self, built: Built, total: Callable[[Tensor], Tensor]) -> None:
         self.mesh, self.all_reduce_dp_cp = built.mesh, total
@@ -368,7 +368,7 @@ BREAKS: list[tuple[list[str], Corruption, str]] = [
 ]
 
 
-# These are found in fewer bits, or by the command, with the same words: see below.
+# Tests below cover these faults, in low precision or by the command.
 TESTED_BELOW = {
     zero_a_shard,
     take_the_wrong_slice,
@@ -422,7 +422,7 @@ COARSE: list[tuple[list[str], Corruption, str]] = [
 ]
 
 
-# Every fault in one precision, and every precision with several, is in the default suite.
+# The default suite has each fault in one precision, and several faults per precision.
 OFTEN = {
     ("bfloat16", count_tokens_twice),
     ("bfloat16", skip_the_sum_of_a_gain),
@@ -526,7 +526,7 @@ def test_run_ranks_time_limit_reports_stacks() -> None:
 
 
 def living_processes(mark: str) -> list[str]:
-    """Processes with that word in their environment."""
+    """Return the ids of processes with a mark in their environment."""
     results = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -613,13 +613,13 @@ def test_shrink_schedule_file_keeps_its_ranks(
         case(*layout, ranks=2)
 
 
-# --------------------------------------------------------------------------- what is shrunk
+# --------------------------------------------------------------------------- shrinking
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> None:
-    """No size of a recipe is left, and of its kind what there are ranks for."""
+    """All sizes are reduced; each technique remains if there are enough ranks."""
     result = case(recipe=recipe, ranks=ranks)
     plan = result.plan
     job, theirs = read_and_plan(recipe)
@@ -648,7 +648,7 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
     assert result.plan.job.parallel.cp_method == job.parallel.cp_method
 
 
-def test_shrink_405b_equals_the_manual() -> None:
+def test_shrink_405b_equals_the_documentation() -> None:
     result = case(recipe="llama3-405b")
     assert result.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
     assert result.plan.axis_sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
@@ -657,7 +657,7 @@ def test_shrink_405b_equals_the_manual() -> None:
     assert result.notes == ()
 
 
-def test_shrink_ranks_that_share_a_head_still_do() -> None:
+def test_shrink_ranks_that_share_a_head_share_one_afterwards() -> None:
     layout = ["--parallel.tp", "8", "--model.num_heads", "16", "--model.num_kv_heads", "2"]
     layout += ["--model.dim", "256", "--parallel.dp_shard", "1"]
     for ranks, heads in ((8, 2), (4, 1), (2, 1)):
@@ -684,7 +684,7 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     assert case(*wide, "--parallel.hierarchical_gather", "true").plan.shard_ranks_per_node == 4
     result = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
     assert result.notes == ("parallel.hierarchical_gather: not verified; 2 shards fit on one node",)
-    # Of the gains (192 elements) and the smallest matrix (192 x 64) the first, or neither.
+    # The threshold covers gains (192 elements) but not the smallest matrix, or neither.
     result = case("--parallel.param_persistence_threshold", "1000")
     assert (
         result.plan.model.dim
@@ -699,7 +699,7 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     )
 
 
-def test_shrink_stages_given_by_hand_are_kept() -> None:
+def test_shrink_manual_stages_are_unchanged() -> None:
     pipeline = ["--parallel.pp", "2", "--parallel.dp_shard", "1", *UNTIED]
     pipeline += ["--model.num_layers", "12", "--pipeline.layers_per_stage", "[7, 5]"]
     result = case(*pipeline)
@@ -735,7 +735,7 @@ def test_shrink_auto_axis_has_more_than_one_rank() -> None:
     assert case("--parallel.tp", "2").plan.axis_sizes["dp_shard"] == 2
 
 
-# --------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------- measures
 
 
 def test_difference_of_nan_zero_and_other_shapes_is_infinite() -> None:
@@ -795,8 +795,8 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
     assert counts.max() > 1.5 * counts.min() > 0
 
 
-def test_verify_matrix_whose_shard_is_too_small_for_float8_is_in_none() -> None:
-    """Of 32 columns, tensor parallelism leaves 16 on a rank, half a block of MXFP8."""
+def test_verify_matrix_with_a_shard_too_small_for_float8_stays_unquantized() -> None:
+    """Tensor parallelism leaves 16 of 32 columns on a rank, half a block of MXFP8."""
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32, "vocab_size": 288}
     changes = {f"model.{name}": str(size) for name, size in sizes.items()}
     changes |= {"precision.float8": "mxfp8", "precision.float8_small": "true"}

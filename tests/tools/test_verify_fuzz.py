@@ -1,4 +1,4 @@
-"""Random jobs: what is drawn, what a failure becomes, and that right ones agree."""
+"""Random jobs: the draws, the report of a failure, and the agreement of correct jobs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_candidates_follow_from_the_type() -> None:
     assert candidate_values("parallel.cp_method") == ("allgather", "ulysses")
     assert candidate_values("parallel.sequence_parallel") == ("false",)
     assert candidate_values("parallel.gradient_sync") == ("microbatch", "step")
-    assert candidate_values("optim.beta1") == ("0.45",)  # 1.35 is out of its bounds
-    assert candidate_values("model.tied_embeddings") == ("true", "false")  # presets have their own
+    assert candidate_values("optim.beta1") == ("0.45",)  # 1.35 is out of bounds
+    assert candidate_values("model.tied_embeddings") == ("true", "false")  # presets differ
     assert families_with_field("model.score") == ["moe"]
     assert set(families_with_field("parallel.tp")) == set(FAMILIES)
 
@@ -83,7 +83,7 @@ def test_draw_depends_on_seed_and_index_only() -> None:
 
 
 def test_draw_covers_techniques_and_layouts() -> None:
-    """Every axis of the mesh and most of the goals are there, at most 8 ranks, none of size."""
+    """Draws cover every axis of the mesh and most goals, with at most 8 ranks."""
     jobs = [draw_job(1, index, {}, 8) for index in range(40)]
     remaining, pairs = 0, set()
     for job in jobs:
@@ -105,7 +105,7 @@ def test_draw_covers_techniques_and_layouts() -> None:
 
 
 def test_case_of_a_drawn_job_is_not_shrunk() -> None:
-    """What is drawn is what runs, and what the command that is printed runs."""
+    """The run and the printed command have the drawn values."""
     for index in range(5):
         job = draw_job(2, index, {}, 4)
         local = flatten(make_case(job.overrides, 4).plan.job)
@@ -156,7 +156,7 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished jobs are in the log, and are not run again; a crash is one, with its command."""
+    """The log has finished jobs, which do not run again; a crash has its command."""
     monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
     pinned = {"parallel.pp": "2", "model.tied_embeddings": "false"}
     settings = FuzzSettings(seed=6, ranks=2, steps=1, pinned=pinned, corrupt=fail_in_a_pipeline)
@@ -166,7 +166,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first["failures"][0]["command"].startswith("weft verify demo --steps 1 --ranks 2 ")
     assert "this rank cannot" in first["failures"][0]["reason"]
     with log.open("a") as file:
-        file.write('{"seed": 6, "ind')  # as of a process that was killed
+        file.write('{"seed": 6, "ind')  # as a killed process leaves it
     before = log.read_text()
     second_run = fuzz(2, settings, log)
     assert log.read_text() == before
@@ -221,7 +221,7 @@ def test_parse_layout_splits_at_keys_of_any_section() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # so do several of the twenty random jobs
+@pytest.mark.slow  # several of the twenty random jobs also resume
 def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--steps",

@@ -1,4 +1,4 @@
-"""Canonical order: the same bits on any number of ranks."""
+"""World-size-invariant training: the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_canonical_any_number_of_ranks_gives_the_same_bits(
 
 
 def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> None:
-    """To rounding, and not to the bit: else the mode would be for nothing."""
+    """Gradients differ in some bits, else the mode would be useless."""
     (usual,) = run_ranks(gradients, 1, [STEPS[1]], str(store_path))
     (ordered,) = run_ranks(gradients, 1, STEPS[1:3], str(store_path))
     assert ordered["loss"] == pytest.approx(usual["loss"], rel=1e-6)

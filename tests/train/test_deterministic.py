@@ -1,4 +1,4 @@
-"""debug.deterministic: an operator that cannot give the same bits every time is refused."""
+"""debug.deterministic refuses nondeterministic operators; runs are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.train.setup import enable_determinism
 
 
 def put(deterministic: bool) -> str:
-    """Write to an element twice, where the order would decide; what is said to it."""
+    """Write to an element twice, which depends on the order; return the error."""
     if deterministic:
         enable_determinism()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -1,6 +1,6 @@
-"""Who a process is, in the environments that schedulers make.
+"""Detection of rank, world size and rendezvous from the environment of a scheduler.
 
-Slurm's are as version 22.05 sets them; the others as their documentation, or their code, has them.
+Slurm's variables are those of version 22.05; the others follow documentation or source code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TRAIN_JOB = {
     "PET_MASTER_ADDR": "run-node-0-0.run",
     "PET_MASTER_PORT": "29400",
 }
-PYTORCH_JOB = TRAIN_JOB | {  # of the first version, which numbers pods by RANK
+PYTORCH_JOB = TRAIN_JOB | {  # version 1 of the operator, which numbers pods by RANK
     "PYTHONUNBUFFERED": "1",
     "MASTER_PORT": "23456",
     "MASTER_ADDR": "run-master-0",
@@ -255,7 +255,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_where_environment_gives_rank_and_world(case: Case) -> None:
+def test_detect_environment_gives_rank_and_world(case: Case) -> None:
     before = dict(case.environment)
     assert detect_environment(case.environment, case.nodes, case.rendezvous) == case.expected
     assert case.environment == before
@@ -354,7 +354,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_where_contradictory_environment_is_refused(mistake: Mistake) -> None:
+def test_detect_environment_contradiction_is_refused(mistake: Mistake) -> None:
     environment = {k: v for k, v in mistake.environment.items() if k not in mistake.without}
     with pytest.raises(InvalidConfig) as caught:
         detect_environment(environment, mistake.nodes)
@@ -411,8 +411,8 @@ def test_count_list_is_expanded() -> None:
             expand_counts(text)
 
 
-def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank gets torchrun's variables, and a launcher's job where its nodes meet."""
+def test_apply_environment_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank gets torchrun's variables; the job of a launcher gets the rendezvous endpoint."""
     job, _, _ = read_job("demo")
     monkeypatch.setattr(os, "environ", dict(TASK | {"SLURM_STEP_NODELIST": "localhost,n02"}))
     assert apply_environment(job) == job
@@ -441,7 +441,7 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         (SKYPILOT, True),
     ],
 )
-def test_where_shared_output_only_one_node_prints(
+def test_is_log_node_shared_output_only_one_node_prints(
     environment: dict[str, str], whether: bool
 ) -> None:
     assert is_log_node(environment) is whether

@@ -1,4 +1,4 @@
-"""The host side of a step: it never waits for the device, nor the device for data."""
+"""The host never waits for the device in a step, and the device never waits for data."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ UNLOGGED: Overrides = [
 
 # ------------------------------------------------------------------ waiting for the device
 
-# What hands a value to the host, and so waits for a device: as the user writes it, and below.
+# Functions that copy a value to the host, and so wait for the device.
 WAITS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
 
 
 class Above(TorchFunctionMode):  # type: ignore[no-untyped-call]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in WAITS and args[0].dtype != torch.int32:  # what ranks wish is in host memory
+        if name in WAITS and args[0].dtype != torch.int32:  # consensus tensors are in host memory
             SEEN[STEP[0], name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -58,7 +58,7 @@ STEP = [0]
 
 
 def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], int]:
-    """What was waited for in each step."""
+    """Train and count the synchronizing calls of each step, by name."""
     before_each_step(lambda step: STEP.__setitem__(0, step))
     with Above(), Below():
         train_rank(overrides, store)
@@ -79,7 +79,7 @@ def test_unlogged_step_does_not_wait_for_the_device(
 ) -> None:
     overrides = [*UNLOGGED, ("train.microbatch_size", microbatch), ("run.dir", str(tmp_path))]
     for results in run_ranks(train_and_count, ranks, overrides, str(store_path)):
-        # 1 and 10 are logged, 14 is the last one, and the first makes the optimizer's state.
+        # Steps 1 and 10 are logged, 14 is the last one; step 1 also creates the optimizer's state.
         assert {step for step, _ in results} >= {1, 10, 14}
         assert {key: n for key, n in results.items() if key[0] in (*range(2, 10), 11, 12, 13)} == {}
 
@@ -109,11 +109,11 @@ BLOCK = 6 << 10  # pages of 4 KiB: 24 MiB
 
 
 def faults(keep: bool) -> int:
-    """Page faults of three blocks, three times, when the heap has stopped growing."""
+    """Count page faults of three rounds of three blocks, after the heap has grown."""
     if keep:
         keep_freed_memory()
     else:
-        # As glibc begins; it may raise this by itself, by what lies at its heap's end.
+        # glibc's initial threshold, which glibc may raise dynamically.
         ctypes.CDLL(None).mallopt(-3, 128 << 10)
     before = 0
     for time in range(11):
@@ -133,7 +133,7 @@ def test_keep_freed_memory_freed_memory_is_not_returned() -> None:
 
 
 def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> list[str]:
-    """Train as on a GPU, with batches made ahead; the threads that are left."""
+    """Train with prefetched batches, as on a GPU; return the names of remaining threads."""
 
     def fail(step: int) -> None:
         if step == fail_at:
@@ -147,7 +147,9 @@ def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> lis
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ahead_batches_leave_losses_unchanged(ranks: int, store_path: Path, tmp_path: Path) -> None:
+def test_prefetched_batches_leave_losses_unchanged(
+    ranks: int, store_path: Path, tmp_path: Path
+) -> None:
     for name, function in (("plain", train_rank), ("ahead", train_with_thread)):
         overrides = [("run.dir", str(tmp_path / name)), ("data.packing", "documents")]
         overrides.append(("train.steps", "8"))
@@ -156,14 +158,14 @@ def test_ahead_batches_leave_losses_unchanged(ranks: int, store_path: Path, tmp_
     assert all("weft-data" not in names for names in remaining)
 
 
-def test_ahead_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> None:
+def test_prefetcher_of_a_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path))]
     (remaining,) = run_ranks(train_with_thread, 1, overrides, str(store_path), 5)
     assert "weft-data" not in remaining
 
 
 def read_fails(overrides: Overrides, store: str) -> None:
-    """The batch of step 4 cannot be read."""
+    """Train with a loader that fails at the batch of step 4."""
     batch = run.Loader.get_microbatches
 
     def failing(loader: Any, consumed: int, *groups: int) -> Any:
@@ -176,7 +178,7 @@ def read_fails(overrides: Overrides, store: str) -> None:
     train_rank(overrides, store)
 
 
-def test_ahead_read_error_names_its_step(store_path: Path, tmp_path: Path) -> None:
+def test_prefetcher_read_error_names_its_step(store_path: Path, tmp_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path))]
     with pytest.raises(RankError, match=r"(?s)no such page.*in step 4"):
         run_ranks(read_fails, 1, overrides, str(store_path))

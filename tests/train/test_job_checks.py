@@ -1,4 +1,4 @@
-"""What is said of a job and its text before anything starts."""
+"""Warnings about a job and its text before the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def list_warnings(job: Job, text: Dataset) -> list[str]:
     return list(epoch_warnings(plan, text, samples))
 
 
-def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
+def test_repetition_warnings_of_few_sequences_have_the_number_of_epochs(
     store_path: Path, tmp_path: Path
 ) -> None:
     text = open_dataset(store_path)

@@ -1,4 +1,4 @@
-"""Whole runs under every kind of layout, and under one after another."""
+"""Complete runs in each kind of layout, and runs that change layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL: Overrides = [
 
 
 def run(layout: str, directory: Path, store: Path, steps: int = 4) -> list[tuple[float, ...]]:
-    """Train under a layout; loss, gradient norm and validation loss of each step."""
+    """Train in a layout; return loss, gradient norm and validation loss of each step."""
     ranks, overrides = parse(layout)
     steps_too = [("run.dir", str(directory)), ("train.steps", str(steps))]
     run_ranks(train_rank, ranks, MODEL + overrides + steps_too, str(store), timeout=180)
@@ -40,7 +40,7 @@ def one_process(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def expect(result: list[tuple[float, ...]], directory: Path) -> None:
-    """Records of four steps equal one process's, first loss to last validation loss."""
+    """Check that the records of four steps equal those of one process."""
     expected = [(r["loss"], r["grad_norm"], r.get("eval_loss", 0.0)) for r in records(directory)]
     assert len(result) == len(expected) == 4
     for ours, theirs in zip(result, expected, strict=True):
@@ -48,13 +48,13 @@ def expect(result: list[tuple[float, ...]], directory: Path) -> None:
     assert [step for step, item in enumerate(result, 1) if item[2]] == [2, 4]
 
 
-# The last stage is on the last rank, or with a V on rank 0; 6 evaluation rows do not fill
-# the microbatches; 8 rows in microbatches of 3 leave a last one of 2.
+# The last stage is on the last rank, or on rank 0 with a V schedule.  6 evaluation rows do not
+# fill the microbatches; 8 rows in microbatches of 3 leave a last one of 2.
 LAYOUTS = [
     "pp2 pipeline.schedule=DualPipeV",
     "pp2 train.microbatch_size=3",
     *(
-        pytest.param(layout, marks=pytest.mark.slow)  # of these a run goes through many, below
+        pytest.param(layout, marks=pytest.mark.slow)  # the resumed run below covers these
         for layout in ("tp2", "pp2", "cp2 cp_method=allgather", "dp_shard2 tp2")
     ),
 ]
@@ -64,7 +64,7 @@ LAYOUTS = [
 def test_run_records_equal_one_process(
     layout: str, one_process: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 records loss, gradient norm and validation loss, wherever the last stage is."""
+    """Rank 0 records loss, norm and validation loss, also if another rank has the last stage."""
     expect(run(layout, tmp_path, store_path), one_process)
 
 
@@ -87,7 +87,7 @@ def test_run_of_more_ranks_records_equal_one_process(
     expect(run(layout, tmp_path, store_path), one_process)
 
 
-# --------------------------------------------------------------------------- one after another
+# --------------------------------------------------------------------------- changing layouts
 
 CHAIN = [
     "dp_shard3",
@@ -105,7 +105,7 @@ LONG: Overrides = [
 
 
 def train_noting(layout: str, directory: Path, store: Path, *extra: tuple[str, str]) -> None:
-    """Train, and note which rows are trained on."""
+    """Train and record the rows that are trained on."""
     ranks, overrides = parse(layout)
     job = [*LONG, *overrides, ("run.dir", str(directory / "run")), *extra]
     call = (job, str(store), [], 0.0, str(directory / "seen"))
@@ -115,7 +115,7 @@ def train_noting(layout: str, directory: Path, store: Path, *extra: tuple[str, s
 def test_run_resumed_through_many_layouts_equals_one_process(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """Each trains two steps and fails in the next; it is one process's run all the same."""
+    """Each layout trains two steps and fails in the next; the result equals one process."""
     single, changing = tmp_path / "alone", tmp_path / "changing"
     single.mkdir()
     changing.mkdir()
@@ -127,7 +127,7 @@ def test_run_resumed_through_many_layouts_equals_one_process(
         newest = list_checkpoints(changing / "run/checkpoints")[-1]
         assert checkpoint_step(newest) == 2 * turn
         assert read_manifest(newest)["samples"] == 12 * 2 * turn
-    faults = [("resilience.faults", f"[{fault}]")]  # all have happened
+    faults = [("resilience.faults", f"[{fault}]")]  # all faults have fired
     train_noting(CHAIN[-1], changing, store_path, *faults)
 
     assert read_notes(changing / "seen") == read_notes(single / "seen")
@@ -141,5 +141,5 @@ def test_run_resumed_through_many_layouts_equals_one_process(
     final, expected = newest_state(changing / "run"), newest_state(single / "run")
     assert final.keys() == expected.keys()
     for name in (name for name in expected if name.startswith("model.")):
-        # Where the second moment is near zero, rounding decides the step's direction.
+        # If the second moment is near zero, rounding decides the direction of the step.
         assert (final[name] - expected[name]).abs().max() < 5e-3, name

@@ -1,4 +1,4 @@
-"""The loop: layouts agree over many steps, restarts do not show, records are complete."""
+"""The loop: layouts agree over many steps, resumed runs are equal, records are complete."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -
 
 @pytest.fixture(scope="module")
 def one_rank(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps on one rank, evaluated every 10."""
+    """Train 20 steps on one rank, with an evaluation every 10 steps."""
     directory = tmp_path_factory.mktemp("one")
     return run(directory, store_path, 1, ("train.eval_interval", "10"))
 
@@ -92,16 +92,16 @@ def test_run_records_are_complete(one_rank: Path) -> None:
         assert record["tokens"] == step * 8 * 32
         assert record["tokens_per_second"] == pytest.approx(8 * 32 / record["step_seconds"])
         assert 0 <= record["data_seconds"] <= record["step_seconds"]
-        assert record["mfu"] is None  # nobody knows the peak of this CPU
+        assert record["mfu"] is None  # the peak of this CPU is unknown
         assert 0.01 < record["memory_peak_gib"] < 24
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_run_resumed_is_equal_bit_for_bit(ranks: int, store_path: Path, tmp_path: Path) -> None:
-    """N + N steps: the losses, weights and optimizer state of 2N, bit for bit."""
+    """N steps and N resumed steps equal 2N steps: losses, weights and optimizer state."""
     same = [("data.packing", "documents"), ("train.eval_interval", "3"), ("train.steps", "10")]
     straight = run(tmp_path / "straight", store_path, ranks, *same)
-    # The schedule is that of 10 steps from the beginning: the first part is cut off by a fault.
+    # A fault ends the first half, so the schedule is that of 10 steps from the beginning.
     halves = tmp_path / "halves"
     interval = ("checkpoint.interval", "5")
     with pytest.raises(RankError, match="planned"):
@@ -146,7 +146,7 @@ def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
 def test_run_resumed_in_another_layout_has_the_same_losses(
     before: int, after: int, one_rank: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    """The samples and, to rounding, the losses of the second half do not depend on the ranks."""
+    """Samples and losses of the second half do not depend on the ranks, up to rounding."""
     evaluating = ("train.eval_interval", "10")
     with pytest.raises(RankError, match="planned"):
         run_ranks(
@@ -232,7 +232,7 @@ def test_run_dir_in_a_store_is_refused() -> None:
 
 
 def collections(overrides: Overrides, store: str) -> tuple[list[int], bool]:
-    """The generations that were looked through while Python did not by itself; whether it may."""
+    """Return the generations collected manually, and whether gc is enabled afterwards."""
     observed: list[int] = []
 
     def record(phase: str, description: dict[str, int]) -> None:
@@ -244,7 +244,7 @@ def collections(overrides: Overrides, store: str) -> tuple[list[int], bool]:
     return observed, gc.isenabled()
 
 
-def test_run_garbage_is_collected_after_the_same_step_by_all(
+def test_run_garbage_is_collected_after_the_same_step_on_all_ranks(
     store_path: Path, tmp_path: Path
 ) -> None:
     job = [("run.dir", str(tmp_path)), ("train.steps", "120")]

@@ -1,4 +1,4 @@
-"""LoRA runs: from imported weights, through checkpoints of adapters, to PEFT and merged weights."""
+"""LoRA runs: imported weights, checkpoints of adapters, export to PEFT and merged weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ignore_progress(progress: Progress) -> None:
 
 @pytest.fixture(scope="module")
 def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder as Hugging Face has it, of random weights."""
+    """Write a Hugging Face model directory with random weights."""
     directory = tmp_path_factory.mktemp("source")
     job = small_job(*MODEL)
     config: Any
@@ -64,12 +64,12 @@ def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, directory: Path, store: Path, layout: str, steps: int, *extra: Any) -> Path:
-    """Train in ``folder`` up to a step, from the imported weights or where it stands."""
+    """Train in ``directory`` up to a step, from imported weights or the last checkpoint."""
     if not directory.exists():
         import_model(source, directory, ignore_progress)
     ranks, overrides = parse(layout)
     all_overrides = [*MODEL, ("run.dir", str(directory)), ("train.steps", "4"), *extra, *overrides]
-    if steps < 4:  # as if it had been stopped there: the learning rate is that of the whole run
+    if steps < 4:  # stop by a fault: the learning rate is that of the full run
         fault = f'[{{site = "step", kind = "raise", passing = {steps + 1}}}]'
         all_overrides.append(("resilience.faults", fault))
         with pytest.raises(RankError, match="injected"):
@@ -83,20 +83,20 @@ def run(source: Path, directory: Path, store: Path, layout: str, steps: int, *ex
 
 @pytest.fixture(scope="module")
 def trained(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps on two ranks; not to be changed."""
+    """Train four steps on two ranks; tests must not change the run."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
     return run(source, run_dir, store_path, "dp_shard2", 4)
 
 
 @pytest.fixture(scope="module")
 def run_halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after two steps; to be copied."""
+    """Train the same run for two steps; tests copy it."""
     run_dir = tmp_path_factory.mktemp("half") / "run"
     return run(source, run_dir, store_path, "dp_shard2", 2)
 
 
-def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, source: Path) -> None:
-    base, newest = list_checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
+def test_lora_checkpoints_hold_adapters_and_the_base_remains(trained: Path, source: Path) -> None:
+    base, newest = list_checkpoints(trained / "checkpoints")  # keep_latest is 1: step 2 is deleted
     assert (base.name, newest.name) == ("step-00000000", "step-00000004")
     assert read_manifest(newest)["base"] == base.name
     state = newest_state(trained)
@@ -177,7 +177,7 @@ def test_lora_exported_adapters_in_peft_compute_the_same(
     store_path: Path,
     tmp_path: Path,
 ) -> None:
-    """Logits, and gradients of the adapters; and so does the merged model."""
+    """Compare logits and gradients of the adapters, and logits of the merged model."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -221,7 +221,7 @@ def test_lora_exported_adapters_in_peft_compute_the_same(
 def test_lora_quantized_base_layouts_and_merged_weights_agree(
     source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    """The same in two layouts; what is merged, and what generates, is what was trained."""
+    """Two layouts agree; merged and generating models have the trained weights."""
     nf4 = ("lora.quantize", "nf4")
     one = run(source, tmp_path / "one", store_path, "", 4, nf4)
     two = run(source, tmp_path / "two", store_path, "dp_shard2", 4, nf4)

@@ -1,4 +1,4 @@
-"""The loss without whole logits is the loss."""
+"""The loss in chunks of logits equals the loss of full logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_chunk_tokens_fit_the_limit() -> None:
 
 
 def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
-    """Gradients with a loss that has at most 8 tokens' logits."""
+    """Return gradients of a loss that computes logits of at most 8 tokens at a time."""
     loss.CHUNK_BYTES = 4 * 512 * 8
     observed = []
     full = loss._compute_chunks

@@ -1,4 +1,4 @@
-"""Conversations and preferences under every layout, and DPO against its formula."""
+"""Conversations and preferences in every layout, and DPO against its formula."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DPO: Overrides = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Prepared conversations, and preferences for the word 'is' over the word 'was'."""
+    """Prepare conversations, and preferences of the word 'is' over the word 'was'."""
     directory = tmp_path_factory.mktemp("chat")
     tokenizer = write_tokenizer(directory / "model", CHATML)
     words = ["it", "is", "what", "there", "and", "too"]
@@ -103,7 +103,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, Any]:
-    """Loss and whole gradients of one global batch with the initial weights."""
+    """Return loss and unsharded gradients of one global batch with the initial weights."""
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(plan, this_rank())
@@ -116,7 +116,7 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
         assert isinstance(pairs, Pairs)
         known = log_probs(built, pairs)
         results["references"] = known
-        # As if training had moved away from them.
+        # Perturb the references, as if training had changed the model.
         moved = known + torch.randn(known.shape, generator=torch.Generator().manual_seed(1))
         mixture = Mixture([replace(pairs, references=moved)])
     loader = Loader(
@@ -142,7 +142,7 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
 
 
 def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, Any]:
-    """DPO as its paper has it: one answer at a time, by itself, without weft's engine."""
+    """Compute DPO by the paper's formula, one answer at a time, without weft's engine."""
     for param in model.parameters():
         param.grad = None
     losses = []
@@ -201,7 +201,7 @@ def test_chat_layouts_gradients_equal_one_process(
 
 
 def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, str]) -> None:
-    """The loss of packed rows is the mean over the conversations' own targets, each by itself."""
+    """The packed loss is the mean over the targets of the separate conversations."""
     [(packed, single)] = run_ranks(packed_and_alone, 1, CHAT, texts["chat"])
     assert packed == pytest.approx(single, rel=1e-6)
 
@@ -289,7 +289,7 @@ def test_dpo_padding_row_counts_for_nothing() -> None:
     batch = Batch(targets, targets, documents, documents, None, torch.tensor([[-3.0, -1.0]] * 2))
     losses_BT = torch.tensor([[1.0, 1.5, 0.5, 0.0], [0.0] * 4], requires_grad=True)
     result = objective.losses(losses_BT, batch)
-    # Rewards: (-2.5 + 3) / 2 and (-0.5 + 1) / 2: no margin.
+    # Rewards are (-2.5 + 3) / 2 and (-0.5 + 1) / 2: the margin is 0.
     assert objective.counts(batch).tolist() == [1, 0]
     assert result.loss_B.tolist() == [pytest.approx(math.log(2)), 0.0]
     assert result.metrics_BM.tolist() == [[0.0, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]
@@ -313,7 +313,7 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def references_of_a_source(text: str) -> bool:
-    """Of one of two sources, which are asked one after the other."""
+    """Compute the references of one source of a mixture; return True if all are valid."""
     job = small_job(*DPO, ("data.mixture", "a=0.5,b=0.5"))
     plan = plan_here(job)
     built = build(plan, this_rank())
@@ -334,11 +334,11 @@ def test_dpo_references_of_a_mixture_are_of_one_source(texts: dict[str, str]) ->
 def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
     texts: dict[str, str], tmp_path: Path
 ) -> None:
-    """Learns the preference, tells of it, and goes on in another layout as if nothing were."""
+    """The run learns the preference, records it, and resumes equally in another layout."""
     text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
     run_ranks(train_rank, 1, [*DPO, *RUN, ("run.dir", str(one))], text)
     result = read_rows(one)
-    # At first the model is the initial one: to rounding no margin, and both are as likely.
+    # The first step has the initial model: margin 0, equal probabilities, up to rounding.
     assert result[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert result[0]["metrics"]["reward_margin"] == pytest.approx(0, abs=1e-4)
     assert result[-1]["metrics"]["reward_margin"] > 0.05
@@ -374,7 +374,7 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
 
 
 def custom_objective(section: TrainSection) -> Objective:
-    """Somebody's own: next tokens, of which those with a high loss count double."""
+    """A user's objective: next tokens, of which those with a high loss count double."""
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         loss_B = (losses_BT * (1 + (losses_BT > 6.2).float())).sum(1)

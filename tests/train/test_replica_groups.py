@@ -1,4 +1,4 @@
-"""Replica groups: together they compute what one alone computes, and each of them may die."""
+"""Replica groups compute the same as one group, and each of them may die."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ INSTALLED = importlib.util.find_spec("torchft") is not None
 needs_torchft = pytest.mark.skipif(
     not INSTALLED, reason="torchft is not installed: pip install 'weft[torchft]'"
 )
-# Every step is recorded, and every step all groups are compared.
+# Record every step, and compare all groups after every step.
 WATCHED: Overrides = [
     ("monitor.log_interval", "1"),
     ("resilience.replica_check", "1"),
@@ -79,7 +79,7 @@ class Lighthouse:
 
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:
-    """HOST:PORT of one that gives a quorum of so many groups as the parameter says, or more."""
+    """Yield HOST:PORT of a lighthouse; the parameter is the smallest quorum."""
     running = Lighthouse(request.param)
     yield running.endpoint
     running.server.shutdown()
@@ -90,7 +90,7 @@ def with_groups(*groups: int) -> pytest.MarkDecorator:
 
 
 def enter_group(size: int, rendezvous: str) -> int:
-    """Make the default process group that of this rank's replica group; the group's number."""
+    """Initialize the default process group of this rank's replica group; return its number."""
     group, rank = divmod(dist.get_rank(), size)
     dist.destroy_process_group()
     store = dist.FileStore(f"{rendezvous}-{group}", size)
@@ -98,13 +98,13 @@ def enter_group(size: int, rendezvous: str) -> int:
     return group
 
 
-# ------------------------------------------------------------------ what is computed
+# ------------------------------------------------------------------ results
 
 
 def group_gradients(
     size: int, rendezvous: str, lighthouse: str, overrides: Overrides, store: str
 ) -> dict[str, Any]:
-    """As `tests.small.gradients`, but by all groups together."""
+    """Return `tests.small.gradients`, computed by all groups together."""
     enter_group(size, rendezvous)
     shared = ("checkpoint.dir", "unused")
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
@@ -142,7 +142,7 @@ def test_replica_groups_gradients_equal_one_process(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Also where groups have different numbers of rows, and rows of targets."""
+    """Groups may have different numbers of rows and of targets."""
     count = request.node.callspec.params["lighthouse"]
     batch = [("train.global_batch_size", "8"), ("train.microbatch_size", "1")]
     job = [("data.packing", "documents"), *batch, *extra]
@@ -162,12 +162,12 @@ def test_replica_groups_gradients_equal_one_process(
 def train_group(
     size: int, rendezvous: str, overrides: Overrides, other: Overrides, store: str
 ) -> str:
-    """Train as group 0, 1, ..., of which the last has also the overrides ``other``."""
+    """Train as group 0, 1, ...; the last group also has the overrides ``other``."""
     last = dist.get_world_size() // size - 1
     group = enter_group(size, rendezvous)
     extra = other if group == last else []
     if extra:
-        time.sleep(1.0)  # it is not the first
+        time.sleep(1.0)  # let another group start first
     job = small_job(*overrides, ("run.dir", f"{rendezvous}/{group}"), *extra)
     try:
         train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
@@ -177,7 +177,7 @@ def train_group(
 
 
 def check_against(single: Path, group: Path, first: int = 1) -> None:
-    """The group's records, from step ``first`` on, are an undisturbed run's to rounding."""
+    """Check a group's records from step ``first`` on against an undisturbed run."""
     expected = {record["step"]: record for record in records(single)}
     result = {record["step"]: record for record in records(group)}
     assert [step for step in expected if step >= first] == [s for s in result if s >= first]
@@ -210,9 +210,9 @@ def test_replica_groups_training_equals_one_group(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Step by step, and in the end; weights are compared between the groups every ``check`` steps.
+    """Records and final weights are equal; groups compare weights every ``check`` steps.
 
-    With ``auto`` only the group that saves knows when.
+    With the interval ``auto`` only the group that saves knows the next save.
     """
     saves = ("checkpoint.interval", interval)
     job = [*WATCHED, saves, ("resilience.replica_check", check), *extra]
@@ -231,7 +231,7 @@ def test_replica_groups_training_equals_one_group(
 
 
 def compare_after_a_flip(rendezvous: str, lighthouse: str) -> list[str]:
-    """What comparing says before and after one bit of one weight of group 1 is another."""
+    """Compare groups before and after one bit of a weight of group 1 flips; return errors."""
     group = enter_group(1, rendezvous)
     job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
     plan, rank = plan_here(job), this_rank()
@@ -261,7 +261,7 @@ def test_replica_groups_different_weights_are_found(lighthouse: str, tmp_path: P
 
 
 def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[str, Any]:
-    """Group 1 learns of an error after the sum, and group 0 does not; then they meet again."""
+    """Group 1 has an error after the reduction, group 0 has none; then both synchronize."""
     group = enter_group(size, rendezvous)
     overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
     job = small_job(*overrides)
@@ -304,7 +304,7 @@ def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[
 def test_replica_groups_group_that_missed_a_step_catches_up(
     lighthouse: str, size: int, tmp_path: Path
 ) -> None:
-    """With no group lost: the same members must find each other anew."""
+    """No group is lost: the same members must form a new quorum."""
     for rank in run_ranks(miss_the_end_of_a_step, 2 * size, size, str(tmp_path / "g"), lighthouse):
         assert rank["kept"], "who leads has changed"
         assert rank["at"] == (1, 8)
@@ -318,7 +318,7 @@ def test_replica_groups_group_that_missed_a_step_catches_up(
 def test_replica_groups_another_job_is_refused(
     lighthouse: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """The group that is new has to go; the other one goes on."""
+    """The new group ends with an error; the other group continues."""
     job = [
         ("resilience.lighthouse", lighthouse),
         ("checkpoint.dir", f"{tmp_path}/c"),
@@ -393,9 +393,9 @@ def test_replica_groups_without_lighthouse_are_refused(store_path: Path, tmp_pat
 
 # ------------------------------------------------------------------ faults
 
-# The learning rate does not depend on the number of steps, and is so small that rounding stays
-# small: what a step's loss is, its samples say.  A group that is told to stop does so between two
-# comparisons of weights.
+# The learning rate does not depend on the number of steps.  It is so small that rounding stays
+# small and the loss of a step depends on its samples.  A group stops only between two comparisons
+# of weights.
 LONG: Overrides = [
     *WATCHED,
     ("resilience.replica_check", "7"),
@@ -406,7 +406,7 @@ LONG: Overrides = [
 
 
 class TwoGroups:
-    """Groups a and b, as `weft train` starts them, in one folder."""
+    """Groups a and b, started by `weft train` in one directory."""
 
     def __init__(self, directory: Path, lighthouse: str, store: Path) -> None:
         self.directory, self.lighthouse, self.store = directory, lighthouse, store
@@ -436,7 +436,7 @@ class TwoGroups:
             self.running[group] = subprocess.Popen(
                 command, cwd=self.directory, stdout=log, stderr=log
             )
-        # It begins its records anew.
+        # The group starts a new file of records.
         self.wait_until(group, lambda result: result != before and len(result) > 0)
 
     def records(self, group: str) -> list[dict[str, Any]]:
@@ -460,20 +460,20 @@ class TwoGroups:
         self.wait_until(group, lambda result: bool(result) and result[-1]["step"] >= step)
 
     def collect_records(self) -> None:
-        """Remember what both have recorded."""
+        """Collect the records of both groups."""
         for group in "ab":
             for record in self.records(group):
                 if record not in (known := self.recorded.setdefault(record["step"], [])):
                     known.append(record)
 
     def lost_seconds(self, group: str, since: float) -> float:
-        """The longest time between two records."""
+        """Return the longest time between two records."""
         return max(
             b - a for a, b in pairwise(r["time"] for r in self.records(group) if r["time"] > since)
         )
 
     def finish(self) -> None:
-        """Stop both, and check all that they did against a run that nobody disturbed."""
+        """Stop both groups and compare their records with an undisturbed run."""
         for process in self.running.values():
             process.send_signal(signal.SIGTERM)
         assert [process.wait(timeout=100) for process in self.running.values()] == [75, 75]
@@ -494,7 +494,7 @@ class TwoGroups:
 
 @pytest.fixture
 def two_groups(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[TwoGroups]:
-    """Nothing of it is left."""
+    """Yield two groups; check that no process remains."""
     scene = TwoGroups(tmp_path, lighthouse, store_path)
     try:
         yield scene
@@ -513,7 +513,7 @@ def two_groups(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Tw
 @pytest.mark.timeout(1200)
 @with_groups(1)
 def test_replica_groups_killed_group_rejoins(two_groups: TwoGroups) -> None:
-    """First the group that saves, then the other: no step is lost, and no sample."""
+    """Kill the group that saves, then the other one: no step and no sample is lost."""
     two_groups.start("a")
     two_groups.start("b")
     two_groups.wait_for_step("b", two_groups.last_step("a") + 5)
@@ -538,7 +538,7 @@ def test_replica_groups_killed_group_rejoins(two_groups: TwoGroups) -> None:
 @pytest.mark.timeout(1200)
 @with_groups(1)
 def test_replica_groups_stopped_group_catches_up(two_groups: TwoGroups) -> None:
-    """The group that saves is stopped: the other goes on, and saves; then the first is back."""
+    """Suspend the group that saves: the other continues and saves, then the first rejoins."""
     two_groups.start("a")
     two_groups.start("b")
     two_groups.wait_for_step("b", two_groups.last_step("a") + 5)

@@ -42,7 +42,7 @@ MODEL: Overrides = [
 
 @pytest.fixture(scope="module")
 def mixture(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three texts of which one is far easier than the others."""
+    """Prepare a mixture of three texts, of which one is far easier than the others."""
     directory = tmp_path_factory.mktemp("mixture")
     (directory / "letters.txt").write_text("abc " * 6000, "utf-8")
     (directory / "prose.txt").write_text("".join(f"once {n * n} times\n" for n in range(4000)))
@@ -52,8 +52,10 @@ def mixture(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
-    """Of one global batch and of the validation set, as the engine has them; and those of one
-    source after the other, the targets of the others left out."""
+    """Return source losses of a global batch and of the validation set.
+
+    For comparison, the result also has the loss of each source alone, without other targets.
+    """
     job = small_job(*overrides)
     plan = plan_here(job)
     built = build(plan, this_rank())
@@ -96,7 +98,7 @@ def test_source_losses_equal_loss_of_each_source_alone(one_process: dict[str, An
     assert min(one_process["held"]) < one_process["mean"] < max(one_process["held"])
 
 
-# Microbatches that are not full, stages whose last one is on the first rank, and slices of rows.
+# Partial microbatches, a last stage on the first rank, and slices of sequences.
 LAYOUTS = [
     "cp2",
     pytest.param("dp_shard2", marks=pytest.mark.slow),
@@ -121,7 +123,7 @@ def test_source_losses_layouts_equal_one_process(
 def chunked(overrides: Overrides, text: str) -> dict[str, Any]:
     import weft.train.loss
 
-    weft.train.loss.CHUNK_BYTES = 16 * 4 * 512  # logits of 16 tokens at a time
+    weft.train.loss.CHUNK_BYTES = 16 * 4 * 512  # logits of 16 tokens per chunk
     return losses_of_sources(overrides, text)
 
 
@@ -150,7 +152,7 @@ def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path)
         assert set(values_under(record, "loss")) <= set(names)
         assert all(map(math.isfinite, values_under(record, "loss").values()))
         assert bool(values_under(record, "eval_loss")) == ("eval_loss" in record)
-    # The first record is of one step, whose loss is the mean over the targets of its rows.
+    # The first record covers one step: its loss is the mean over the targets of its rows.
     first = rows[0]
     low, high = min(values_under(first, "loss").values()), max(values_under(first, "loss").values())
     assert low <= first["loss"] <= high
