@@ -1,4 +1,4 @@
-"""Calibration fits one number of a device, and records its source."""
+"""Calibration fits one value of a device, and records its source."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     known = device_spec(plan, h200)
     assert known is not None
     assert (known.software, known.calibrated) == (1.0, "")
-    # It is fitted anew each time, and says how far off the last one was.
+    # Each calibration fits again, and reports the error of the last one.
     recalibrated = calibrate(read_run(run))
     assert recalibrated.seconds_before == pytest.approx(expected, rel=1e-3)
     assert recalibrated.value == pytest.approx(result.value)
