@@ -67,7 +67,7 @@ def one_core() -> Iterator[None]:
 
 
 @pytest.mark.system
-def test_doctor_healthy_machine_shows_a_screen_and_leaves_nothing(
+def test_doctor_healthy_machine_shows_a_screen_and_leaves_no_files(
     one_core: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +154,7 @@ def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
-def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
+def test_best_burst_on_a_shared_core_detects_its_competitors() -> None:
     """Real competitors share one core, and the fastest call is measured."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
@@ -272,7 +272,7 @@ def test_run_tool_invalid_utf8_is_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(s3.missing()), reason=f"needs {s3.missing()}: see tests/s3.py")
-def test_probe_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_store_measures_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3.server() as port:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)

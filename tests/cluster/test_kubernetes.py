@@ -234,7 +234,7 @@ def test_submit_existing_object_is_not_changed(
 
 
 @pytest.mark.system
-def test_submit_failure_deletes_what_was_created(
+def test_submit_failure_deletes_the_created_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'

@@ -291,7 +291,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("check", "changes", "severity", "words"), CASES)
-def test_examine_faulty_node_finds_what_is_wrong(
+def test_examine_faulty_node_finds_the_fault(
     check: str, changes: dict[str, Any], severity: str, words: str
 ) -> None:
     findings = list(CHECKS[check](replace(HEALTHY, **changes)))
@@ -340,7 +340,7 @@ def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
     assert {finding.severity for finding in findings} == {"ok"}
 
 
-def test_examine_slow_cpu_is_no_bad_finding() -> None:
+def test_examine_slow_cpu_is_not_bad() -> None:
     slow = DeviceMeasurements(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
     assert {finding.severity for finding in run_checks(facts)} == {"ok", "note"}

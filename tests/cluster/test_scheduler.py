@@ -122,7 +122,7 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["My_Run", "a--b", "x" * 41, "run.1"])
-def test_check_name_of_a_directory_that_would_be_renamed_refuses(name: str) -> None:
+def test_check_name_directory_that_would_be_renamed_is_refused(name: str) -> None:
     launch_request = request()
     renamed = replace(
         launch_request, run_dir=launch_request.run_dir.with_name(name), name="renamed"

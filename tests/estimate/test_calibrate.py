@@ -131,7 +131,7 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     assert result.seconds_after == pytest.approx(result.run.seconds, rel=1e-6)
 
 
-def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
+def test_save_calibration_preserves_other_entries(tmp_path: Path) -> None:
     job, plan, _machine = h100(*FEW)
     file = user_cluster_files()[1]
     file.parent.mkdir(parents=True)

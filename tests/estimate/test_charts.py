@@ -141,7 +141,7 @@ def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
+def test_pipeline_chart_boxes_follow_their_inputs(layout: str) -> None:
     boxes = {key: at[0] for key, at in actions(picture(draw_layout(layout), "pipeline")).items()}
     rank_traces = defaultdict(list)
     for box in boxes.values():

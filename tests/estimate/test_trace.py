@@ -195,7 +195,7 @@ assert set(EACH_METHOD) <= set(layouts_of_size(2))
         pytest.param(4, LARGER_RINGS, id="4-larger-rings", marks=pytest.mark.slow),
     ],
 )
-def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) -> None:
+def test_trace_fake_ranks_equal_real_ranks(ranks: int, layouts: list[str]) -> None:
     """FLOPs and collectives are equal, and peaks within 3 %, for the whole matrix."""
     fake = run_ranks(fake_ranks, 2, layouts, ranks, timeout=800)
     wrong = []

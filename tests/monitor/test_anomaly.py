@@ -140,7 +140,9 @@ def test_skip_in_the_first_steps_detects_nan(store_path: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_path: Path) -> None:
+def test_skip_more_steps_in_a_row_than_the_limit_stops_the_run(
+    store_path: Path, tmp_path: Path
+) -> None:
     """Ten steps in a row may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)

@@ -323,7 +323,7 @@ def test_event_log_is_appended_to(tmp_path: Path) -> None:
     assert kinds == [("start", 0, "starts"), ("checkpoint", 10, "saved")]
 
 
-def test_plain_lines_without_a_terminal() -> None:
+def test_output_without_a_terminal_has_plain_lines() -> None:
     out = io.StringIO()
     sink = Terminal(Console(file=out, width=40), steps=10, resumed_step=0)
     sink.write(record(1))
@@ -336,7 +336,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert third == "step 2: validation loss 3.0000 nats/token"
 
 
-def test_a_live_line_on_a_terminal() -> None:
+def test_terminal_has_a_live_line() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     sink = Terminal(console, steps=10, resumed_step=0)

@@ -420,7 +420,7 @@ def run(directory: Path, store: Path, layout: str, *extra: tuple[str, str]) -> l
     return losses(directory)
 
 
-def test_float8_checkpoints_are_those_of_a_plain_run(store_path: Path, tmp_path: Path) -> None:
+def test_float8_checkpoints_equal_those_of_a_plain_run(store_path: Path, tmp_path: Path) -> None:
     """Names, shapes and dtypes equal a plain run's; either resumes from the other."""
     f8, save = "precision.float8=tensorwise", ("checkpoint.interval", "2")
     first = run(tmp_path / "a", store_path, f"dp_shard2 {f8}", ("train.steps", "2"), save)

@@ -84,7 +84,7 @@ def test_matmul_seconds_grouped_matmul_costs_one_kernel() -> None:
     assert _grouped_matmul((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
 
 
-def test_a_rank_gathers_its_own_experts_only() -> None:
+def test_estimate_rank_bytes_gathers_local_experts_only() -> None:
     of_all = unit_costs(PRESETS["qwen3-30b-a3b"], 4096)
     layer = of_all[1]
     assert layer.expert_params == 128 * 3 * 2048 * 768

@@ -201,7 +201,7 @@ def test_warnings_are_shown() -> None:
     assert "parallel.tp=16: the group of ranks 0-15 spans 2 nodes of 8" in warning
 
 
-def test_a_long_table_is_cut_in_the_middle() -> None:
+def test_describe_plan_long_table_omits_the_middle() -> None:
     lines = screen("llama3-405b-16k")
     assert any(re.fullmatch(r"\.\.\. 104 more \.\.\.", line) for line in lines)
     stages = [int(m[1]) for line in lines if (m := re.match(r" +(\d+) +\d+  \S+", line))]
@@ -273,7 +273,7 @@ def test_rank_map_without_a_pipeline() -> None:
 # --------------------------------------------------------------------------- other schedules
 
 
-def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
+def test_stage_lines_v_schedule_has_both_ends_on_a_rank() -> None:
     plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
     lines = format_stages(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
@@ -339,7 +339,7 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
     assert (requested, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 
-def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
+def test_plan_recipe_errors_caused_by_another_are_not_reported() -> None:
     (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
     assert line.startswith("train.global_batch_size=0 must be at least 1")
 

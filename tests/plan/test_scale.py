@@ -368,7 +368,7 @@ LAYOUTS: dict[str, Overrides] = {
 
 
 @pytest.mark.slow
-def test_counted_step_fake_ranks_do_what_real_ranks_do() -> None:
+def test_counted_step_fake_ranks_equal_real_ranks() -> None:
     """The second step has equal collectives; the first step also sets up communication."""
     real = run_ranks(real_counts, 4)
     for layout, overrides in LAYOUTS.items():

@@ -214,7 +214,7 @@ def test_split_llama_405b_equals_the_published_stages() -> None:
     assert blocks_of(split_into_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
 
 
-def test_a_stage_is_the_sum_of_its_units() -> None:
+def test_stage_costs_sum_its_units() -> None:
     model = unit_costs(PRESETS["8b"], SEQ_LEN)
     stages = split_into_stages(model, [4, 3, 2, 1], 1024, 2)
     for stage in stages:
@@ -311,7 +311,7 @@ def test_stage_table_has_ranks_and_units() -> None:
     ]
 
 
-def test_the_table_sums_up_the_stages_of_a_rank() -> None:
+def test_stage_table_sums_the_stages_of_a_rank() -> None:
     remaining = float(GIB)
     stages = [
         Stage(0, 2, "embed + layer 0", 1, 0.2, 2 * remaining, remaining, 3),
@@ -322,7 +322,7 @@ def test_the_table_sums_up_the_stages_of_a_rank() -> None:
     assert format_stage_table(stages, [0, 1, 1, 0]) == GOLDEN_V.splitlines()
 
 
-def test_the_table_stays_readable_with_many_stages() -> None:
+def test_stage_table_with_many_stages_is_short() -> None:
     model = unit_costs(PRESETS["405b"], SEQ_LEN)
     stages = split_into_stages(model, [32] * 32, 1024, 0.25)
     lines = format_stage_table(stages, [*range(8)] * 4)

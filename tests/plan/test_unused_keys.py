@@ -153,7 +153,7 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 
 
-def test_default_that_is_written_out_is_no_warning() -> None:
+def test_explicit_default_gives_no_warning() -> None:
     assert planned(f"{PLAIN} lora.alpha=16 optim.momentum=0.95", 1).warnings == ()
 
 
