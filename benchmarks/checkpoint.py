@@ -2,16 +2,17 @@
 
     .venv/bin/python benchmarks/checkpoint.py [--megabytes 100] [--rounds 5] [--steps 4]
 
-One process trains a small Llama whose state (parameters and AdamW's two moments) has about that
-size.  A round is a few steps of each kind, so that a machine whose speed drifts slows all alike:
+One process trains a small Llama whose state (parameters and both AdamW moments) has about this
+size.  Each round runs a few steps of each kind, so that a drift of the machine's speed affects all
+kinds alike:
 
     nothing      no checkpoint
-    background   one in the background: fingerprints and a copy while training waits
-    waiting      one with training waiting until it is on the disk
-    the disk     the same bytes by plain writes into room made before, and fsync; and plain reads
+    background   an async save: training waits only for fingerprints and a copy
+    waiting      a synchronous save: training waits until the checkpoint is on the disk
+    the disk     plain writes of the same bytes into preallocated space, with fsync; plain reads
 
-Everything is verified as always: fingerprints when saving, and when loading.  What was written is
-put out of the page cache before it is read, by both; so the read is the disk's.
+Saving computes fingerprints and loading verifies them, as in a run.  Written files are dropped from
+the page cache before both reads, so that reads measure the disk.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ BLOCK = 16 << 20
 
 
 def build_model(megabytes: int) -> tuple[Built, int]:
-    """A model whose state has about that size, and the bytes of it."""
+    """Return a model whose state has about this size, and its number of bytes."""
     dim = max(64, int((megabytes * 2**20 / 12 / 8 / 12.5) ** 0.5) // 64 * 64)
     overrides = {
         "model.num_layers": "8",
@@ -68,7 +69,7 @@ def build_model(megabytes: int) -> tuple[Built, int]:
 
 
 def step(built: Built) -> float:
-    """One optimizer step; its seconds."""
+    """Run one optimizer step; return its seconds."""
     start_time = time.perf_counter()
     tokens_BT = torch.randint(0, 1024, (2, 256))
     built.train_step.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
@@ -101,7 +102,7 @@ def plain_write(path: Path, size: int) -> float:
 def plain_read(path: Path) -> float:
     start_time = time.perf_counter()
     size = path.stat().st_size
-    memory = memoryview(np.empty(size, np.uint8).data)  # new, as what is loaded into is
+    memory = memoryview(np.empty(size, np.uint8).data)  # a new buffer, as in a load
     with path.open("rb", buffering=0) as file:
         for at in range(0, size, BLOCK):
             file.readinto(memory[at : at + BLOCK])
@@ -136,7 +137,7 @@ def main() -> None:
             for _ in range(options.steps):
                 record("step", step(built))
             for kind, saver in list(savers.items())[:: 1 if round_ % 2 else -1]:
-                os.sync()  # what others have left to be written
+                os.sync()  # flush writes of other processes
                 start_time = time.perf_counter()
                 saver.save(built.model_parts, built.optimizer, {"step": round_ + 1})
                 stall = time.perf_counter() - start_time
@@ -147,10 +148,10 @@ def main() -> None:
                         record("step beside a save", value)
                     steps += 1
                 saver.wait()
-                if round_:  # the first one allocates memory
+                if round_:  # the first round allocates memory
                     record(f"{kind}: stall", stall)
                     record(f"{kind}: write", saver.write_seconds)
-            # Like a checkpoint: the old one is removed once the new one exists.
+            # Like a save, remove the old file once the new one exists.
             os.sync()
             before, plain = home / f"plain-{round_ - 1}", home / f"plain-{round_}"
             wrote = plain_write(plain, size)

@@ -1,15 +1,16 @@
 """Run every pair of techniques and write the tables of docs/composability.md.
 
     python benchmarks/composability.py [--minutes M] [--only PATTERN] [--changed]
-    python benchmarks/composability.py --write      only write the page from what is recorded
+    python benchmarks/composability.py --write      only write the page from recorded results
 
-A cell is one job that has both techniques.  It is trained for two steps on gloo ranks of this
-machine, beside one process, by the code of ``weft verify``: it *works* if losses, gradient norms,
-every gradient and every update agree; it is *refused* if weft refuses the job before it starts, and
-the reason is kept; anything else is a defect.  Two settings of one key make no pair.
+A cell is one job with both techniques.  The code of ``weft verify`` trains the job for two steps
+on gloo ranks of this machine, and compares it with one process.  A pair *works* if losses, gradient
+norms, every gradient and every update agree.  A pair is *refused* if weft refuses the job before
+launch; the reason is recorded.  Any other result is a defect.  Two values of one key are not a
+pair.
 
-Outcomes are kept in benchmarks/composability.json, one entry for each pair, so that a run that was
-interrupted continues, and so that tests can compare the refusals with today's rules in seconds.
+benchmarks/composability.json has one result for each pair.  An interrupted run continues from it,
+and tests compare the recorded refusals with the current rules in seconds.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "composability.md"
 RECIPE = "demo"
 RANKS = 16
 STEPS = 2
-AT_ONCE = 2  # pairs
+AT_ONCE = 2  # pairs that run at the same time
 
 Overrides = dict[str, str]
 
-# Overrides of every cell, unless a technique sets them differently.
+# Overrides of every cell, unless a technique has other values.
 BASE: Overrides = {
     "run.device": "cpu",
     "model.tied_embeddings": "false",
-    # Sizes that every degree here divides, so that no refusal is one of size.
+    # Every degree divides these sizes, so that no pair is refused because of sizes.
     "model.dim": "256",
     "model.num_heads": "8",
     "model.num_kv_heads": "4",
@@ -65,7 +66,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 @dataclass(frozen=True)
 class Technique:
-    """A choice that a recipe can make, as the keys that make it."""
+    """A technique, with the keys that enable it."""
 
     name: str
     group: str
@@ -168,7 +169,7 @@ def pair_key(first: Technique, second: Technique) -> str:
 def combine(first: Technique, second: Technique) -> Overrides | None:
     """Return the overrides of a job with both techniques, or None if they conflict.
 
-    If both set the same degree, the larger one is used: it is a size, not a choice.
+    If both set the same degree, the larger degree is used.
     """
     combined = dict(first.overrides)
     for name, value in second.overrides.items():
@@ -217,7 +218,7 @@ def _run_apart(overrides: Overrides, pipe: Any) -> None:
 
 
 def run_in_process(overrides: Overrides) -> dict[str, Any]:
-    """Verify one job in a forked process, so that no cache or thread outlives it."""
+    """Verify one job in a forked process, so that no cache or thread remains."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_apart, args=(overrides, theirs))
@@ -255,7 +256,7 @@ def run(only: str, minutes: float, changed: bool) -> None:
     """Run the pairs whose name matches ``only`` and that have no outcome yet.
 
     Args:
-        changed: run those again, too, that were defects or whose refusal no longer holds.
+        changed: also repeat defects, and pairs that weft no longer refuses.
     """
     outcomes = read_results()
     end = time.monotonic() + 60 * minutes

@@ -2,16 +2,16 @@
 
     .venv/bin/python benchmarks/data.py [--megabytes 16] [--rounds 3] [--seq-len 2048]
 
-*Tokenising*: the same lines of JSON, made of the standard library's sources in documents of some
-kilobytes, with the same tokenizer, in turns: `weft.data.prepare.prepare_store` with an empty cache
-(it reads, checks, hashes, splits, tokenises and writes), and
-`load_dataset("json").map(batched=True, num_proc=cores)`, which keeps input_ids in Arrow files, its
-cache empty, too.  Both start their processes anew.  What is timed is what a user waits for; the
-ratio is the median of those of the rounds.
+*Tokenizing*: both process the same JSON lines with the same tokenizer, in turns.  The text is the
+standard library's source, in documents of some kilobytes.  weft runs
+`weft.data.prepare.prepare_store` with an empty cache: it reads, checks, hashes, splits, tokenizes
+and writes.  `datasets` runs `load_dataset("json").map(batched=True, num_proc=cores)` with an empty
+cache, which writes input_ids to Arrow files.  Both start new processes.  The benchmark measures
+wall-clock time, and reports the median of the ratios of all rounds.
 
-*Reading*: rows of a warm store in the loader's random order, in one process with one thread, by its
-processor time (which others on the machine change less than the clock's), beside
-`dataset.with_format("numpy")` of the same rows, cut to the same length, in the same random order.
+*Reading*: sequences of a warm store in the loader's random order, in one process with one thread,
+compared with `dataset.with_format("numpy")`: the same sequences, lengths and order.  The benchmark
+measures processor time, which other processes affect less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BATCH_ROWS = 16
 
 
 def write_lines(file: Path, size: int) -> None:
-    """Return the library's sources as documents, repeated until there are enough."""
+    """Write the library's sources as documents, repeated up to the requested size."""
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     written = 0
     with file.open("w") as out:
@@ -69,7 +69,7 @@ def by_weft(file: Path, tokenizer: Path, directory: Path) -> int:
 def by_datasets(file: Path, tokenizer: Path, directory: Path) -> int:
     dataset = datasets.load_dataset("json", data_files=str(file), cache_dir=str(directory))["train"]
     encode = tokenizers.Tokenizer.from_file(str(tokenizer))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each of its processes
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     tokenized = dataset.map(
         lambda rows: {"input_ids": [e.ids for e in encode.encode_batch_fast(rows["text"])]},
         batched=True,

@@ -3,16 +3,15 @@
     python benchmarks/device.py                                  one device
     torchrun --nproc-per-node 8 benchmarks/device.py --write     with the links of a node
 
-Printed is an entry as `weft/plan/clusters.toml` has them, beside the numbers that stand there.
-``--write`` appends it to the user's own clusters.toml, from where every plan takes it; an entry
-that is there already is left alone.  On a CPU products are measured in float32, with as many
-threads as a rank of `weft train` gets.
+The benchmark prints an entry for `weft/plan/clusters.toml`, next to the values of that table.
+``--write`` appends the entry to the user's clusters.toml, which every plan reads; an existing entry
+is not changed.  On a CPU, matmuls are float32, with as many threads as a rank of `weft train`.
 
-    achieved    FLOP/s of the best of some large products, the median of its repetitions
+    achieved    FLOP/s of the best of several large matmuls, median of repetitions
     flash       causal attention, 8,192 keys (1,024 on a CPU), heads of 128, forward and backward
-    bandwidth   bytes/s of a copy, read and written, over 0.85: what a data sheet would say
-    launch      seconds of the host for a small kernel, with the device kept busy
-    link        bus bandwidth and latency of all-gathers over the ranks that were started
+    bandwidth   bytes/s read and written by a copy, divided by 0.85: the value of a data sheet
+    launch      host seconds of a small kernel while the device is busy
+    link        bus bandwidth and latency of all-gathers over all ranks
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device,
 
 
 def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    """The product of (m, k) and (n, k) in float8, with a scale for each matrix."""
+    """Return a float8 matmul of (m, k) and (n, k), with a scale for each matrix."""
     one = torch.ones((), device=a.device)
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
     options: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
@@ -45,14 +44,14 @@ def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
 
 
 def attention(device: torch.device) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward."""
+    """Return FLOP/s of causal attention, forward and backward."""
     on_gpu = device.type == "cuda"
     length, heads, dtype = (8192, 32, torch.bfloat16) if on_gpu else (1024, 4, torch.float32)
     q, k, v = (
         torch.randn(1, heads, length, 128, device=device, dtype=dtype, requires_grad=True)
         for _ in range(3)
     )
-    flops = 2 * 2 * heads * length * length * 128 / 2  # causal: half of two products
+    flops = 2 * 2 * heads * length * length * 128 / 2  # two matmuls, halved by the causal mask
 
     def forward() -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -73,7 +72,7 @@ def launch(device: torch.device) -> float:
     for _ in range(9):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.cuda._sleep(int(2e8))  # so that nothing waits for results
+            torch.cuda._sleep(int(2e8))  # keep the device busy, so that the host never waits
         start_time = time.perf_counter()
         y = x
         for _ in range(count):
@@ -101,7 +100,7 @@ def links(device: torch.device) -> dict[str, float]:
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """The device's entry."""
+    """Return the entry of the device."""
     forward, backward = attention(device)
     achieved = {"bf16": matmul_flops(device)}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -171,7 +170,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
     elif known is None:
-        entry["link"] = "pcie4"  # until torchrun has measured it
+        entry["link"] = "pcie4"  # until a run with torchrun measures it
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if options.json:

@@ -1,19 +1,19 @@
 """Measure compile, float8 and activation checkpointing of Llama 3.1 8B on one GPU.
 
-    python benchmarks/gpu.py [--wheels FOLDER] [--minutes 8] [--out gpu.json]
+    python benchmarks/gpu.py [--wheels DIRECTORY] [--minutes 8] [--out gpu.json]
 
-Every case is a run of ``weft train`` as a user starts it, in processes of its own, that is ended
-once enough steps are recorded.  Rows of 8,192 tokens, four of them to a step, AdamW in float32.
-The model is Llama 3.1 8B with as many of its layers as fit without recomputation, which the output
-says; if the GPU has room for all 32 with moments in 8 bits, that is a case of its own.  The last
-cases compare the losses of float8 and bfloat16 over 300 steps of a small model on real text, and
-the same model in Hugging Face's code with a loop of plain PyTorch, where transformers is there.
+Each case starts ``weft train`` like a user, in separate processes, and ends the run once enough
+steps are recorded.  A step has four sequences of 8,192 tokens, with float32 AdamW.  The model is
+Llama 3.1 8B with as many layers as fit without recomputation; the output has their number.  If all
+32 layers fit with 8-bit moments, that is an additional case.  The last cases compare the losses of
+float8 and bfloat16 over 300 steps of a small model on real text.  If transformers is installed,
+they also train the same model in Hugging Face's code with a plain PyTorch loop.
 
-Needs torch 2.11 or newer with CUDA, and weft's source.  Packages that are missing come from a
-folder of wheels, without a network; ``make wheels`` fills it where there is one.
+Requires torch 2.11 or newer with CUDA, and weft's source.  Missing packages are installed from a
+directory of wheels, without a network; ``make wheels`` fills it on a machine with a network.
 
-Cases are taken in the order of their worth; what there is no time for is named.  ``--tiny`` runs
-the same cases with a model of a few thousand parameters on anything, to see that it works.
+Cases run in order of importance; the output names those for which no time is left.  ``--tiny`` runs
+the same cases with a model of a few thousand parameters on any machine, as a test of the benchmark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("pydantic", "rich", "tokenizers", "xxhash", "tomli_w", "torchao")
-SKIP, MEASURED = 3, 6  # steps: the first ones compile and warm up
+SKIP, MEASURED = 3, 6  # numbers of steps; the first steps compile and warm up
 
 EAGER = {"compile.enable": "false"}
 COMPILE = {"compile.enable": "true"}
@@ -45,7 +45,7 @@ FULL, SELECTIVE = (
     {"activation_checkpoint.mode": "selective"},
 )
 
-# In the order of their worth.
+# In order of importance.
 SPEED: dict[str, dict[str, str]] = {
     "eager bf16": EAGER,
     "compile": COMPILE,
@@ -95,14 +95,14 @@ def main() -> None:
 
 
 def install_wheels(wheels: Path | None, directory: Path) -> None:
-    """Install what is missing beside the interpreter, for this benchmark alone."""
+    """Install missing packages for this benchmark only."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(directory / "packages")])
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
         return
     if wheels is None:
         sys.exit(f"not installed: {', '.join(missing)}; give their wheels with --wheels FOLDER")
-    # Never torch: the one that is there knows the GPU.
+    # Never install torch: the installed one supports the GPU.
     result = [str(path) for path in wheels.glob("*.whl") if not path.name.startswith("torch-")]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*command, "--target", str(directory / "packages"), *result], check=True)
@@ -183,7 +183,7 @@ def shape_of(tiny: bool, layers: int) -> dict[str, str]:
 
 
 def small(tiny: bool) -> dict[str, str]:
-    """A model that learns something in 300 steps."""
+    """Return a model whose loss decreases in 300 steps."""
     if tiny:
         heads = {"model.num_heads": "4", "model.num_kv_heads": "2", "model.num_layers": "1"}
         heads["precision.float8_small"] = "true"
@@ -204,7 +204,7 @@ def small(tiny: bool) -> dict[str, str]:
 def train(
     name: str, overrides: dict[str, str], steps: int, directory: Path, timeout: float
 ) -> dict[str, Any]:
-    """A run of ``weft train`` until ``steps`` are recorded; it saves nothing."""
+    """Run ``weft train`` without checkpoints until ``steps`` are recorded."""
     run = directory / "".join(letter if letter.isalnum() else "-" for letter in name)
     everything = {
         "run.dir": str(run),
@@ -234,10 +234,10 @@ def train(
             time.sleep(0.2)
             records = read(run / "metrics.jsonl")
     finally:
-        with suppress(ProcessLookupError):  # its ranks end with it
+        with suppress(ProcessLookupError):  # its ranks are in the same process group
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
-        time.sleep(2)  # until the driver has the memory back
+        time.sleep(2)  # wait until the driver has released the memory
     if len(records) < steps:
         return {"error": last_error((directory / "log").read_text("utf-8", "replace"))}
     rows = records[SKIP:steps]
@@ -252,7 +252,7 @@ def train(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: another process is writing."""
+    """Read complete records only, because the run is still writing."""
     text = path.read_text("utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -281,7 +281,7 @@ def table(info: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
 
 
 def probe(tiny: bool) -> dict[str, Any]:
-    """The device, the versions, and how many layers fit."""
+    """Return device, versions, and the number of layers that fit."""
     from dataclasses import replace
     from importlib.metadata import version
 
@@ -307,7 +307,7 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     room = USABLE_MEMORY * (machine.memory_bytes or 0)
     fitting = [layers for layers in range(1, 33) if needs(layers) <= room]
-    # The estimate knows no recomputation: with it, a block's input is what a layer keeps.
+    # The estimate has no recomputation, with which a layer saves only the input of its block.
     states = (
         needs(32, optim__state_dtype="8bit", train__seq_len="128")
         + 32 * 8192 * 4096 * 2

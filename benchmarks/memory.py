@@ -1,8 +1,8 @@
 """Measure each activation checkpointing mode: peak memory and step time.
 
-One process, on CUDA if it is there, else on the CPU, where bytes are tracked as operators make and
-drop them (torch's MemTracker); beside it is what the planner predicts.  Every way takes its turn in
-each round; times are medians, as shares of pairs of one round.
+One process runs on CUDA if available, else on the CPU, where torch's MemTracker tracks the bytes
+that operators allocate and free.  The table also has the planner's prediction.  Each round runs
+every mode; times are medians of ratios within a round.
 
     .venv/bin/python benchmarks/memory.py [--layers 8] [--seq_len 1024] [--rounds 5] [--compile]
 """
@@ -80,7 +80,7 @@ def planned(options: argparse.Namespace, variant: dict[str, str]) -> tuple[Plan,
 
 
 def predicted(options: argparse.Namespace, variant: dict[str, str]) -> float:
-    """Return the planner's prediction of `peak` in MiB, as if blocks were eager."""
+    """Return the planner's prediction of `peak` in MiB, for eager blocks."""
     return sum(forecast(*planned(options, variant), None).memory.live_bytes.values()) / 2**20
 
 
@@ -131,11 +131,11 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     params = 0
     for round_ in range(options.rounds):
-        for name, variant in VARIANTS.items():  # one at a time is there
+        for name, variant in VARIANTS.items():  # one model at a time is in memory
             built, device = build_one(options, variant)
             params = sum(p.numel() for part in built.model_parts for p in part.parameters())
             tokens_BT = torch.randint(0, 512, (options.rows, options.seq_len), device=device)
-            step(built, tokens_BT)  # compiles, chooses, allocates
+            step(built, tokens_BT)  # warm up: compile, choose, allocate
             if round_ == 0:
                 peaks[name] = peak(built, tokens_BT)
             seconds[name].append(statistics.median(step(built, tokens_BT) for _ in range(3)))

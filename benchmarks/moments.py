@@ -1,10 +1,10 @@
 """Measure training with low-precision AdamW moments on mostly rare tokens.
 
-One process on the CPU.  A small Llama learns a Zipf-distributed Markov chain, once with each kind
-of moments: torch.optim.AdamW in float32, weft's `optim.state_dtype`, and torchao's AdamW8bit, run
-without its compiler.  All start from the same weights and see the same tokens.  Shown are the loss
-on new tokens at the end; how far all weights are from float32's in the end, and the most that one
-entry moved in one step, in learning rates (bias-corrected AdamW moves the first step by one).
+One process on the CPU trains a small Llama on a Zipf-distributed Markov chain, once with each kind
+of moments: torch.optim.AdamW in float32, weft's `optim.state_dtype`, and torchao's AdamW8bit,
+without its compiler.  All start from equal weights and see equal tokens.  The table has the final
+loss on new tokens, the final distance of all weights from those of float32, and the largest update
+of one element in one step, in learning rates (bias-corrected AdamW moves the first step by one).
 
     .venv/bin/python benchmarks/moments.py [--steps 300] [--seeds 3]
 """
@@ -44,7 +44,7 @@ KINDS = ("float32", "bfloat16", "8bit", "torchao")
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    """Rows of a chain: half of the tokens follow from the one before, half are Zipf's."""
+    """Yield sequences: half of the tokens follow from the one before, half are Zipf-distributed."""
     draw = torch.Generator().manual_seed(seed)
     follows = torch.randperm(CONFIG.vocab_size, generator=torch.Generator().manual_seed(7))
     weights = 1 / torch.arange(1, CONFIG.vocab_size + 1).float()

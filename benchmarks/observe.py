@@ -2,20 +2,20 @@
 
     .venv/bin/python benchmarks/observe.py [--steps 400] [--workers 2]
 
-Two runs differ by more than a record costs, whatever is done about it.  So one run is compared with
-itself: `weft train demo` with every second step recorded, to everything that there is:
-metrics.jsonl, the terminal, TensorBoard, Weights & Biases (offline), MLflow (SQLite), the report,
-and the norms of all layers.  All of it is counted:
+Two runs differ by more than the cost of a record.  So the benchmark compares one run with itself:
+`weft train demo` records every second step, to metrics.jsonl, the terminal, TensorBoard, Weights &
+Biases (offline), MLflow (SQLite) and the report, with the gradient norms of all layers.  The
+benchmark measures:
 
-    in the step      a recorded step's time relative to the mean of the two around it: the mean of
-                     the logarithms of all such ratios, with Student's interval
-    beside the step  CPU seconds that trackers' threads and processes took meanwhile, as a share of
-                     the wall-clock's: what it costs if no core is free for them (and if one is,
-                     the part of it in which they hold Python's lock); per step as if every step
-                     were recorded
-    spans            how many a step has, times what noting and writing one takes here
+    in the step      ratio of a recorded step's time to the mean of the two steps around it: the
+                     mean of the logarithms of all ratios, with Student's interval
+    beside the step  CPU seconds of the trackers' threads and processes as a share of wall-clock
+                     time, as if every step were recorded.  This is the cost if no core is free
+                     for them.  If a core is free, the cost is the part of this time in which they
+                     hold Python's interpreter lock
+    spans            number of spans in a step, times the seconds to record and write one span
 
-The step's times come from the spans of rank 0.
+Step times are those of the spans of rank 0.  ``--workers`` is the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weft.monitor.step_record import StepRecord
 from weft.monitor.step_timer import PHASES
 from weft.tools.statistics import confidence_interval
 
-WARM = 40  # steps that are left out
+WARM = 40  # warm-up steps, which are not measured
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -79,7 +79,7 @@ def cmdline(process: Path) -> bytes:
 
 
 class Meter:
-    """A sink that measures the others, which are still there when it is closed."""
+    """A sink that measures the other trackers, which are open until it closes."""
 
     def __init__(self, directory: Path, job: Job, resumed_step: int) -> None:
         self.path = directory / "meter.json"
@@ -120,7 +120,7 @@ def train(directory: Path, steps: int, workers: int) -> None:
 
 
 def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
-    """From where each step waits for its data to where the next one does."""
+    """Return seconds by step, from its wait for data to that of the next step."""
     start_time = {
         e["args"]["step"]: e["ts"] for e in events if e["name"] == PHASES["data"].activity
     }

@@ -1,8 +1,8 @@
 """Measure the share of collective time hidden behind compute, from a trace.
 
-Ranks of one machine train a small Llama under FSDP2, on CPU over gloo or on CUDA over NCCL; one
-step of rank 0 is traced by torch.profiler.  Hidden is the share of the time in which at least one
-collective is under way that a matrix product is, too.
+Ranks of one machine train a small Llama under FSDP2, on CPU with gloo or on CUDA with NCCL.
+torch.profiler traces one step of rank 0.  The hidden share is the fraction of the time with at
+least one collective in which compute runs too: a matmul on CPU, any other kernel on CUDA.
 
     .venv/bin/python benchmarks/overlap.py [--ranks 2] [--layers 6] [--dim 512]
 """
@@ -145,7 +145,7 @@ def _read(trace: dict[str, Any], cuda: bool) -> tuple[float, float, float]:
 
 
 def _union(events: Any) -> Spans:
-    """Spans of time in which at least one is under way."""
+    """Return the intervals in which at least one event is active."""
     spans: Spans = []
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         if spans and begin <= spans[-1][1]:

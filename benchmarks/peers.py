@@ -4,29 +4,29 @@
         -r benchmarks/peers-requirements.txt -e .
     build/peers/bin/python benchmarks/peers.py [--model micro] [--ranks 2] [--rounds 20]
 
-Each trainer lives in a process of its own.  In every round each of them, in random order and while
-all others stand still, takes a burst of steps; so a machine whose speed drifts slows all alike.
-What counts are the ratios to the bare loop of the same round: their median and quartiles, of the
-time and of the processor time (user and system, all threads).  The bare loop runs twice: the second
-one's ratios show what the machine's noise alone does.
+Each trainer has separate processes.  In every round, in random order, each trainer runs a burst of
+steps while all others wait; so a drift of the machine's speed affects all alike.  The results are
+ratios to the bare loop of the same round: median and quartiles, of wall-clock time and of processor
+time (user and system, all threads).  The bare loop runs twice; the ratios of the second one show
+the noise of the machine.
 
-All do the same work.  Data, order, batch, float32, the fused AdamW in two groups, clipping at 1.0,
-a constant learning rate, and a loss recorded every tenth step, into TensorBoard where a trainer has
-that.  After every burst each computes, untimed, the loss of a fixed batch and the norm of its
-parameters; they must agree (`LOSS`, `NORM`).
+All trainers do the same work: data, order, batch, float32, the fused AdamW in two groups, clipping
+at 1.0, and a constant learning rate.  Each records a loss every tenth step, to TensorBoard if the
+trainer supports it.  After every burst each trainer computes the loss of a fixed batch and the norm
+of its parameters, outside the measured time.  Both must agree (`LOSS`, `NORM`).
 
     bare loop         the least code, around weft's model
-    weft              `weft.train.loop.train`, as `weft train` runs it: records into three sinks
+    weft              `weft.train.loop.train`, as in `weft train`, with three sinks
     Accelerate        the bare loop with prepare, backward and clip_grad_norm_, around weft's model
     Fabric            the same with Lightning's Fabric, around weft's model
     Lightning         its Trainer around weft's model; without progress bar, summary, checkpoints
     HF Trainer        transformers' Trainer around its LlamaForCausalLM; without progress bar
-    LitGPT            its own pretraining loop (`litgpt.pretrain.fit`) and model, not compiled
-    bare loop, ...    the bare loop around the other two models: what is due to the model
+    LitGPT            its pretraining loop (`litgpt.pretrain.fit`) and model, not compiled
+    bare loop, ...    the bare loop around the other two models: the effect of the model
 
-With ``--ranks 2`` it is weft with FSDP2 against a bare loop with `fully_shard` as weft's defaults
-have it: a unit per block, freed after forward, and the root with the rest, which stays; float32;
-the next block gathered ahead.
+With ``--ranks 2`` it compares weft with FSDP2 and a bare loop with `fully_shard`.  The bare loop
+has weft's defaults: a unit per block, resharded after forward, and a root unit, which stays
+gathered; float32; the next block is prefetched.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Work:
 
     job: Job
     plan: Plan
-    directory: Path  # of this trainer, for what it writes
+    directory: Path  # output directory of this trainer
     rank: int
     turn: Turn
 
@@ -137,11 +137,11 @@ class Work:
         return self.job.train.global_batch_size // self.plan.world_size
 
     def fixed(self) -> torch.Tensor:
-        """Rows whose loss is compared."""
+        """Return the rows of the fixed batch."""
         return torch.stack([Rows(self)[i] for i in range(self.rows)])
 
     def model(self) -> nn.Module:
-        """weft's, with its initial weights."""
+        """Return weft's model with its initial weights."""
         family, config = load_family("llama"), self.plan.model
         model = family.build(config)
         seed = self.job.train.seed
@@ -151,7 +151,7 @@ class Work:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer; embeddings and norms have no weight decay, under any name."""
         section = self.job.optim
-        tables = ("embed_tokens.weight", "lm_head.weight")  # one and the same
+        tables = ("embed_tokens.weight", "lm_head.weight")  # tied weights
         named = list(model.named_parameters())
         small = [p for name, p in named if p.dim() == 1 or name.endswith(tables)]
         ids = set(map(id, small))
@@ -164,7 +164,7 @@ class Work:
 
 
 class Rows(torch.utils.data.Dataset):
-    """For trainers that take torch's Dataset: row by row, T + 1 tokens, int64."""
+    """The rows as a torch Dataset: T + 1 int64 tokens each."""
 
     def __init__(self, work: Work) -> None:
         self.tokens, self.starts = work.tokens(), work.order().tolist()
@@ -179,14 +179,14 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Turn:
-    """To be called before every step; it returns when it is this process's turn."""
+    """Called before every step; blocks until it is this process's turn."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.remaining, self.start = pipe, 0, (0.0, 0.0)
         self.check: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
     def watch(self, model: nn.Module, logits: Callable[[torch.Tensor], Any], work: Work) -> None:
-        """Say whose weights and outputs are compared."""
+        """Set the model whose weights and outputs are compared."""
         rows = work.fixed()
 
         @torch.no_grad()
@@ -195,7 +195,7 @@ class Turn:
             loss = F.cross_entropy(out.flatten(0, 1).float(), rows[:, 1:].flatten())
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # else the next step begins with the weights of this one
+                    module.reshard()  # else the next step would start with gathered old weights
             params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
             return loss.item(), sum(p.double().square().sum().item() for p in params)
 
@@ -270,7 +270,7 @@ def weft(work: Work) -> None:
     from weft.train import run as weft_run
     from weft.train.setup import Built, connect
 
-    in_run: Any = weft_run  # their imported names are replaced
+    in_run: Any = weft_run  # names in this module are replaced
     in_loop: Any = loop
     build, enter_phase = in_run.build, in_loop.enter_phase
 
@@ -375,7 +375,7 @@ def lightning(work: Work) -> None:
 
 
 def hf_model(work: Work) -> Any:
-    """transformers' Llama with weft's initial weights."""
+    """Return transformers' Llama with weft's initial weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config: Any = work.plan.model
@@ -416,7 +416,7 @@ def hf_trainer(work: Work) -> None:
 
     def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         batch = torch.stack(rows)
-        # With shift_labels its loss takes them as they are, and computes no position in vain.
+        # With shift_labels, the loss uses the labels unshifted and computes no unused position.
         targets = batch[:, 1:]
         return {
             "input_ids": batch[:, :-1],
@@ -454,7 +454,7 @@ def hf_trainer(work: Work) -> None:
 
 
 def litgpt_model(work: Work) -> Any:
-    """LitGPT's GPT with weft's initial weights."""
+    """Return LitGPT's GPT with weft's initial weights."""
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
@@ -538,7 +538,7 @@ def litgpt(work: Work) -> None:
     )
 
 
-# Row of the table: the function, what it needs, the bare loop around the same model.
+# Row of the table: the function, and the package that it requires.
 Trainer_ = tuple[Callable[[Work], None], str]
 ONE_RANK: dict[str, Trainer_] = {
     "bare loop": (bare_loop, ""),
@@ -603,7 +603,7 @@ Timing = tuple[float, float, float, float, float]  # seconds, cpu, loss, squares
 
 
 class Trainer:
-    """The processes of one row."""
+    """The processes of one row of the table."""
 
     def __init__(self, name: str, options: argparse.Namespace, tmp: Path) -> None:
         self.name, self.tmp = name, tmp
@@ -619,7 +619,7 @@ class Trainer:
             self.processes.append(process)
 
     def wait(self) -> Timing:
-        """The slowest rank's time, the processor time of all, and the rest alike."""
+        """Return the time of the slowest rank, processor time, loss, norm and peak memory."""
         try:
             seconds, cpu, loss, squares, peak = zip(*(p.recv() for p in self.pipes), strict=True)
         except EOFError:
@@ -660,9 +660,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(options.threads)}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with socket.create_server(("127.0.0.1", 0)) as free:  # where weft's ranks meet
+    with socket.create_server(("127.0.0.1", 0)) as free:  # port of the rendezvous of weft's ranks
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    os.environ |= {"PYTHONWARNINGS": "ignore"}  # of semaphores that nobody needs any more
+    os.environ |= {"PYTHONWARNINGS": "ignore"}  # hide warnings of leaked semaphores
     burst = options.burst or BURST[options.model]
     table = MORE_RANKS if options.ranks > 1 else ONE_RANK
     names = []
@@ -683,7 +683,7 @@ def main() -> None:
         begin = {name: trainer.wait() for name, trainer in trainers.items()}
         wrong = other_work(begin)
         gc.disable()
-        for number in range(options.rounds + 1):  # the first one is to warm up
+        for number in range(options.rounds + 1):  # the first round warms up
             results: dict[str, Timing] = {}
             for name in random.sample(names, len(names)):
                 trainers[name].start_burst(burst)

@@ -2,16 +2,17 @@
 
     python benchmarks/plan_accuracy.py [--json] [FILE]
 
-Every row that can be expressed is predicted; the others are listed with the reason.  A row names
-its source, model, devices, layout and what was measured (tokens/s, TFLOP/s, MFU or an iteration's
-time; memory; or that it ran out of memory).  What a publication does not say follows from the
-system that was run, by `STACKS`: a system's properties, from its code and papers, none fitted.
+Every row that the planner can express is predicted; other rows are listed with the reason.  A row
+has source, model, devices, layout and measurements: tokens/s, TFLOP/s, MFU or iteration time;
+memory, or an out-of-memory failure.  `STACKS` has values that a publication does not state: the
+properties of the training system, from its code and papers.  None is fitted.
 
-Printed are the errors of throughput without calibration, and with one software-efficiency scalar
-for each source, fitted to the source's other rows (leave-one-out; a source of one row takes the
-scalar of its system's other sources); of memory; whether runs fit; and, among layouts of one model
-on one number of devices from one source, rank correlation and the throughput lost by the planner's
-first choice.  `source` in full is what has one scalar.
+The output has the errors of throughput without calibration, and with one software-efficiency scalar
+per source (the `source` column).  The scalar is fitted to the other rows of the source
+(leave-one-out); a source with one row uses the scalar of its system's other sources.  The output
+also has the errors of memory, and of the prediction whether runs fit.  Among layouts of one model
+on one number of devices from one source, it has the rank correlation, and the throughput lost by
+the planner's first choice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from weft.plan.devices import GIB, Device, load_clusters
 
 Row = dict[str, str]
 
-# Sizes that a publication takes as known: layers, hidden, heads, kv heads, ffn, vocabulary, gated.
+# Sizes of known models: layers, hidden, heads, kv heads, ffn, vocabulary, gated.
 MODELS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "gpt3-5b": (24, 4096, 32, 32, 16384, 51200, False),
     "gpt3-20b": (44, 6144, 48, 48, 24576, 51200, False),
@@ -58,7 +59,7 @@ MODELS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
 
 @dataclass(frozen=True)
 class Stack:
-    """A training system: what its rows leave unsaid."""
+    """A training system, with values that its rows do not state."""
 
     layout: dict[str, Any]
     seq_len: int = 4096
@@ -66,11 +67,11 @@ class Stack:
     network: str | None = None
     # Defaults if the row has no value; "auto": as many layers as fit into memory.
     activation_checkpoint: str = "none"
-    memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
+    memory_rank: int | None = None  # pipeline rank of the published memory; None: the fullest
 
 
 MEGATRON = Stack(
-    # bf16 weights, float32 gradients; master weights and moments over the data-parallel ranks.
+    # bf16 weights, float32 gradients; master weights and moments sharded over data-parallel ranks.
     {
         "zero": 1,
         "fusion": "fused",
@@ -86,18 +87,18 @@ MEGATRON = Stack(
 )
 # Keyed by a word of the source; the first match is used.
 STACKS: dict[str, Stack] = {
-    # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
-    # microbatches of a pipeline, and its schedule returns all logits, as it did until October 2025.
+    # FSDP2; SDPA's FlashAttention 2; float32 gradient reduction; weights stay gathered between
+    # microbatches of a pipeline; the schedule returns all logits, as it did until October 2025.
     "torchtitan": Stack({"zero": 3, "output_bytes": 2}, seq_len=8192),
     # Llama 2, FSDP1, gradients reduced in bfloat16.
     "fms-fsdp": Stack({"zero": 3, "gradient_bytes": 2}),
     "maximizing": Stack({"zero": 3, "gradient_bytes": 2}),
-    # MPT: attn_impl triton, FlashAttention's first edition; layer norm as one kernel.
+    # MPT: attn_impl triton, FlashAttention 1; layer norm is one kernel.
     "llm-foundry": Stack(
         {"zero": 3, "fusion": "fused", "kernel": "flash1"}, seq_len=2048, vocab=50368
     ),
-    # DeepSpeed's fork of Megatron of 2021: no flash attention, no sequence parallelism, whole
-    # gradients reduced at the end of a step, everything computed again.
+    # DeepSpeed's Megatron fork of 2021: no flash attention, no sequence parallelism, unsharded
+    # gradients reduced at the end of a step, full recomputation.
     "vtrain": Stack(
         {
             "zero": 0,
@@ -128,8 +129,8 @@ STACKS: dict[str, Stack] = {
         vocab=51200,
         activation_checkpoint="attention",
     ),
-    # bf16 weights and gradients and float32 sums of them on all ranks; norms and rotation are
-    # FlashAttention's kernels, the rest is eager.  The first rank reports.
+    # bf16 weights and gradients, and float32 copies, on all ranks; norms and rotary embeddings are
+    # FlashAttention's kernels, the rest is eager.  Memory is that of the first rank.
     "nanotron": Stack(
         {
             "zero": 0,
@@ -150,7 +151,7 @@ STACKS: dict[str, Stack] = {
         vocab=131072,
         network="playbook",
     ),
-    # Measured without overlap of communication, which its own model does not have.
+    # Measured without overlap of communication, which SimuMax does not model.
     "simumax": replace(
         MEGATRON,
         layout={**MEGATRON.layout, "tp_overlap": "exposed", "overlap_dp_comm": False},
@@ -166,7 +167,7 @@ STACKS: dict[str, Stack] = {
 
 
 class Unexpressed(ValueError):
-    """Why a row cannot be predicted."""
+    """A row cannot be predicted; the message has the reason."""
 
 
 def stack_of(row: Row) -> tuple[str, Stack]:
@@ -174,7 +175,7 @@ def stack_of(row: Row) -> tuple[str, Stack]:
     source = row["source"].lower()
     system, stack = next((k, s) for k, s in STACKS.items() if k in source)
     if system == "torchtitan" and re.search(r"paper t[1-4]\b", source):
-        # Before 22 October 2024 its model gave logits in float32.
+        # Before 22 October 2024 the model returned float32 logits.
         return system, replace(stack, layout={**stack.layout, "output_bytes": 4})
     if system == "megatron" and re.match("a100|v100", row["gpu"].lower()):
         return "megatron of 2021", replace(STACKS["vtrain"], network=None)
@@ -220,14 +221,14 @@ def sizes_of(row: Row, stack: Stack) -> DecoderDims:
     ffn = int(number(row["ffn"])) or 4 * hidden
     sizes = DecoderDims(layers, hidden, heads, int(number(row["kv_heads"])) or heads, ffn, vocab)
     if re.search(r"gpt|mpt|nemotron|bloom", name):
-        # Their tables are tied, and positions learnt.
+        # These models have tied embeddings and learned positions.
         return replace(sizes, gated=False, tied=not re.search("nemotron", name))
     if "qwen3" in name:
         sizes = replace(sizes, head_dim=128)
     params = number(row["params_b"]) * 1e9
     if not params:
         return sizes
-    # The number of parameters shows if the feed-forward is gated and the embeddings are tied.
+    # Infer gated feed-forward and tied embeddings from the number of parameters.
     kinds = [replace(sizes, gated=g, tied=t) for g in (True, False) for t in (False, True)]
     return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
 
@@ -263,7 +264,7 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
     if options["zero"] == 3 or shard > 1:
         shard = shard or (dp // copies if copies else 8 if "hsdp" in notes and dp > 8 else dp)
         shard = min(shard, dp)
-        if options["zero"] != 3:  # Megatron's own FSDP
+        if options["zero"] != 3:  # Megatron-FSDP
             options |= {"zero": 3, "state_bytes": 18, "unsharded_bytes": 0}
         if pp > 1 or "shard_grad_op" in notes or "reshard=never" in source:
             options["zero"] = 2
@@ -287,11 +288,11 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
         batch = micro * dp * (counted or 1)
     batch = batch or dp
     if pp > 1 and source.startswith("torchtitan") and batch // dp > 1:
-        # The column is the local batch; the number of microbatches is the repository's default.
+        # The column is the local batch; the number of microbatches is TorchTitan's default.
         micro = max(1, batch // dp // pp)
     micro = micro or max(1, batch // dp // counted if counted else 1)
     if "nanotron" in source and batch <= micro * dp:
-        # Its gradients in bf16 come and go in a backward pass: with one microbatch, after the peak.
+        # bf16 gradients live only in a backward pass; with one microbatch, that is after the peak.
         options["unsharded_bytes"] -= 2
     text = row["precision"].lower()
     precision = "float4" if "fp4" in text else "float8" if re.search("fp8|float8", text) else "bf16"
@@ -306,7 +307,7 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
             activation_checkpoint = "attention" if options.get("kernel") != "flash" else "selective"
     hfu = re.search(r"hfu ([\d.]+)", notes)
     if activation_checkpoint == "block" and hfu and number(row["mfu"]):
-        # FLOPs of hardware over those of the model: 4/3 where every layer is computed again.
+        # HFU / MFU is 4/3 if every layer is recomputed.
         options["activation_checkpoint_fraction"] = min(
             1.0, max(0.0, 3 * (float(hfu[1]) / number(row["mfu"]) - 1))
         )
@@ -361,13 +362,13 @@ def hardware_of(row: Row, stack: Stack) -> Hardware:
         network = networks["efa-3200"]
     node = int(number(row["gpus_per_node"])) or (72 if device.name.startswith("GB") else 8)
     match = re.search(r"(\d{3,4}) ?gbps", description)
-    if match:  # of a node
+    if match:  # devices of a node
         network = replace(network, bandwidth=float(match[1]) * 1e9 / 8 / node)
     return Hardware(device, node, network)
 
 
 def measured(row: Row, sizes: DecoderDims, layout: Layout, device: Device) -> float:
-    """Tokens/s of a device, or 0."""
+    """Return the published tokens/s per device, or 0."""
     if row["tok_s_per_gpu"]:
         return number(row["tok_s_per_gpu"])
     time = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
@@ -377,8 +378,8 @@ def measured(row: Row, sizes: DecoderDims, layout: Layout, device: Device) -> fl
     flops = number(row["tflops_per_gpu"]) * 1e12
     flops = flops or number(row["mfu"]) * (0.01 if number(row["mfu"]) > 1.5 else 1) * device.bf16
     if "peak is hfu" in row["notes"].lower():
-        flops *= 0.75  # everything was computed again
-    # As published: products with weights and the whole square of attention, thrice.
+        flops *= 0.75  # full recomputation
+    # The published formula: matmuls with weights and full attention, times three.
     weights = sizes.layers * sizes.layer_params + sizes.vocab * sizes.hidden
     return flops / (6 * weights + 12 * sizes.layers * sizes.q * layout.seq_len)
 
@@ -389,8 +390,8 @@ class Case:
     system: str
     measured: float
     predicted: float = 0.0
-    memory: float = 0.0  # predicted GiB
-    live: float = 0.0  # of them, what cannot be given up
+    memory: float = 0.0  # predicted memory in GiB
+    live: float = 0.0  # GiB that the allocator cannot release
     capacity: float = 0.0
     spent: dict[str, float] | None = None
     calibrated: float = 0.0
@@ -410,10 +411,10 @@ class Case:
 
 
 def live(held: dict[str, float]) -> float:
-    """GiB that a run cannot do without.
+    """Return the GiB that a run needs at least.
 
-    What the allocator keeps in reserve it gives up before it fails, all but a twentieth, which is
-    in pieces; and the driver keeps 1 GiB.
+    Before it fails, the allocator releases its reserve, except for a fragmented twentieth.  The
+    driver needs 1 GiB.
     """
     return 1.05 * (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
 
@@ -448,10 +449,10 @@ def fitted(sizes: DecoderDims, layout: Layout, device: Device) -> Layout:
 
 
 def case_of(row: Row) -> Case:
-    """A row's prediction.
+    """Predict a row.
 
     Raises:
-        Unexpressed: why there is none.
+        Unexpressed: the row cannot be predicted.
     """
     row = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key})
     if "bug" in f"{row['precision']} {row['notes']}".lower():
@@ -478,7 +479,7 @@ def case_of(row: Row) -> Case:
     case.memory = sum(estimate_memory(sizes, layout, stack.memory_rank).values()) / GIB
     if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
         raise Unexpressed("its numbers give no prediction")
-    # The allocator frees its reserve before it fails; the driver keeps 1 GiB.
+    # Memory with which the run would just fit.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
     case.choice = (case.source, row["model"], row["n_gpus"], row["gpu"], row["seq_len"])
@@ -486,7 +487,7 @@ def case_of(row: Row) -> Case:
 
 
 def calibrate(cases: Sequence[Case]) -> None:
-    """Sets `Case.calibrated`, by one scalar a source from its other rows."""
+    """Set `Case.calibrated` with one scalar per source, fitted to its other rows."""
     ratio = {id(c): math.log(c.measured / c.predicted) for c in cases}
     for case in cases:
         rules: list[Callable[[Case], bool]] = [
@@ -502,13 +503,13 @@ def calibrate(cases: Sequence[Case]) -> None:
 
 
 def ranks(values: Iterable[float]) -> list[float]:
-    """Return ranks; equal values get their mean rank."""
+    """Return ranks; equal values have their mean rank."""
     subset = list(values)
     return [sum(v < x for v in subset) + (subset.count(x) - 1) / 2 for x in subset]
 
 
 def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
-    """Return rank correlation, loss of the first choice, and name of choice sets."""
+    """Return rank correlation, loss of the first choice, and name of each choice set."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
@@ -563,7 +564,7 @@ def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
     raw = [abs(c.predicted / c.measured - 1) for c in timed]
     fine = [abs(c.calibrated / c.measured - 1) for c in timed]
     memory = [abs(c.memory / c.measured_memory - 1) for c in cases if c.measured_memory]
-    # Without published memory or recomputation there is nothing to judge.
+    # Leave out rows without published memory or recomputation.
     memory_cases = [c for c in cases if c.measured_memory or c.out_of_memory or c.row["ac"]]
     fits = [(c.live <= c.capacity) != c.out_of_memory for c in memory_cases]
     sets = choice_sets(timed)
@@ -643,7 +644,7 @@ def main() -> None:
                 cases.append(case_of(row))
             except Unexpressed as reason:
                 skipped.append(f"line {line}, {row.get('source')}, {row.get('model')}: {reason}")
-            except Exception as error:  # one odd row must not cost the others their report
+            except Exception as error:  # one bad row must not end the report
                 skipped.append(f"line {line}: cannot be read: {type(error).__name__}: {error}")
     result = summary(cases, len(skipped))
     if options.json:

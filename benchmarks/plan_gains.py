@@ -2,10 +2,10 @@
 
     python benchmarks/plan_gains.py [--json]
 
-Each gain is a shipped recipe with and without something, on the devices of the publication: H100
-of 500 W with HBM2e memory, eight to a node.  Both are predicted twice: from a trace of weft's own
-step, as `weft plan` does, and by arithmetic (`weft.estimate.analytic`), as its search does.
-TorchTitan published tokens per second and device; it is another program: only the ratio compares.
+Each gain compares two variants of a shipped recipe on the published devices: H100 of 500 W with
+HBM2e memory, eight to a node.  Both variants are predicted twice: from a trace of weft's step, as
+in `weft plan`, and by arithmetic (`weft.estimate.analytic`), as in its search.  TorchTitan
+published tokens per second and device.  TorchTitan is another program, so only ratios are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Overrides = dict[str, str]
 
 @dataclass(frozen=True)
 class Gain:
-    """A published gain: ``plain`` and ``better`` differ in it, ``common`` is shared."""
+    """A published gain of ``better`` over ``plain``; both have the keys ``common``."""
 
     name: str
     recipe: str
@@ -86,13 +86,13 @@ GAINS = [
         },
         {"pipeline.schedule": "1F1B", "pipeline.stages_per_rank": "1"},
         {"pipeline.schedule": "Interleaved1F1B", "pipeline.stages_per_rank": "2"},
-        {PAPER: 0.30, REPOSITORY: 0.28},  # as the paper's text says; 100 to 128
+        {PAPER: 0.30, REPOSITORY: 0.28},  # text of the paper; 100 to 128
     ),
 ]
 
 
 def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
-    """Tokens per second and device, traced and by arithmetic."""
+    """Return tokens per second and device, by trace and by arithmetic."""
     overrides = list((gain.common | changes).items())
     plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
     device = match_device(machine.device_name, machine.memory_bytes)

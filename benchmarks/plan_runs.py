@@ -2,11 +2,11 @@
 
     python benchmarks/plan_runs.py [--steps 12] [--json]
 
-Each configuration is trained by `weft train` on all devices that are here (on CPUs on two ranks,
-and smaller), in a folder of its own, and then predicted from that folder.  The first one calibrates
-the device; the errors of the others, before and after, are what is to be judged.  Nothing is
-written into the user's files.  A configuration that the planner says will not fit is run all the
-same.
+`weft train` trains each configuration on all devices of this machine (on CPUs, smaller and on two
+ranks), in a separate directory, and the benchmark predicts the run from that directory.  The first
+configuration calibrates the device.  The result is the error of the others, before and after
+calibration.  The user's files are not changed.  A configuration that is predicted not to fit runs
+nevertheless.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ ON_CPU: dict[str, dict[str, Any]] = {
 
 
 def measure(name: str, keys: dict[str, Any], directory: Path, steps: int) -> Path | str:
-    """Return the directory of the finished run, or the reason why there is none."""
+    """Return the directory of the finished run, or the error."""
     on_gpu = torch.cuda.is_available()
     base = LARGE if on_gpu else SMALL
     ranks = max(1, torch.cuda.device_count()) if on_gpu else 2
     keys = {**base, **keys}
-    rows = 2 * keys["train.microbatch_size"] * ranks  # two microbatches of each rank
+    rows = 2 * keys["train.microbatch_size"] * ranks  # two microbatches per rank
     keys |= {"train.global_batch_size": rows, "train.steps": steps, "train.eval_interval": 0}
     keys |= {"monitor.log_interval": 1, "train.eval_sequences": rows, "run.nproc_per_node": ranks}
     keys |= {"checkpoint.interval": 0, "run.dir": directory / name.replace(" ", "-")}
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each configuration that ran, and why others did not."""
+    """Return a row for each configuration that ran, and the errors of the others."""
     from weft.estimate.calibrate import calibrate, read_run, save_calibration
 
     runs, failed = {}, {}

@@ -2,9 +2,9 @@
 
     python benchmarks/plan_speed.py [--json] [--only llama3-8b,...] [--no-search]
 
-Each plan is the command `weft plan RECIPE`, in a fresh process, from its start to its last line:
-importing torch is half of the quickest.  Beside the seconds stands the target, 20 for a recipe and
-180 for the search, on two idle cores; the result also has the load of the machine before the start.
+Each plan is the command `weft plan RECIPE` in a new process, measured from its start to its last
+line; half of the fastest plan is the import of torch.  The targets on two idle cores are 20 s for a
+recipe and 180 s for the search.  The result includes the load of the machine before the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEARCHED = ("llama3-405b", "64x8xH100")
 
 
 def timed(*arguments: str) -> dict[str, Any]:
-    """``weft plan --json`` with these arguments, and how long it took."""
+    """Run ``weft plan --json``; return its result and seconds."""
     load = os.getloadavg()[0]
     start = time.perf_counter()
     command = [sys.executable, "-m", "weft.cli", "plan", *arguments, "--json"]

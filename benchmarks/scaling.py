@@ -2,20 +2,20 @@
 
     .venv/bin/python benchmarks/scaling.py [--rounds 3]
 
-Each case is a process of its own, one rank of a world that is not there: torch's fake process group
-answers every collective at once.  All tensors are real but small, and a step trains on one row of 8
-tokens, so that what is timed is what the host does.  The exponent of growth is that of
-the three largest sizes, by least squares between logarithms: below them what is constant hides it.
+Each case is one rank in a separate process, with torch's fake process group, whose collectives
+return at once.  All tensors are real but small, and a step trains on one sequence of 8 tokens, so
+that the time is that of the host.  The exponent of growth is fitted by least squares to the
+logarithms of the three largest sizes, because constant costs dominate smaller sizes.
 
     start      planning, the mesh, the model on meta, sharding, initial weights
-    step       a batch, forward and backward, clipping, AdamW, as `weft.train.loop` has them
-    own        of it what is weft's: all but model and loss, autograd, and the optimizer's step
-    record     what a record asks of all ranks: which of them is slow
-    memory     the process's largest resident size since everything was imported
+    step       a batch, forward and backward, clipping, AdamW, as in `weft.train.loop`
+    own        the part of weft in a step: all but model and loss, autograd, and the optimizer
+    record     the straggler check of a record, over all ranks
+    memory     growth of the process's peak resident size since the imports
 
-Processor time, not wall time, and the least of all rounds: the machine may be busy.  Exit status 1
-if an exponent is above 1.1; of a whole step it only informs, since a model that has left the
-processor's caches is slower for every loop.
+Times are processor times, and the minimum of all rounds, because the machine may be busy.  The exit
+status is 1 if an exponent is above 1.1.  The exponent of a whole step is only reported: a model
+that exceeds the processor's caches is slower in every training loop.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build
 
-LIMIT = 1.1  # of an exponent
-SHARDS = 16  # ranks that share one copy, at most: what a rank holds must not shrink to nothing
+LIMIT = 1.1  # largest exponent
+SHARDS = 16  # the most ranks that shard a replica, so that shards do not become empty
 SIZES: dict[str, list[dict[str, int]]] = {
     "layers": [{"layers": n} for n in (2, 4, 8, 16, 32, 64)],
     "ranks": [{"ranks": n} for n in (1, 4, 16, 64, 256, 1024, 4096, 16384)],
@@ -75,7 +75,7 @@ def processor_ms(work: Callable[[], Any], times: int) -> float:
 
 
 def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]:
-    """One case, in this process, which does nothing else."""
+    """Measure one case in this process."""
     torch.set_num_threads(1)
     imported = peak_mib()
     start_time = time.process_time()

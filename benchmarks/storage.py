@@ -2,18 +2,17 @@
 
     python -m benchmarks.storage [--megabytes 100] [--rounds 5]        from the repository's root
 
-The store is Ceph's RADOS Gateway on loopback, started by tests/s3.py (which says what it needs): a
-real S3 server whose network is free, and whose cores, disk and signatures are not.  So what is told
-is the cost of speaking S3 on this machine, of which Ceph's own daemons take a part; on a cluster
-the store has machines of its own, and a network between.  A round does each of these once, in
+The store is Ceph's RADOS Gateway on loopback, started by tests/s3.py, which lists its requirements.
+It is a real S3 server: the network is free, but processor, disk and signatures are not.  So the
+result is the cost of S3 on this machine, part of which is the cost of Ceph's daemons.  On a
+cluster, the store has separate machines and a network.  A round runs each of these once, in
 alternating order:
 
-    data         prepare the same lines of JSON from a file, and from s3://, with an empty cache
-    checkpoint   save and load the same state, everything verified as always, in a folder and in
-    s3:// one object   the same bytes as one object, by the store's client alone: the least that it
-    costs
+    data         prepare the same JSON lines from a file, and from s3://, with an empty cache
+    checkpoint   save and load the same state, with verification, in a directory and in s3://
+    one object   write and read the same bytes with the store's client only: the least cost
 
-Ratios are of pairs in one round.  One more round goes through a proxy that counts bytes.
+Ratios are those of pairs in one round.  An additional round runs through a proxy that counts bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ BUCKET = "s3://bench"
 
 
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
-    """Run weft as a user does, in a separate process."""
+    """Run `weft data prepare` in a separate process."""
     words = [source, "--data.tokenizer", str(tokenizer), "--data.cache_dir", str(cache)]
     command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,7 +58,7 @@ def prepare(source: str, tokenizer: Path, cache: Path) -> None:
 
 
 class Checkpoints:
-    """One state, saved again and again in one place."""
+    """Saves and loads one state repeatedly in one directory."""
 
     def __init__(self, path: str | Path, built: Built) -> None:
         self.home, self.built, self.step = open_directory(path), built, 0
@@ -99,7 +98,7 @@ def main() -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
     built, size = build_model(options.megabytes)
-    step(built)  # AdamW's moments
+    step(built)  # creates AdamW's moments
     Path("runs").mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="weft-storage-", dir="runs")).absolute()
     load_before = os.getloadavg()
@@ -147,7 +146,7 @@ def measure(
         "load": [("disk", local.load), ("s3", store.load), ("one object", one.read_bytes)],
     }
     seconds: dict[tuple[str, str], list[float]] = {}
-    for round_ in range(options.rounds + 1):  # the first one warms up
+    for round_ in range(options.rounds + 1):  # the first round warms up
         for what, methods in pairs.items():
             for name, run in methods[:: 1 if round_ % 2 else -1]:
                 os.sync()

@@ -2,14 +2,13 @@
 
     python benchmarks/tuning.py [--rounds 30] [--burst 3]
 
-Both tune the same small Llama of random weights on the same conversations: questions about
-Python's standard library, whose answers are its docstrings.  They have the same rows in the same
-order (whole conversations packed by best fit, each seeing only itself), the same initial adapters,
-float32, fused AdamW, clipping at 1.0, a constant learning rate, and one thread.  Each lives in a
-process of its own, and in every round each takes a burst of steps while the other stands still, so
-that a machine whose speed drifts slows both.  What counts is the ratio of the times of a round, its
-median and quartiles; and how far the losses of the same steps are apart, which rounding alone may
-make differ.
+Both fine-tune the same small Llama with random weights on the same conversations: questions about
+Python's standard library, answered by its docstrings.  Both have equal rows in equal order
+(conversations packed by best fit, with attention inside a conversation only), equal initial
+adapters, float32, fused AdamW, clipping at 1.0, a constant learning rate, and one thread.  Each has
+a separate process.  In every round, each runs a burst of steps while the other waits, so that a
+drift of the machine's speed affects both.  The results are median and quartiles of the ratios of
+times in a round, and the differences of the losses of equal steps, which are due to rounding only.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def write_conversations(path: Path) -> None:
-    """Return functions of the standard library and the first sentence of their docs."""
+    """Write conversations about functions of the standard library."""
     lines = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -58,7 +57,7 @@ def write_conversations(path: Path) -> None:
 
 
 def write_model(directory: Path, chat: Path) -> None:
-    """Write a Llama of random weights with tokenizer and chat template."""
+    """Write a Llama with random weights, tokenizer and chat template."""
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -85,7 +84,7 @@ def write_model(directory: Path, chat: Path) -> None:
 
 
 class Turn:
-    """To be called before every step; it returns when it is this process's turn."""
+    """Called before every step; blocks until it is this process's turn."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.remaining, self.start = pipe, 0, (0.0, 0.0)
@@ -143,12 +142,12 @@ def weft(directory: Path, steps: int, turn: Turn) -> None:
     job = plan.job
     (directory / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
     text = prepare_data(job.data, directory / "cache")
-    in_run: Any = weft_run  # their imported names are replaced
+    in_run: Any = weft_run  # names in this module are replaced
     in_loop: Any = loop
     build, enter_phase = in_run.build, in_loop.enter_phase
 
     def build_and_report(*args: Any) -> Any:
-        torch.set_num_threads(1)  # as many as the other; weft has taken all cores
+        torch.set_num_threads(1)  # one thread for both; weft would use all cores
         built = build(*args)
         named = built.model_parts[0].named_parameters()
         torch.save({n: p.detach().clone() for n, p in named if "lora_" in n}, directory / "new")
@@ -170,7 +169,7 @@ def weft(directory: Path, steps: int, turn: Turn) -> None:
 
 
 class Rows(torch.utils.data.Dataset):
-    """weft's rows, one by one in the order of their use."""
+    """weft's rows as a torch Dataset, in the order of their use."""
 
     def __init__(self, directory: Path, steps: int) -> None:
         from weft.data.loader import Loader, build_mixture
@@ -207,7 +206,7 @@ def trainer(directory: Path, steps: int, turn: Turn) -> None:
             param.copy_(initial.pop(ours))
     assert not initial
 
-    class Told(TrainerCallback):
+    class LogRecorder(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             turn()
 
@@ -254,7 +253,7 @@ def trainer(directory: Path, steps: int, turn: Turn) -> None:
         train_dataset=Rows(directory, steps),
         data_collator=collate,
         optimizers=(optimizer, None),
-        callbacks=[Told()],
+        callbacks=[LogRecorder()],
     ).train()
 
 
@@ -313,7 +312,7 @@ def main() -> None:
             for owner in random.sample(sorted(pipes), 2):
                 pipes[owner].send(options.burst)
                 times[owner] = answer(owner)
-            if number >= 2:  # the first bursts allocate
+            if number >= 2:  # the first bursts allocate memory
                 ratios.append([a / b for a, b in zip(times["weft"], times["trainer"], strict=True)])
         for owner in pipes:
             pipes[owner].send(0)

@@ -10,21 +10,21 @@ PYTHON=${PYTHON:-.venv/bin/python}
 # name | event and required outcome | test
 DRILLS="
 rank-killed        | a rank is killed: all ranks restart, same losses        | tests/cluster/test_restart.py::test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits
-rank-hangs         | a rank skips a collective: weft names the rank          | tests/cluster/test_hang.py::test_debug_hang_after_the_watchdog_names_a_skipped_collective
+rank-hangs         | a rank skips a collective: weft names the rank          | tests/cluster/test_hang.py::test_hang_after_the_watchdog_names_a_skipped_collective
 time-limit         | saved in time, with status 75                           | tests/cluster/test_signals.py::test_time_limit_stops_and_resumes_bit_for_bit
 nodes-elastic      | nodes leave and join: the run shrinks and grows         | tests/cluster/test_rendezvous.py::test_train_lost_and_new_nodes_continue_the_run
 nodes-rendezvous   | the rendezvous is lost: saved, status 75                | tests/cluster/test_rendezvous.py::test_train_lost_rendezvous_ends_and_resumes
 s3-killed          | killed while it saves into S3, then resumed             | tests/checkpoint/test_remote.py::test_remote_killed_run_resumes
 s3-damaged         | damage in the store is detected                         | tests/checkpoint/test_remote.py::test_remote_damage_is_noticed
-doctor-unhealthy   | the other node trains without an unhealthy one          | tests/cluster/test_doctor.py::test_preflight_other_nodes_train_without_a_sick_one
-doctor-later       | a node that became unhealthy does not restart           | tests/cluster/test_doctor.py::test_preflight_node_that_became_sick_does_not_restart
+doctor-unhealthy   | the other node trains without an unhealthy one          | tests/cluster/test_doctor.py::test_preflight_other_nodes_train_without_an_unhealthy_one
+doctor-later       | a node that became unhealthy does not restart           | tests/cluster/test_doctor.py::test_preflight_node_that_became_unhealthy_does_not_restart
 slurm-two-nodes    | a job on two nodes runs to its end                      | tests/cluster/test_slurm.py::test_slurm_two_nodes_train
 slurm-ranks        | srun starts one task per rank                           | tests/cluster/test_slurm.py::test_slurm_ranks_started_by_srun_train
 slurm-stop         | a cancel saves, and the job is not requeued             | tests/cluster/test_slurm.py::test_slurm_stop_saves_and_is_not_requeued
 slurm-requeue      | saved with status 75, requeued, same losses             | tests/cluster/test_slurm.py::test_slurm_preempted_job_is_requeued_and_resumes
 slurm-limit        | Slurm's own signal before the time limit                | tests/cluster/test_slurm.py::test_slurm_time_limit_requeues_and_resumes
 slurm-mistake      | a configuration error is not requeued                   | tests/cluster/test_slurm.py::test_slurm_mistake_is_not_requeued
-slurm-unhealthy    | the requeued job excludes an unhealthy node             | tests/cluster/test_slurm.py::test_slurm_sick_node_is_excluded
+slurm-unhealthy    | the requeued job excludes an unhealthy node             | tests/cluster/test_slurm.py::test_slurm_unhealthy_node_is_excluded
 slurm-lost-node    | a node of an elastic job is killed, and the job resumes | tests/cluster/test_slurm.py::test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training
 sagemaker-toolkit  | two hosts under Amazon's toolkit, model exported        | tests/cluster/test_sagemaker_entry.py::test_entry_two_hosts_by_the_toolkit_train
 sagemaker-crash    | a crash: the failure file has its first cause           | tests/cluster/test_sagemaker_entry.py::test_entry_crash_by_the_toolkit_is_reported

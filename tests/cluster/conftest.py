@@ -1,8 +1,8 @@
-"""Start a small `weft train` command in two ways, and check that nothing remains.
+"""Start a small `weft train` command in two ways, and check that no process remains.
 
 Importing torch takes seconds. So weft's command runs in a new process only where a test
 checks its start or death; otherwise the harness forks it (`Started`, `run_weft`,
-`run_joined`) with torch imported. The ranks that it starts are the same.
+`run_joined`) with torch imported. The command starts the same ranks in both ways.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.small import SMALL
 from weft.cli.main import main
 
 WEFT = [sys.executable, "-m", "weft.cli"]
-ONE_RANK = ["--run.nproc_per_node", "1"]  # where it matters what the launcher does, not its ranks
-_worlds: list[threading.Thread] = []  # of `Started`, in which a command may still run
+ONE_RANK = ["--run.nproc_per_node", "1"]  # for tests of the launcher, which need no second rank
+_worlds: list[threading.Thread] = []  # threads of `Started` whose command may still run
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def small_command(store: Path) -> list[str]:
     return [*WEFT, "train", "demo", *(word for key, value in pairs for word in (f"--{key}", value))]
 
 
-# An optimizer whose steps are slow until there is a file "hurry": what a test does has to happen
-# before the run ends.
+# An optimizer with slow steps until the file "hurry" exists: a test has to act before the run
+# ends.
 SLEEPY = """
 import os, time
 from weft.optim.optimizer import build_adamw
@@ -70,14 +70,14 @@ def build(groups, optim):
 class Finished(NamedTuple):
     """A run of two ranks, of which tests make copies."""
 
-    directory: Path  # where the command ran
+    directory: Path  # the working directory of the command
     command: list[str]
     done: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="session")
 def finished(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """`weft train` on ``text.py``, as a user starts it."""
+    """Run `weft train` on ``text.py`` as a user starts it."""
     directory = tmp_path_factory.mktemp("finished")
     shutil.copy(text_dir / "ast.py", directory / "text.py")
     words = ["--data.path", "text.py", "--data.cache_dir", "cache"]
@@ -96,7 +96,7 @@ def no_processes_left(tmp_path: Path) -> Iterator[None]:
     deadline = time.monotonic() + 10
     while remaining := processes_in(tmp_path):
         if time.monotonic() > deadline:
-            for process in remaining:  # of a test that failed half-way, too
+            for process in remaining:  # also if the test failed
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             for world in _worlds:
@@ -115,7 +115,7 @@ def processes_in(directory: Path) -> dict[int, str]:
                     line = (entry / "cmdline").read_text().replace("\0", " ")
                     results[int(entry.name)] = line
             except OSError:
-                continue  # it has ended meanwhile, or is another user's
+                continue  # the process has ended, or is another user's
     return {process: line for process, line in results.items() if line}
 
 
@@ -125,11 +125,11 @@ def processes_in(directory: Path) -> dict[int, str]:
 class Started:
     """weft's command in a process forked by the harness, like `subprocess.Popen`.
 
-    Its output is in files beside ``directory``, where it runs.
+    The command runs in ``directory``, and its output is in files next to it.
 
     Args:
-        cores: number of cores for it and its ranks; 0: all.
-        reader: read its standard output; if False the pipe is closed after some bytes.
+        cores: number of cores for the command and its ranks; 0: all.
+        reader: read all standard output; False: close the pipe after the first line.
 
     Attributes:
         pid: process id of the command, which leads a session.
@@ -203,7 +203,7 @@ def run_weft(
     reader: bool = True,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run weft's command in a process that the harness forks, until it ends."""
+    """Run weft's command to its end in a process that the harness forks."""
     completed = Started(command, directory, cores, reader, **environment)
     status = completed.wait(timeout)
     return subprocess.CompletedProcess(command, status, completed.stdout, completed.stderr)
@@ -217,7 +217,7 @@ def run_weft_in_child(
     cores: int,
     reader: bool,
 ) -> int:
-    """Be weft's command, in a rank; return its status once no process of it is left."""
+    """Run weft's command in this rank; return its status once its processes have ended."""
     dist.destroy_process_group()
     os.chdir(directory)
     if cores:
@@ -237,7 +237,7 @@ def run_weft_in_child(
 
 
 def read_one_line(pipe: Path) -> None:
-    """Be ``head -1``."""
+    """Read one line and close the pipe, like ``head -1``."""
     with pipe.open("rb") as end:
         end.readline()
 
@@ -270,7 +270,7 @@ def free_port() -> int:
 def run_joined_in_child(
     words: list[str], directory: str, output_path: str, environment: dict[str, str], port: int
 ) -> int:
-    """Run weft's command as a rank in another process, which the command ends."""
+    """Run weft's command as a rank in a child process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.chdir(directory)
@@ -281,7 +281,7 @@ def run_joined_in_child(
     process = os.fork()
     if process == 0:
         _call_main(words, file, file, environment | {"MASTER_ADDR": "127.0.0.1"}, None)
-        os._exit(99)  # it has returned instead
+        os._exit(99)  # the command returned instead of exiting
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -306,9 +306,9 @@ def _call_main(
         traceback.print_exc()
         status = 1
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # the reader may have closed the pipe
             stream.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):  # what is left to be written
+    for number in (1, 2):  # discard output that remains in buffers
         os.dup2(nowhere, number)
     return int(status or 0)

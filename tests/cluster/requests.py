@@ -18,7 +18,7 @@ def request(
     nodes: tuple[int, int] = (1, 1),
     devices: int = 0,
 ) -> JobRequest:
-    """A request by the words that somebody would have typed."""
+    """Build a request from command-line words."""
     all_overrides = list(overrides)
     if options:
         all_overrides.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
@@ -35,7 +35,7 @@ def format_problems(problems: list[ConfigError]) -> str:
 
 
 def own_recipe(directory: Path) -> str:
-    """Write a user's recipe that extends another one, and cannot be copied alone."""
+    """Write a user recipe that extends another recipe, so that copying one file is not enough."""
     path = directory / "mine.toml"
     path.write_text(
         'extends = "demo"\n[train]\nsteps = 7\n[run]\ndir = "here"\n[launch]\nimage = "i"\n'

@@ -67,7 +67,7 @@ def one_core() -> Iterator[None]:
 
 
 @pytest.mark.system
-def test_doctor_healthy_machine_shows_a_screen_and_leaves_nothing(
+def test_doctor_healthy_machine_shows_a_screen_and_leaves_no_files(
     one_core: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +108,7 @@ def test_doctor_json_has_findings_and_facts(
         "checkpoint.local_dir",
     ]
     assert "SECRET_KEY" not in out
-    result = report["facts"]["measured"]  # by one process
+    result = report["facts"]["measured"]  # measured by one process
     assert (result["error"], result["busbw"], result["same"]) == ("", 0.0, [True])
     assert result["right"] is True
     assert result["flops"][0] > 1e8
@@ -145,7 +145,7 @@ def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> Non
 
 @pytest.mark.system
 def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = measure_devices("cuda", 1, 1, False, 60)  # there is none here
+    result = measure_devices("cuda", 1, 1, False, 60)  # this machine has no GPU
     assert result.device == "cuda"
     assert result.error.startswith("process 0: ")
     start_time = time.monotonic()
@@ -154,8 +154,8 @@ def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
-def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
-    """Real competitors share one core, and the fastest call is found."""
+def test_best_burst_on_a_shared_core_detects_its_competitors() -> None:
+    """Real competitors share one core, and the fastest call is measured."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usual)})
     competitors = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
@@ -181,20 +181,18 @@ def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> Non
 # --------------------------------------------------------------------------- storage
 
 
-def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) -> None:
+def test_probe_directory_missing_path_is_measured_and_not_created(tmp_path: Path) -> None:
     result = probe_directory("run.dir", tmp_path / "a" / "b", 1 << 20)
     assert (result.error, result.locks, result.links) == ("", True, True)
     assert result.write > 0
     assert result.read > 0
     assert list(tmp_path.iterdir()) == []
     assert "cannot be written" in probe_directory("run.dir", Path("/proc/nothing"), 1 << 20).error
-    assert (
-        probe_directory("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""
-    )  # but no traceback
+    assert probe_directory("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # no exception
 
 
 def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system grants every lock, or has none."""
+    """A file system grants every lock, or supports no locks."""
     file = tmp_path / "file"
     file.touch()
     assert supports_locks(file)
@@ -208,7 +206,7 @@ def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.M
     assert not supports_locks(file)
 
 
-def test_folders_of_a_job_are_only_the_named_ones() -> None:
+def test_job_directories_are_the_local_paths_of_keys() -> None:
     inputs = [
         ("run.dir", "/x"),
         ("checkpoint.dir", "s3://b/p"),
@@ -221,7 +219,7 @@ def test_folders_of_a_job_are_only_the_named_ones() -> None:
     ]
 
 
-def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
+def test_probe_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
     assert probe_endpoint(f"localhost:{free_port()}") == "free"
     assert "known" in probe_endpoint("no-such-host.invalid:29400")
     assert "invalid literal" in probe_endpoint("localhost:port")
@@ -229,7 +227,7 @@ def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
 
 @pytest.mark.system
 def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept every connection and send nothing that a launcher would send."""
+    """A server accepts every connection and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -240,7 +238,9 @@ def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.Monke
         threading.Thread(target=hang_up, daemon=True).start()
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         assert probe_endpoint(endpoint) == "answers"
-        monkeypatch.setattr("weft.cluster.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
+        monkeypatch.setattr(
+            "weft.cluster.doctor.WAIT_SECONDS", 0.0
+        )  # do not wait to measure devices
         job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
         facts = collect_job_facts(job)
         assert (facts.rendezvous_status, facts.joined_nodes) == (
@@ -272,7 +272,7 @@ def test_run_tool_invalid_utf8_is_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(s3.missing()), reason=f"needs {s3.missing()}: see tests/s3.py")
-def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_store_measures_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3.server() as port:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
@@ -301,7 +301,7 @@ def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None
     command = [*arguments, *ONE_RANK, "--train.steps", "2", "--resilience.preflight", "true"]
     earlier = tmp_path / "run" / UNHEALTHY_NODES_DIR / "n7"
     earlier.parent.mkdir(parents=True)
-    earlier.touch()  # it has been mended
+    earlier.touch()  # the node was unhealthy in an earlier start
     statuses, out = run_joined(command, tmp_path, 1, SLURMD_NODENAME="n7")
     assert statuses == [0], out
     assert "checked node" in out
@@ -312,7 +312,7 @@ def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None
 
 @pytest.mark.system
 @pytest.mark.parametrize("launcher", ["weft", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_preflight_sick_node_starts_no_ranks(
+def test_preflight_unhealthy_node_starts_no_ranks(
     launcher: str, arguments: list[str], tmp_path: Path
 ) -> None:
     command = [*arguments, "--resilience.preflight", "true"]
@@ -334,7 +334,7 @@ def test_preflight_sick_node_starts_no_ranks(
 
 
 @pytest.mark.slow
-def test_preflight_other_nodes_train_without_a_sick_one(
+def test_preflight_other_nodes_train_without_an_unhealthy_one(
     arguments: list[str], tmp_path: Path
 ) -> None:
     rendezvous = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
@@ -361,10 +361,10 @@ esac
 
 
 @pytest.mark.slow
-def test_preflight_node_that_became_sick_does_not_restart(
+def test_preflight_node_that_became_unhealthy_does_not_restart(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """The GPU, which no rank uses, reports a memory error from the second query on."""
+    """A GPU that no rank uses reports memory errors from the second query on."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     gpu = GPU.format(n=0).strip()

@@ -1,4 +1,4 @@
-"""`weft hang` names a planted hang: afterwards, in a live run, and across hosts."""
+"""`weft hang` explains a planted hang: after the run, in a live run, across hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.parallel.private_hooks import configure_flight_recorder
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
-# gloo ends a process that meets another collective of the same kind; a broadcast waits.
+# gloo aborts on a mismatched collective of the same kind, but a broadcast waits.
 SKIP = """
 import torch, torch.distributed as dist
 from weft.optim.optimizer import OPTIMIZERS
@@ -71,7 +71,7 @@ def explain_hang(directory: Path, *options: str) -> str:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a run without a word from its ranks."""
+    """Kill a run, so that its ranks record nothing."""
     ranks = workers(process)
     process.kill()
     process.wait(timeout=60)
@@ -93,7 +93,7 @@ def check_calls(result: dict[str, Any], number: int) -> None:
 
 
 @pytest.mark.slow
-def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
+def test_hang_after_the_watchdog_names_a_skipped_collective(
     arguments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(SKIP)
@@ -107,7 +107,7 @@ def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
     )
     (own_rank,) = re.findall(
         r"^    (.*mine\.py:\d+ in exchange)$", output, re.MULTILINE
-    )  # rank 0's alone
+    )  # only the stack of rank 0
     assert (
         output.index("rank 0, step 12") < output.index(own_rank) < output.index("rank 1, step 12")
     )
@@ -121,20 +121,18 @@ def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
     assert json.loads(explain_hang(tmp_path, "--json"))["missing"] == [1]
 
 
-def test_debug_hang_live_run_names_a_skipped_collective(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    """Without a watchdog; again and again; and the run lives."""
+def test_hang_live_run_names_a_skipped_collective(arguments: list[str], tmp_path: Path) -> None:
+    """Repeated commands work without a watchdog, and leave the run alive."""
     (tmp_path / "mine.py").write_text(SKIP)
     process = start_and_wait([*arguments, *OPTIONS, "--resilience.step_timeout", "0"], tmp_path, 11)
     deadline = time.monotonic() + 120
-    while not re.match(SKIPPED, output := explain_hang(tmp_path)):  # it comes to its twelfth step
+    while not re.match(SKIPPED, output := explain_hang(tmp_path)):  # until the run reaches step 12
         assert time.monotonic() < deadline, output
     assert "observed now, in 2 of 2 ranks; none has made progress for" in output
     assert re.match(SKIPPED, explain_hang(tmp_path)), "the second time"
     (own_rank,) = re.findall(
         r"^    (.*mine\.py:\d+ in exchange)$", output, re.MULTILINE
-    )  # rank 0's alone
+    )  # only the stack of rank 0
     assert (
         output.index("rank 0, step 12") < output.index(own_rank) < output.index("rank 1, step 12")
     )
@@ -142,7 +140,7 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     assert answer["missing"] == [1]
     check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", output)[0]))
 
-    # As if rank 1 were on another host, where the command was run as well.
+    # Rank 1 appears to be on another host, on which the command was run too.
     logs = tmp_path / "run/logs"
     (file,) = logs.glob("ranks-*.json")
     full = json.loads(file.read_text())
@@ -154,7 +152,7 @@ def test_debug_hang_live_run_names_a_skipped_collective(
     assert "observed now, in 1 of 2 ranks" in output
     assert "the missing rank is on another host" in output
     assert "run this command on the other hosts, too" in output
-    for age, result in ((0, True), (3600, False)):  # an hour ago it was another hang
+    for age, result in ((0, True), (3600, False)):  # evidence of an hour ago is of another hang
         (logs / "hang-b.json").write_text(json.dumps(other | {"time": time.time() - age}))
         output = explain_hang(tmp_path)
         assert bool(re.match(SKIPPED, output)) == result, output
@@ -172,27 +170,29 @@ def test_debug_hang_live_run_names_a_skipped_collective(
 
 
 @pytest.mark.slow
-def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Path) -> None:
+def test_hang_slow_run_is_reported_as_making_progress(arguments: list[str], tmp_path: Path) -> None:
     fault = faults(site="step", kind="slow", rank=1, times=10**6, seconds=0.1)
     process = start_and_wait([*arguments, "--train.steps", "100000", *fault], tmp_path, 15)
     try:
         deadline = time.monotonic() + 60
         while "rank 1 is a straggler: " not in (output := explain_hang(tmp_path)):
-            assert time.monotonic() < deadline, output  # on a busy machine others are slow, too
+            assert time.monotonic() < deadline, (
+                output
+            )  # on a busy machine the other rank is slow too
             time.sleep(1)
         assert re.match(r"no hang: the run makes progress, in steps? \d+", output)
     finally:
         kill(process)
 
 
-def test_debug_hang_folder_without_a_run_is_refused(
+def test_hang_directory_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["hang", str(tmp_path)]) == 2
     assert "is not a run directory. Use the directory that has" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------- the pieces
+# --------------------------------------------------------------------------- parts
 
 
 def hung_run(directory: Path) -> Path:
@@ -202,7 +202,7 @@ def hung_run(directory: Path) -> Path:
     return directory
 
 
-def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
+def test_explain_without_evidence_reports_how_the_run_ended(tmp_path: Path) -> None:
     """All available evidence is reported."""
     run_ = hung_run(tmp_path)
     assert "no rank of this run has reached its first step" in str(inspect_run(run_))
@@ -218,9 +218,9 @@ def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None
     assert "the run is complete, at step 1000" in str(inspect_run(run_))
 
 
-def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> None:
+def test_explain_reused_process_id_is_not_a_rank(tmp_path: Path) -> None:
     run_ = hung_run(tmp_path)
-    contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this one began later than that
+    contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this process started later than that tick
     host = {"time": 1.0, "host": socket.gethostname(), "world_size": 1, "ranks": [contact]}
     (run_ / "logs" / f"ranks-{socket.gethostname()}.json").write_text(json.dumps(host))
     assert str(inspect_run(run_)).startswith("no hang: the run was stopped")
@@ -229,7 +229,7 @@ def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> No
 def rank_dump(
     rank: int, group: str, number: int, name: str, ranks: list[int], **changes: object
 ) -> RankState:
-    """A rank that waits in a collective, having done the one before."""
+    """Return the state of a rank that waits in collective ``number``."""
     completed = {group: number - 1} | {key: int(str(value)) for key, value in changes.items()}
     call = OpenCollective(group, number, name, [[8]], ranks)
     return rank_state(rank, calls=[call], done=completed)
@@ -238,7 +238,7 @@ def rank_dump(
 def test_explain_evidence_of_several_hosts_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each host sees only that all of its ranks wait; together they know for whom."""
+    """On each host all ranks wait; merged evidence names the missing rank."""
     run_ = hung_run(tmp_path)
     all_ranks, distant = [0, 1, 2, 3], "pp (ranks 2, 3)"
     local = [rank_dump(rank, "all ranks", 42, "all_reduce", all_ranks) for rank in (0, 1)]
@@ -269,20 +269,20 @@ def test_explain_evidence_of_several_hosts_is_merged(
 
 
 def test_verdict_rank_behind_has_not_skipped_a_collective() -> None:
-    """A rank that is further and calls another collective has skipped one."""
+    """A rank at a later step that calls another collective has skipped one."""
     zero = rank_dump(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
     one = rank_dump(1, "all ranks", 42, "broadcast", [0, 1])
     missing, sentence = diagnose_hang([zero, one], 2)
     assert missing == [0]
     assert "; rank 0 skipped broadcast no. 42 of all ranks" in sentence
     assert sentence.endswith("in which rank 1 waits")
-    # Nobody is further than the other: only what each waits in is said.
+    # No rank is further than the other, so none has skipped a collective.
     missing, sentence = diagnose_hang([zero._replace(step=7), one], 2)
     assert "went past" not in sentence
 
 
 def dump_one() -> bytes:
-    """torch's own dump of a rank that waits for another one."""
+    """Return torch's flight recorder dump of a rank that waits for another one."""
     from torch._C import _distributed_c10d as c10d
 
     dist.all_reduce(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes; those against Kubeflow's models need weft[kubernetes]."""
+"""Manifests for Kubernetes; validation by Kubeflow's models needs weft[kubernetes]."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None
     assert "is not one of" in kubernetes.check(text.replace("kind: TrainJob", "kind: TrianJob"))[0]
 
 
-def test_trainjob_manifest_has_what_was_asked_for() -> None:
+def test_trainjob_manifest_has_the_requested_values() -> None:
     result = documents(kubernetes.render(REQUESTS["gpu"]))
     assert result["TrainJob"]["spec"] == {
         "runtimeRef": {
@@ -114,7 +114,7 @@ def test_manifest_pod_failure_policy_follows_exit_statuses() -> None:
     }
     assert by_status == {75: "Ignore", 1: "FailJob", 2: "FailJob"}
     assert job["activeDeadlineSeconds"] == 86400
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # or there is no such policy
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # a pod failure policy needs Never
 
 
 def test_manifest_for_efa_requests_adapters() -> None:
@@ -147,8 +147,8 @@ def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
     assert (job["completions"], job["parallelism"]) == (4, 4)
 
 
-def test_jobset_pods_know_each_other() -> None:
-    """The resolver takes what their environment says."""
+def test_jobset_pods_find_each_other() -> None:
+    """The environment of the pods gives hosts and ranks to the resolver."""
     launch_request = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
     env = pod_of(documents(kubernetes.render(launch_request)))["containers"][0]["env"]
     around = {item["name"]: item.get("value", "1") for item in env}
@@ -207,7 +207,7 @@ esac"""
     assert kubernetes.status(id) == "failed: no luck"
     assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
     assert "600 s to save" in kubernetes.cancel(id)
-    (tmp_path / "job").write_text("")  # as --ignore-not-found has it
+    (tmp_path / "job").write_text("")  # kubectl prints nothing with --ignore-not-found
     assert not is_active(missing := kubernetes.status(id)), missing
     commands = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
@@ -234,7 +234,7 @@ def test_submit_existing_object_is_not_changed(
 
 
 @pytest.mark.system
-def test_submit_failure_deletes_what_was_created(
+def test_submit_failure_deletes_the_created_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
@@ -246,8 +246,8 @@ def test_submit_failure_deletes_what_was_created(
 
 
 @pytest.mark.parametrize("cluster", ["kubernetes", "skypilot", "sagemaker"])
-def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: str) -> None:
-    """Else runs of two directories would be one on the nodes, without a word."""
+def test_problems_directory_that_the_cluster_would_rename_is_refused(cluster: str) -> None:
+    """Else two run directories could silently become one on the nodes."""
     module = submit.get_cluster(cluster)
     requested = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
     expected = "Use another --run.dir, such as /fsx/small-run"
@@ -255,7 +255,7 @@ def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: s
     assert expected not in format_problems(module.find_problems(request(IMAGE, options=OPTIONS)))
 
 
-def test_render_says_where_the_run_is() -> None:
+def test_render_names_the_run_directory() -> None:
     head = kubernetes.render(REQUESTS["gpu"]).splitlines()[:2]
     assert head[0].endswith("its directory is /runs/small-run in the claim.")
     assert head[1].startswith("# /fsx/small-run on the submitting machine")
@@ -265,7 +265,7 @@ def test_render_says_where_the_run_is() -> None:
     "value", ["x\ny: z", "'; touch pwned; '", "$(touch pwned)", "# x", "&a *b"]
 )
 def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
-    """Read back it is what was given, with and without a shell around the command."""
+    """The value reads back unchanged, with and without a shell around the command."""
     for setup in ([], [("launch.setup", "cd .")]):
         launch_request = request(IMAGE, *setup, options=OPTIONS)
         launch_request = replace(

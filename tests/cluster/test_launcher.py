@@ -25,7 +25,7 @@ from weft.cluster import USAGE_ERROR
 from weft.cluster.launcher import Failure, find_root_cause
 from weft.cluster.rank_exit import write_error
 
-# Each starts whole commands, several of them: on a busy machine that takes a while.
+# Each test starts several commands, which take long on a busy machine.
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 
@@ -49,7 +49,7 @@ def test_train_whole_run_shows_records_and_can_be_used(
     assert completed.stderr == ""
     out = completed.stdout
     assert "35.0 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens per step" in out
-    assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
+    assert out.count("tokens/s") == 20  # rank 0 alone prints a line per step without a terminal
     assert "validation loss" in out
     assert "unigram" in out
     assert "next:  weft generate run\n       weft evaluate run\n" in out
@@ -75,9 +75,9 @@ def test_train_whole_run_shows_records_and_can_be_used(
         "rank-1.log",
         f"ranks-{socket.gethostname()}.json",
     }
-    assert sorted(os.listdir(tmp_path)) == ["cache", "run", "text.py"]  # nothing else beside it
+    assert sorted(os.listdir(tmp_path)) == ["cache", "run", "text.py"]  # and no other files
 
-    # The complete job starts the same run again, elsewhere, in the ranks of another launcher.
+    # job.toml starts the same run in another directory, in ranks of another launcher.
     command = [*WEFT, "train", "run/job.toml", "--run.dir", "copy"]
     statuses, out = run_joined(command, tmp_path, 2)
     assert statuses == [0, 0], out
@@ -104,10 +104,10 @@ def test_train_whole_run_shows_records_and_can_be_used(
 
 
 @pytest.mark.system
-def test_train_another_text_in_the_same_folder_is_refused(
+def test_train_another_text_in_the_same_directory_is_refused(
     finished: Finished, text_dir: Path, tmp_path: Path
 ) -> None:
-    """A run resumes only on its own text, and a refusal changes nothing."""
+    """A run resumes on its text only, and a refusal changes no file."""
     shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     shutil.copy(text_dir / "bdb.py", tmp_path / "text.py")
@@ -129,7 +129,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def reference_run(arguments: list[str], directory: Path, store: Path) -> Path:
-    """Run what a command would, in as many ranks, without starting the command itself."""
+    """Run the training of a command in as many ranks, without the command."""
     words = arguments[len(WEFT) + 2 :]
     pairs = {
         key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
@@ -161,10 +161,10 @@ LONG = ["--train.steps", "60", "--checkpoint.interval", "15", "--optim.warmup_st
 WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
 
 
-def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
+def test_train_killed_launcher_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """A rank ends with its killed launcher; until then no other process may train."""
+    """A rank ends when its launcher is killed; until then no other process may train."""
     usual = [*arguments, *ONE_RANK, *LONG]
     command = [*usual, "--resilience.max_restarts_per_hour", "0", "--resilience.faults", WAITS]
     process = start_and_wait(command, tmp_path, 31)
@@ -218,10 +218,10 @@ sys.exit(status)
 
 
 @pytest.mark.system
-def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
+def test_train_exception_in_a_rank_is_shown_and_not_retried(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """In a program that has another child, which is left alone."""
+    """The launcher leaves another child of its program alone."""
     (tmp_path / "broken.py").write_text(BROKEN)
     program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
     command = [*program, "--optim.name", "broken:build", "--checkpoint.interval", "5"]
@@ -237,7 +237,7 @@ def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
     assert f"resume from {tmp_path}/run/checkpoints/step-00000005" in completed.stderr
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "ZeroDivisionError" in log
-    assert log.count("--- ") == 1  # a bug is not tried again
+    assert log.count("--- ") == 1  # a bug is not retried
 
 
 def failed(statuses: dict[int, int]) -> dict[int, ProcessFailure]:
@@ -263,10 +263,10 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
         cause = cause_of(tmp_path, range(2), failed(observed))
         assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")
         assert cause.log == tmp_path / "logs/rank-1.log"
-    # A rank that died without a word explains what its peers report.
+    # A rank killed by a signal is the cause of errors on other ranks.
     cause = cause_of(tmp_path, range(3), failed({0: 1, 2: -9}))
     assert (cause.rank, cause.kind) == (2, "SIGKILL")
-    # The agent's own SIGKILL to the others is no cause.
+    # A SIGKILL from the agent is not a cause.
     cause = cause_of(tmp_path, range(4), failed({2: -9, 3: -6}), killed={102})
     assert (cause.rank, cause.kind) == (3, "SIGABRT")
     assert cause_of(tmp_path, range(3), failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
@@ -277,10 +277,8 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
 
 
 @pytest.mark.system
-def test_train_reader_of_the_output_leaves_and_the_run_completes(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    """A closed terminal does not end a run: the files have all output."""
+def test_train_closed_output_pipe_the_run_completes(arguments: list[str], tmp_path: Path) -> None:
+    """A closed terminal does not end the run; log files have all output."""
     command = [*arguments, *ONE_RANK, "--train.steps", "6"]
     completed = run_weft(command, tmp_path, reader=False)
     assert "Traceback" not in completed.stderr
@@ -290,7 +288,7 @@ def test_train_reader_of_the_output_leaves_and_the_run_completes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["| head -1", ">/dev/full", ">&-"])
-def test_train_output_cannot_be_written_and_the_run_completes(
+def test_train_unwritable_output_the_run_completes(
     mode: str, arguments: list[str], tmp_path: Path
 ) -> None:
     run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {mode}"], tmp_path)
@@ -302,7 +300,7 @@ def test_train_output_cannot_be_written_and_the_run_completes(
 def test_train_inside_torchrun_equals_an_undisturbed_run(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The same command joins the ranks that a launcher has started."""
+    """The command joins the ranks that torchrun has started."""
     command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
     completed = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert completed.returncode == 0, completed.stderr
@@ -317,7 +315,7 @@ def test_train_inside_torchrun_equals_an_undisturbed_run(
 def test_train_bad_text_in_joined_ranks_ends_each_with_the_cause(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """Text that turns out bad only when it is read."""
+    """The text is invalid, which weft detects only while reading it."""
     (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
     command = [*arguments, "--data.path", "bad.txt", "--data.cache_dir", "cache"]
     statuses, out = run_joined(command, tmp_path, 2)

@@ -1,4 +1,4 @@
-"""`weft train` with another layout each time: the same run."""
+"""`weft train` resumes one run with a different layout each time."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ LISTENING = "0A"
 
 
 def sockets_of(process: int) -> set[str]:
-    """Addresses, in hexadecimal, on which a process listens."""
+    """Return the hexadecimal addresses on which a process listens."""
     inodes = set()
     for handle in Path(f"/proc/{process}/fd").iterdir():
         try:
             inodes.add(handle.readlink().name.removeprefix("socket:[").removesuffix("]"))
         except OSError:
-            continue  # closed meanwhile
+            continue  # the descriptor is closed
     results = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
@@ -42,7 +42,7 @@ def test_train_on_one_host_listens_on_loopback_only(arguments: list[str], tmp_pa
                     try:
                         visited |= sockets_of(process)
                     except OSError:
-                        continue  # it has ended
+                        continue  # the process has ended
                 log = tmp_path / "run/metrics.jsonl"
                 if log.exists() and len(log.read_text().splitlines()) > 5:
                     break

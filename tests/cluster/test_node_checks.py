@@ -1,4 +1,4 @@
-"""Every check with what healthy and sick machines have shown; no GPU is needed."""
+"""Run every node check on recorded facts of healthy and unhealthy machines; needs no GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GPU = (
 GPUS = "".join(GPU.format(n=n) for n in range(8))
 LOADED = GPUS.replace("0x0000000000000001", "0x0000000000000000")
 
-# nvidia-smi topo -m, as there, with half of the adapters.
+# nvidia-smi topo -m of the same machine, with half of the adapters.
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity\x1b[0m
 GPU0\t X \tNV18\tNV18\tNV18\tPIX\tNODE\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
@@ -96,7 +96,7 @@ EFA = tuple(
 )
 RUN = Directory("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
 
-# A node of two, of DGX H100 with InfiniBand.
+# One of two DGX H100 nodes with InfiniBand.
 HEALTHY = Facts(
     host="a",
     device="cuda",
@@ -139,7 +139,7 @@ AWS = replace(
 
 
 def gpus(**changes: str) -> str:
-    """With another value of the third one."""
+    """Return the table of GPUs with changed values of one GPU."""
     lines = GPUS.splitlines()
     cells = dict(zip(GPU_FIELDS, lines[3].split(", "), strict=True)) | changes
     return "\n".join([*lines[:3], ", ".join(cells.values()), *lines[4:]])
@@ -166,7 +166,7 @@ A = Node("a", {"torch": "2.13.0"})
 UNLINKED = TOPOLOGY.replace("NV18", "SYS")
 HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
 
-# A check's name, what of HEALTHY changes, and what it has to say then.
+# Name of a check, the changes to HEALTHY, and the expected level and message.
 CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("versions", {"gpus": GPUS.replace("580.65.06", "560.35.03")}, "bad", "too old"),
     ("versions", {"cuda": ""}, "bad", "without CUDA"),
@@ -291,7 +291,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("check", "changes", "severity", "words"), CASES)
-def test_examine_faulty_node_finds_what_is_wrong(
+def test_examine_faulty_node_finds_the_fault(
     check: str, changes: dict[str, Any], severity: str, words: str
 ) -> None:
     findings = list(CHECKS[check](replace(HEALTHY, **changes)))
@@ -321,7 +321,7 @@ def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
 
 
 def test_examine_unknown_facts_are_not_judged() -> None:
-    """As in a container without /proc, tools and devices."""
+    """A container may have no /proc, tools or devices."""
     assert {finding.severity for finding in run_checks(Facts(torch="2.13.0"))} == {"ok"}
 
 
@@ -340,7 +340,7 @@ def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
     assert {finding.severity for finding in findings} == {"ok"}
 
 
-def test_examine_slow_cpu_is_no_bad_finding() -> None:
+def test_examine_slow_cpu_is_not_bad() -> None:
     slow = DeviceMeasurements(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
     assert {finding.severity for finding in run_checks(facts)} == {"ok", "note"}
@@ -348,7 +348,7 @@ def test_examine_slow_cpu_is_no_bad_finding() -> None:
 
 @pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
 def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
-    """The traffic between its own processes does not count, however slow."""
+    """Communication inside a busy machine may be slow."""
     local = DeviceMeasurements(
         flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
     )
@@ -368,7 +368,7 @@ def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: s
 
 # --------------------------------------------------------------------------- variables
 
-# Set by SageMaker's toolkit for p4d; the AWS OFI NCCL team advises against three of them.
+# Variables that SageMaker's toolkit sets on p4d; the AWS OFI NCCL team advises against three.
 SAGEMAKER = {
     "FI_PROVIDER": "efa",
     "FI_EFA_USE_DEVICE_RDMA": "1",
@@ -432,7 +432,7 @@ def test_interfaces_are_chosen_as_by_nccl(value: str, expected: list[str]) -> No
     assert match_interfaces(value, ("lo", "eth0", "eth1", "ib0")) == expected
 
 
-# --------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------- parsers
 
 
 def test_gpus_in_other_lines_are_skipped() -> None:

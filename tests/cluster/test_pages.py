@@ -1,7 +1,7 @@
-"""Every command in the pages about laptops and clusters runs as far as possible.
+"""Run every command in the pages about laptops and clusters.
 
-A command runs unchanged, unless its comment lists requirements: then all that can be
-checked without them is checked. Recipes on a page have the name that its commands use.
+A command whose comment lists requirements is checked as far as possible without them. Other
+commands run unchanged. Recipes on a page have the name that its commands use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def commands_of(page: str, directory: Path) -> list[tuple[list[str], str]]:
         (directory / "mine.toml").write_text(text)
     results = []
     for kind, text in blocks:
-        # Printed output follows its command, in a block that begins with '$ '.
+        # Skip blocks that begin with '$ ': they contain printed output.
         for line in text.splitlines() if not kind and not text.startswith("$ ") else []:
             needs = NEEDS.search(line)
             if words := shlex.split(line, comments=True):
@@ -42,11 +42,11 @@ def commands_of(page: str, directory: Path) -> list[tuple[list[str], str]]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", ["slurm", "kubernetes", "sagemaker", "skypilot"])
-def test_page_of_a_cluster_has_commands_that_work(
+def test_page_of_a_cluster_commands_succeed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # The requirements of a submission are missing; SkyPilot's check has a separate test.
+    # No cluster is available for a submission; another test runs SkyPilot's check.
     bin = tmp_path / "bin"
     bin.mkdir()
     (bin / "bash").symlink_to("/bin/bash")
@@ -67,7 +67,7 @@ def test_page_of_a_cluster_has_commands_that_work(
     assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml"}
 
 
-def test_page_of_a_gpu_machine_names_recipes_and_keys_that_are_there(
+def test_page_of_a_gpu_machine_names_existing_recipes_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_page_of_a_gpu_machine_names_recipes_and_keys_that_are_there(
 
 
 @pytest.mark.slow
-def test_page_of_a_gpu_machine_plans_what_it_says(
+def test_page_of_a_gpu_machine_plans_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -97,8 +97,8 @@ def test_page_of_a_gpu_machine_plans_what_it_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_page_of_a_laptop_has_commands_that_work(tmp_path: Path) -> None:
-    """In order, as somebody types them; only the pages' own files are there."""
+def test_page_of_a_laptop_commands_succeed(tmp_path: Path) -> None:
+    """Run the commands in order, with only the files of the page."""
     library = Path(sysconfig.get_paths()["stdlib"])
     book = (path.read_text("utf-8") for path in sorted(library.glob("[a-d]*.py")))
     (tmp_path / "my-book.txt").write_text("".join(book))

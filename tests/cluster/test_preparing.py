@@ -8,7 +8,9 @@ from weft.cluster.preparing import cache_dir
 from weft.config.schema import DataSection
 
 
-def test_cache_folder_follows_data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_follows_the_key_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_dir(DataSection()) == tmp_path / ".cache" / "weft"

@@ -1,4 +1,4 @@
-"""Several nodes as real launchers of one rank on this machine: join, leave, fail."""
+"""Nodes join, leave and fail; each node is a real launcher of one rank on this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def wait_until(holds: Callable[[], Any], what: str, seconds: float = 120) -> Non
 
 
 def run_async(function: Callable[[], T]) -> Future[T]:
-    """Call it in a thread for which nobody waits in the end, should it never return."""
+    """Call a function in a daemon thread, which may never return."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -71,7 +71,7 @@ def run_async(function: Callable[[], T]) -> Future[T]:
 
 
 class Node:
-    """A launcher in a thread, with the requests to its ranks."""
+    """The rendezvous of a launcher, with the requests to its ranks."""
 
     def __init__(self, port: int, counts: tuple[int, ...], same: dict[str, Any]) -> None:
         self.requests: list[str] = []
@@ -93,7 +93,7 @@ class Node:
         return self.join_async().result(60).world_size
 
     def watch(self) -> bool:
-        """The polling of the elastic agent while ranks run."""
+        """Poll like the elastic agent; return True if ranks have to stop."""
         self.rendezvous.num_nodes_waiting()
         return bool({"kill", "save"}.intersection(self.requests))
 
@@ -111,11 +111,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
     yield node
     wait(
         [run_async(partial(node.rendezvous.end_run, None)) for node in node_list], 20
-    )  # what still waits, ends
+    )  # end nodes that still wait
 
 
 @pytest.mark.slow
-def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) -> None:
+def test_rendezvous_spare_node_replaces_one_that_left(nodes: Callable[..., Node]) -> None:
     """A job of one or two nodes starts although three are available."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
     joining = [node.join_async() for node in trio]
@@ -128,7 +128,7 @@ def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) ->
     time.sleep(2)
     assert not first.watch()
     assert not second.watch()
-    # One leaves in good order: the other's ranks are killed, and the third takes its place.
+    # The first node leaves: the second kills its ranks, and the third node replaces the first.
     first.rendezvous.leave()
     wait_until(second.watch, "that one has left", 10)
     assert "kill" in second.requests
@@ -137,7 +137,7 @@ def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) ->
     assert time.monotonic() - start_time < 30
     wait_until(lambda: all(future.done() for future in joining), "the third trains")
     assert third.rendezvous.num_nodes == 2
-    # One fails for good: the other hears why.
+    # The third node fails permanently: the second gets the failure.
     second.requests.clear()
     third.rendezvous.end_run({"rank": 1})
     wait_until(second.watch, "the end", 10)
@@ -147,8 +147,8 @@ def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) ->
     assert second.rendezvous.get_failure() == {"rank": 1}
 
 
-def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
-    """A node that comes makes the others save, but only if it can be used."""
+def test_rendezvous_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
+    """Ranks save for new nodes only if the run can use them."""
     first = nodes(1, 3)
     assert first.join() == 1
     second, third = nodes(1, 3), nodes(1, 3)
@@ -162,8 +162,8 @@ def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
     assert [future.result(60).world_size for future in joining] == [3, 3]
 
 
-def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
-    """One without a heartbeat, as after a power cut: no connection is reset."""
+def test_rendezvous_lost_node_is_detected(nodes: Callable[..., Node]) -> None:
+    """A node without heartbeats is lost, as after a power cut, which resets no connection."""
     pair = [nodes(1, 2) for _ in range(2)]
     for future in [node.join_async() for node in pair]:
         assert future.result(60).world_size == 2
@@ -177,7 +177,7 @@ def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
     assert pair[0].join() == 1
 
 
-def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None:
+def test_rendezvous_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None:
     nodes(1, 2, **{"optim.lr": 1e-3, "train.seed": 0})
     with pytest.raises(InvalidConfig) as caught:
         nodes(1, 2, **{"optim.lr": 2e-3, "train.seed": 0})
@@ -187,7 +187,7 @@ def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None
 
 
 @pytest.mark.slow
-def test_meet_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -> None:
+def test_rendezvous_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -> None:
     """A rendezvous that survives the run does not prevent another start."""
     first = nodes(1, 2, lr=1)
     first.join()
@@ -196,24 +196,24 @@ def test_meet_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -
     assert nodes(1, 2, lr=2).join() == 1
 
 
-def test_is_this_host_recognises_its_addresses() -> None:
+def test_is_local_endpoint_recognizes_its_addresses() -> None:
     assert is_local_endpoint("localhost:29400")
     assert is_local_endpoint("127.0.0.1")
     assert is_local_endpoint(f"{socket.gethostname()}:1")
-    assert not is_local_endpoint("192.0.2.1:29400")  # of RFC 5737, nobody's
+    assert not is_local_endpoint("192.0.2.1:29400")  # RFC 5737: reserved for documentation
     assert not is_local_endpoint("nowhere.invalid:29400")
 
 
 @pytest.mark.slow
-def test_meet_alias_of_this_host_hosts_the_store(
+def test_rendezvous_alias_of_this_host_hosts_the_store(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second network interface has such an alias."""
+    """torch does not recognize the alias of a second network interface."""
     monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda host: False)
     assert nodes(1, 2).join() == 1
 
 
-def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
+def test_rendezvous_each_round_has_a_new_store(nodes: Callable[..., Node]) -> None:
     """The launcher holds the port from the start, so no other process can take it."""
     node, ports = nodes(1, 2), set[int]()
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
     assert len(ports) == 2
 
 
-def test_torch_private_rendezvous_api_is_there() -> None:
+def test_torch_private_rendezvous_api_exists() -> None:
     """torch has the private attributes that `RendezvousHandler` uses."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
@@ -331,7 +331,7 @@ def cluster(arguments: list[str], tmp_path: Path) -> Iterator[Cluster]:
 
 
 def check_against_reference(directory: Path, store: Path) -> None:
-    """Every step once, and the losses of a run in one process, to rounding."""
+    """Check that each step is recorded once, with the losses of one process."""
     straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(STEPS))]
     run_ranks(train_rank, 1, overrides, str(store), timeout=200)
@@ -351,7 +351,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     cluster.start("b", "--nodes", "1:2")
     cluster.wait_for_output("a", "training on 2 nodes")
     wait_for(tmp_path / "run", 12)
-    # A node is lost with all that runs on it.
+    # A node is lost with all of its processes.
     before = cluster.step()
     single = cluster.output("a").count("training on 1 node")
     cluster.processes["b"].kill()
@@ -360,7 +360,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     print(f"lost: noticed and met again after {time.monotonic() - start_time:.1f} s")
     cluster.wait_for_step_after(before + 3)
     print(f"lost: three new steps after {time.monotonic() - start_time:.1f} s")
-    # It comes back: nothing is lost, for the ranks save before they meet.
+    # The node returns: no step is lost, because ranks save before the rendezvous.
     start_time = time.monotonic()
     cluster.start("b again", "--nodes", "1:2")
     cluster.wait_for_output("b again", "training on 2 nodes")
@@ -369,7 +369,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     at = cluster.step()
     cluster.wait_for_step_after(at + 3)
     print(f"back: three new steps after {time.monotonic() - start_time:.1f} s")
-    # The node gets a stop signal: it leaves, and the other one continues.
+    # A stop signal makes the node leave; the other node continues.
     cluster.processes["b again"].send_signal(signal.SIGTERM)
     start_time = time.monotonic()
     assert cluster.wait("b again") == REQUEUE
@@ -381,7 +381,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     print(f"left: three new steps after {time.monotonic() - start_time:.1f} s")
     (tmp_path / "hurry").touch()
     assert cluster.wait("a") == 0, cluster.output("a")
-    assert saved in records(tmp_path / "run")  # not done a second time
+    assert saved in records(tmp_path / "run")  # and is not repeated
     check_against_reference(tmp_path, store_path)
 
 
@@ -432,7 +432,7 @@ def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_train_lost_rendezvous_ends_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    """Its host dies: the others end, in good order and saying why."""
+    """The host of the rendezvous dies: the other nodes end and report it."""
     cluster.start("a", "--nodes", "1:2")
     cluster.wait_until_hosting()
     cluster.start("b", "--nodes", "1:2")
@@ -467,7 +467,7 @@ def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Pa
     for process in cluster.processes.values():
         process.send_signal(signal.SIGTERM)
     assert (cluster.wait("a"), cluster.wait("b")) == (REQUEUE, REQUEUE)
-    # So is one that waits for others.
+    # A node that waits for others ends too.
     cluster.start("a", "--nodes", "2")
     cluster.wait_until_hosting()
     time.sleep(3)

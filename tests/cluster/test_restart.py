@@ -1,4 +1,4 @@
-"""A rank dies: all start again, and end with the bits of an undisturbed run."""
+"""A rank dies: all ranks restart and end with the same bits as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def count_starts(directory: Path) -> int:
 def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The suspended rank is killed at once, without torch's wait of half a minute."""
+    """The suspended rank is killed at once; torch would wait 30 s."""
     faults = (
         '[{kind = "stop", rank = 0, passing = 12},'
         ' {kind = "slow", rank = 1, passing = 12, seconds = 0.5},'
         ' {kind = "kill", rank = 1, passing = 12}]'
     )
-    # Saved before the next step begins: in the background it may not be done when the rank dies.
+    # A synchronous save ends before the rank dies; an async save might not.
     command = [*arguments, "--checkpoint.async_save", "false", "--resilience.faults", faults]
     completed = run_weft(command, tmp_path, timeout=100)
     assert completed.returncode == 0, completed.stderr
@@ -69,7 +69,7 @@ def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
 def test_restart_third_death_uses_up_the_budget(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """And the budget: two restarts are given, the third death ends the run."""
+    """The budget is two restarts; the third death ends the run."""
     command = [
         *arguments,
         *STEPS,
@@ -91,7 +91,7 @@ def test_restart_third_death_uses_up_the_budget(
 
 
 @pytest.mark.slow
-def test_restart_runtime_error_is_tried_once_more(
+def test_restart_runtime_error_is_retried_once(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     fault = '[{kind = "raise", rank = 1, passing = 15}]'
@@ -106,18 +106,18 @@ def failure(kind: str = "SIGKILL", location: str = "", transient: bool = True) -
     return Failure(0, kind, "message", "", Path("log"), transient=transient, where=location)
 
 
-def test_judge_failures_gives_hope_within_the_budget() -> None:
+def test_judge_failures_allows_restarts_within_the_budget() -> None:
     hopeful = record_failure(failure(), [], 3)
     assert hopeful.transient
     assert not hopeful.no_retry_reason
     assert not record_failure(failure(), [], 0).transient
     assert not record_failure(failure(transient=False), [], 3).transient
-    # The same twice in a row is no accident; elsewhere, or something else, may be one.
+    # The same error twice in a row is not transient; another error or place may be.
     before = [(time.monotonic(), failure("RuntimeError", "in step 7"))]
     assert record_failure(failure("RuntimeError", "in step 7"), before[:], 3).no_retry_reason
     assert not record_failure(failure("RuntimeError", "in step 8"), before[:], 3).no_retry_reason
     assert not record_failure(failure("OSError", "in step 7"), before[:], 3).no_retry_reason
-    # An hour later the budget is whole again.
+    # After an hour the budget is full again.
     for age, used_up in ((0, True), (3500, True), (3700, False)):
         past = [(time.monotonic() - age, failure()) for _ in range(3)]
         assert bool(record_failure(failure(), past, 3).no_retry_reason) == used_up
@@ -127,7 +127,7 @@ def test_judge_failures_gives_hope_within_the_budget() -> None:
 def test_restart_by_torchrun_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own restarts work, too, where the stale store is disabled."""
+    """torchrun's restarts work too, if its stale store is disabled."""
     command = [
         *TORCHRUN,
         "--max-restarts=1",

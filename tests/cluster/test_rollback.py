@@ -43,13 +43,13 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
 
     statuses, out = run_joined(finished.command, tmp_path, 2)
     assert statuses == [0, 0], out
-    assert out.count("tokens/s") == 10  # the steps after 10, and no others
+    assert out.count("tokens/s") == 10  # only the steps after 10
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 21))
     after = newest_state(tmp_path / "run")
     assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
-def test_rollback_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_rollback_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="is not a run directory"):
         rollback(tmp_path / "nothing", 7)

@@ -1,4 +1,4 @@
-"""Training job requests, validated by botocore's model; a service on loopback."""
+"""Training job requests are valid for botocore's model; a fake service on loopback."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_request_with_mistakes_is_refused_by_the_model() -> None:
     assert sagemaker.check("{")[0].startswith("the request is not valid JSON")
 
 
-def test_request_has_what_was_asked_for() -> None:
+def test_request_has_the_requested_values() -> None:
     payload = json.loads(sagemaker.render(REQUESTS["one"]))
     assert re.fullmatch(r"small-run-\d{6}-\d{6}", payload.pop("TrainingJobName"))
     home = "s3://my-bucket/weft/small-run"
@@ -102,7 +102,7 @@ def test_request_for_spot_instances_has_checkpoints() -> None:
 
 
 def test_request_hyperparameters_make_the_same_job() -> None:
-    """The words that the entry makes of the hyperparameters, on two hosts."""
+    """The entry point turns hyperparameters back into the words of the command."""
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)

@@ -1,4 +1,4 @@
-"""A SageMaker job on loopback: by Amazon's toolkit, and as plain container.
+"""SageMaker jobs on loopback: started by Amazon's toolkit, and as a plain container.
 
 The toolkit is not a dependency of weft. Install it into a separate directory and set the
 variable (`scripts/drill.sh sagemaker` does both):
@@ -44,7 +44,7 @@ from weft.config.errors import InvalidConfig, WeftError
 
 TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
 HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None
-PORT = 7777  # which the toolkit does not let one choose
+PORT = 7777  # the toolkit has no other port
 HOSTS = ["127.0.0.1", "localhost"]
 TRAIN = """\
 from weft.cluster.sagemaker_entry import main
@@ -99,7 +99,7 @@ def configure(
             location.symlink_to(source)
 
 
-# --------------------------------------------------------------------------- what is made of words
+# --------------------------------------------------------------------------- command line
 
 
 def single_container(base: Path, **channels: Path) -> Container:
@@ -196,7 +196,7 @@ def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
 
 def test_entry_harmful_exports_of_the_toolkit_are_removed() -> None:
     toolkit = {"NCCL_IB_DISABLE": "1", "RDMAV_FORK_SAFE": "1", "FI_PROVIDER": "efa"}
-    assert clean_environment(toolkit) == (toolkit, [])  # somebody else's: meant so
+    assert clean_environment(toolkit) == (toolkit, [])  # variables that the user set are unchanged
     remaining, harmful = clean_environment(toolkit | {"SM_TRAINING_ENV": "{}"})
     assert remaining == {"FI_PROVIDER": "efa", "SM_TRAINING_ENV": "{}"}
     assert harmful == ["NCCL_IB_DISABLE", "RDMAV_FORK_SAFE"]
@@ -301,7 +301,7 @@ whole_job = pytest.mark.timeout(600, method="signal")
 
 @pytest.fixture
 def free_port() -> Iterator[None]:
-    """For one test at a time, whoever runs it."""
+    """Reserve the port for one test at a time, over all test processes."""
     with (Path(tempfile.gettempdir()) / f"weft-tests-port-{PORT}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         with socket.socket() as probe:
@@ -318,7 +318,7 @@ def free_port() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_two_hosts_by_the_toolkit_train(text_dir: Path, tmp_path: Path) -> None:
-    """Data come from the channel, checkpoints are shared, and the first host exports."""
+    """Data comes from the channel, checkpoints are shared, and the first host exports."""
     from transformers import AutoModelForCausalLM
 
     shared = tmp_path / "fsx"
@@ -369,7 +369,7 @@ def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
 def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
-    """Only the checkpoint directory survives a lost container."""
+    """Only the checkpoint directory survives the loss of a container."""
     first, second_run = tmp_path / "first", tmp_path / "again"
     fault = [{"kind": "kill", "rank": 0, "passing": 15}]
     extra = {"data.path": str(store_path), "resilience.faults": fault}
@@ -409,7 +409,7 @@ def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
 @whole_job
 @pytest.mark.slow
 def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> None:
-    """SageMaker's SIGTERM reaches the first process of a container: it saves."""
+    """SageMaker sends SIGTERM to the first process of a container, which saves."""
     parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 2}
     parameters |= {"train.steps": 3000, "checkpoint.interval": 0}
     configure(tmp_path, "algo-1", ["algo-1"], parameters)

@@ -65,7 +65,7 @@ def test_command_has_the_words_of_the_request() -> None:
 
 
 def test_script_runs_the_command(tmp_path: Path) -> None:
-    """Any quotes in the words are escaped."""
+    """Quotes in the words are escaped."""
     words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
     text = build_script(["cd /", "x=1"], words)
     completed = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
@@ -76,7 +76,7 @@ def test_script_runs_the_command(tmp_path: Path) -> None:
 
 
 def test_own_recipe_is_self_contained(tmp_path: Path) -> None:
-    """It is what it was, less what is of the machine where it was."""
+    """The copy has all values except those of the submitting machine."""
     assert standalone_recipe(request()) is None
     recipe = a_recipe(tmp_path)
     text = standalone_recipe(request(recipe=recipe))
@@ -106,7 +106,7 @@ def test_tool_missing_or_failing_is_reported() -> None:
 
 
 def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
-    """Not the recipe's old values beside the command's new ones."""
+    """Overrides replace the values of the recipe."""
     recipe = a_recipe(tmp_path)
     Path(recipe).write_text(
         'extends = "demo"\n[run]\ncluster = "2x8xH100"\nnodes = 2\n[train]\nsteps = 7\n'
@@ -122,7 +122,7 @@ def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["My_Run", "a--b", "x" * 41, "run.1"])
-def test_check_name_of_a_directory_that_would_be_renamed_refuses(name: str) -> None:
+def test_check_name_directory_that_would_be_renamed_is_refused(name: str) -> None:
     launch_request = request()
     renamed = replace(
         launch_request, run_dir=launch_request.run_dir.with_name(name), name="renamed"

@@ -1,4 +1,4 @@
-"""Signals to launcher or ranks: the step is finished and saved."""
+"""On a signal to launcher or ranks, the run finishes the step and saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.cluster.rank_exit import process_status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
-SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
+SLOW = ["--checkpoint.interval", "0"]  # save on a signal only
 ENDLESS = [*SLOW, "--train.steps", "100000"]
 
 
@@ -33,7 +33,7 @@ def start_and_wait_for_step(command: list[str], directory: Path, step: int) -> S
 
 
 def workers(process: subprocess.Popen[str] | Started) -> list[int]:
-    """The ranks of a run, in order."""
+    """Return the process ids of a run's ranks, in order."""
     all_ranks = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
     result = [pid for pid in all_ranks if process_status(pid).get("PPid") == str(process.pid)]
 
@@ -76,7 +76,7 @@ def test_signal_in_training_saves_and_asks_for_requeue(
 
 
 @pytest.mark.system
-def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
+def test_ctrl_c_from_a_terminal_saves_and_prints_the_command_to_resume(
     arguments: list[str], tmp_path: Path
 ) -> None:
     """A terminal signals every process of the group, and a wrapper may repeat it."""
@@ -117,7 +117,7 @@ def test_time_limit_stops_and_resumes_bit_for_bit(
 def test_second_signal_kills_a_suspended_rank_at_once(
     number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:
-    """Not after the half minute that torch would wait."""
+    """torch would wait 30 s."""
     process = start_and_wait_for_step([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 3)
     os.kill(workers(process)[0], signal.SIGSTOP)
     process.send_signal(number)
@@ -140,13 +140,13 @@ TIMES = (0.0, 0.3, 1.0, 2.0, 3.0, 4.0)
         *(pytest.param(s, n, marks=pytest.mark.slow) for s in TIMES for n in (TERM, INT)),
     ],
 )
-def test_signal_before_the_first_step_ends_a_run_that_can_start_again(
+def test_signal_before_the_first_step_ends_a_run_that_can_restart(
     seconds: float,
     number: signal.Signals,
     arguments: list[str],
     tmp_path: Path,
 ) -> None:
-    """While text is prepared, the ranks import torch and meet."""
+    """Text is being prepared, while ranks import torch and connect."""
     arguments = [*arguments, *ONE_RANK, *SLOW]
     command = [*arguments, "--train.steps", "100000"]
     process = Started(command, tmp_path)
@@ -188,7 +188,7 @@ def test_signal_to_torchrun_saves_the_step(
 def test_time_limit_inside_torchrun_stops_with_status_1(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """Its status is 1 until all steps are done, and its report says what happened."""
+    """torchrun's status is 1 until all steps are done; its report names the cause."""
     command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
     limited = [*command, "--resilience.time_limit", "0.001"]
     completed = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
@@ -206,13 +206,13 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     completed = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert completed.returncode == 0, completed.stderr
     assert records(tmp_path / "run")[-1]["step"] == 20
-    # It would not let them end.
+    # With restarts, torchrun would not let the ranks end.
     completed = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert completed.returncode == FAILED
     assert "resilience.time_limit=0.001 makes torchrun restart the ranks" in completed.stderr
 
 
-def test_torch_agent_asks_the_private_function_for_its_signal() -> None:
+def test_torch_agent_gets_its_signal_from_the_private_function() -> None:
     """torch's agent calls this function to choose the signal for the remaining ranks."""
     assert callable(multiprocessing._get_default_signal)
     names = multiprocessing.PContext.close.__code__.co_names

@@ -1,4 +1,4 @@
-"""Tasks for SkyPilot; those against its schemas need its command ``sky``."""
+"""Tasks for SkyPilot; validation by its schemas needs its command ``sky``."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_check_without_sky_is_skipped(
 def test_check_with_a_wrapper_of_sky_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A first line with another shell, which cannot run the check, is no mistake."""
+    """A wrapper whose first line names a shell cannot run the check."""
     fake_tool(tmp_path, monkeypatch, "sky", "")
     assert skypilot.check(skypilot.render(REQUESTS["gpu"])) == []
     assert "not checked against SkyPilot's schemas (/bin/sh" in capsys.readouterr().err
 
 
-def test_task_has_what_was_asked_for() -> None:
+def test_task_has_the_requested_values() -> None:
     result = task(skypilot.render(REQUESTS["gpu"]))
     run = result.pop("run")
     assert result == {
@@ -113,7 +113,7 @@ def test_task_remote_checkpoints_stay_there() -> None:
 
 
 def test_task_carries_a_local_recipe(tmp_path: Path) -> None:
-    """The node's shell writes it where the command looks for it."""
+    """The node's shell writes the recipe to the path in the command."""
     result = task(skypilot.render(request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))))
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_task_carries_a_local_recipe(tmp_path: Path) -> None:
     assert "steps = 7" in completed.stdout
 
 
-def test_task_nodes_know_each_other() -> None:
+def test_task_nodes_find_each_other() -> None:
     around = {
         "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",

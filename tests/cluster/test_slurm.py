@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Launcher:
-    """Commands as a user runs them, in a separate directory."""
+    """Runs commands like a user, in a separate directory."""
 
     def __init__(self, cluster: Slurm, directory: Path, store: Path) -> None:
         self.cluster, self.directory, self.run = cluster, directory, directory / "run"
@@ -113,7 +113,7 @@ def launcher(cluster: Slurm, tmp_path: Path, store_path: Path) -> Iterator[Launc
 
 
 def check_against_reference(directory: Path, store: Path, steps: int) -> None:
-    """Every step once, and the losses of a run in one process, to rounding."""
+    """Check that each step is recorded once, with the losses of one process."""
     straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
     run_ranks(train_rank, 1, overrides, str(store), timeout=200)
@@ -130,11 +130,11 @@ def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: P
     assert number is not None
     assert "#SBATCH --nodes=2\n" in out
     assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
-    # A second job would train in the same directory.
+    # A second job in the same directory is refused.
     second_run = launcher.launch("--nodes", "2", status=2)
     assert f"already has an active job {number[1]} (slurm)" in second_run
     followed = launcher.weft("job", "logs", "run", "--follow")
-    assert followed.count("training on 2 nodes") == 1  # of two nodes the first speaks
+    assert followed.count("training on 2 nodes") == 1  # only the first node logs
     assert "2 CPU ranks (dp_shard 2)" in followed
     assert f"job {number[1]}: ended: completed" in launcher.wait_for_status("ended")
     assert launcher.weft("job", "logs", "run") == followed
@@ -146,7 +146,7 @@ def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: P
 def test_slurm_ranks_started_by_srun_train(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """A task for each device, where weft joins and starts nothing."""
+    """srun starts a task for each device; weft joins them and starts no processes."""
     launcher.finish_soon()
     words = ["weft", "train", "demo", *launcher.words]
     for key in ("--run.nproc_per_node", "--launch.time_limit"):
@@ -182,7 +182,7 @@ def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
 
 @pytest.mark.slow
 def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
-    """The script runs, and no step of its yet that the signal could be for."""
+    """The script runs, but no job step exists yet to get the signal."""
     slow = ["--launch.setup", '["sleep 15"]']
     launcher.launch("--nodes", "1", *slow)
     launcher.wait_for_status("running on")
@@ -194,8 +194,10 @@ def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
-    """The first start is on n0, which is not fit; the job comes back and trains on n1."""
+def test_slurm_unhealthy_node_is_excluded(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
+    """The job starts on n0, which is unhealthy, is requeued and trains on n1."""
     unhealthy = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
     launcher.finish_soon()
     preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([unhealthy])]
@@ -225,18 +227,18 @@ def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
 def test_slurm_preempted_job_is_requeued_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """On the signal before the time limit it saves, is requeued, and resumes."""
+    """On the signal before the time limit the job saves, is requeued and resumes."""
     launcher.launch("--nodes", "2", "--train.steps", "60")
     launcher.wait_for_step(12)
     number = re.search(r"job (\d+)", launcher.status())
     assert number is not None
-    # As Slurm does some minutes before the limit, which is in whole minutes.
+    # Slurm sends this signal minutes before the time limit.
     launcher.cluster.run("scancel", "--signal=TERM", number[1])
     output = launcher.wait_for_status("restarted 1 time")
     assert number[0] in output
     launcher.finish_soon()
     assert "ended: completed" in launcher.wait_for_status("ended")
-    assert launcher.out().count("resuming from") == 1  # of two nodes the first speaks
+    assert launcher.out().count("resuming from") == 1  # only the first node logs
     assert "saved a checkpoint and stopped" in launcher.out()
     check_against_reference(tmp_path, store_path, 60)
 
@@ -245,9 +247,9 @@ def test_slurm_preempted_job_is_requeued_and_resumes(
 def test_slurm_time_limit_requeues_and_resumes(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """Slurm sends the signal in the last one and a half of two minutes.
+    """Slurm sends the signal in the last 90 s of two minutes.
 
-    On a busy machine it comes more than once.
+    On a busy machine the job may reach the limit more than once.
     """
     launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time_limit", "00:02:00")
     launcher.wait_for_status("restarted 1 time")
@@ -268,8 +270,8 @@ def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
 def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
     launcher: Launcher, tmp_path: Path, store_path: Path
 ) -> None:
-    """The node is lost for good, so this test is last: the other node continues."""
-    # The meeting place is on the first node.  Here both are the host of that name: it comes first.
+    """The other node continues; the killed node stays lost, so this test is last."""
+    # The rendezvous is on the first node.  Both nodes are this host, so it has to start first.
     setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
     launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)
     wait_until(lambda: "training on 2 nodes" in launcher.out(), "both nodes", 120)

@@ -1,4 +1,4 @@
-"""Requests to clusters, without a cluster."""
+"""Submit to clusters, without a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs" / "slurm.md"
 
 @pytest.fixture(autouse=True)
 def change_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's commands may be there, but no cluster."""
+    """Hide the commands of an installed Slurm."""
     monkeypatch.chdir(tmp_path)
     bin = tmp_path / "bin"
     bin.mkdir()
@@ -95,7 +95,7 @@ def test_launch_each_mistake_is_reported(
         (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp=3"),
     ],
 )
-def test_mistake_that_leaves_no_run_directory_is_reported_alone(
+def test_launch_mistake_without_a_run_directory_is_reported_alone(
     cluster: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("demo", "--on", cluster, *words) == 2
@@ -104,7 +104,7 @@ def test_mistake_that_leaves_no_run_directory_is_reported_alone(
     assert "run.dir" not in output
 
 
-def test_launched_damaged_record_is_reported(
+def test_submitted_job_damaged_record_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
@@ -126,7 +126,7 @@ def test_submit_without_slurm_commands_is_refused(
     assert os.listdir(tmp_path) == ["bin"]
 
 
-def test_script_has_what_was_asked_for(tmp_path: Path) -> None:
+def test_script_has_the_requested_values(tmp_path: Path) -> None:
     words = ["--run.cluster", "4x2xH100", "--launch.time_limit", "12:00:00", "--train.steps", "7"]
     assert (
         script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
@@ -176,7 +176,7 @@ def test_script_for_part_of_a_node_requests_its_gpus() -> None:
     assert "--gpus-per-node" not in text
     assert "#SBATCH --signal=USR1@60\n" in text
     assert "TERM" not in text
-    assert " --cpus-per-task=4 " in text  # srun does not read sbatch's
+    assert " --cpus-per-task=4 " in text  # srun ignores the value of sbatch
 
 
 def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ TEXT_KEYS = (
 def test_script_with_a_hostile_value_runs_nothing_else(
     key: str, value: str, tmp_path: Path
 ) -> None:
-    """It is refused, or is a word of the command and nothing else."""
+    """The value is refused, or is one word of the command."""
     inputs = f"comment={value}" if key == "launch.options" else value
     if not value.isprintable():
         with pytest.raises(InvalidConfig, match="control characters"):
@@ -304,7 +304,7 @@ def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path
 
 
 def test_render_of_a_directory_with_a_newline_raises(tmp_path: Path) -> None:
-    """However a request was made: nothing of it leaves its line."""
+    """A newline in a request is never written to the script."""
     directory = tmp_path / "x\ntouch pwned"
     requested = JobRequest("x", ("weft", "train", "demo"), Job(), (1, 1), 0, directory)
     with pytest.raises(WeftError, match="does not fit into one line of a batch script"):
@@ -351,10 +351,10 @@ def test_script_refused_by_bash_is_reported() -> None:
         (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
     ],
 )
-def test_script_excludes_sick_nodes(
+def test_script_excludes_unhealthy_nodes(
     status: int, unhealthy: list[str], options: str, requested: list[str], tmp_path: Path
 ) -> None:
-    """A shell runs the script with fake commands of Slurm."""
+    """Run the script with fake Slurm commands."""
     words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
     text = script(*words, *(["--launch.options", options] if options else []))
     for name in unhealthy:
@@ -401,7 +401,7 @@ def test_job_run_that_was_not_submitted_is_refused(
 def test_job_cancel_refuses_options_of_launch(
     option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Least of all one that would seem to make 'cancel' harmless."""
+    """An option such as --dry-run must not seem to make 'cancel' harmless."""
     monkeypatch.setattr(SubmittedJob, "load", lambda directory: pytest.fail("it was looked for"))
     with pytest.raises(SystemExit):
         job("cancel", "run", option)

@@ -1,4 +1,4 @@
-"""Every kind of hang is named within its limit and 2 s, and no process remains."""
+"""Every kind of hang is reported within its limit plus 2 s, and no process remains."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
             f"{IN_FAULT}, in step 8, waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
-        pytest.param(  # as if its data never came
+        pytest.param(  # a data loader that hangs
             {"site": "step", "kind": "slow", "rank": 1, "seconds": 1000},
             f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 8, "
             f"waiting for data; {WAITS}",
@@ -90,7 +90,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
             rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step \d+, [a-z ]+; {WAITS}",
             marks=pytest.mark.slow,
         ),
-        pytest.param(  # the watchdog's own parent
+        pytest.param(  # the parent of the watchdog
             {"site": "gradients", "kind": "stop", "rank": 0},
             rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the parameters; "
             f"{WAITS}",
@@ -115,7 +115,7 @@ def test_watchdog_missing_rank_is_named_and_the_run_ends(
         (tmp_path / "run/logs/fault-0.happened").stat().st_mtime,
     )
     assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in completed.stderr
-    # Afterwards, from the evidence that the watchdog has left.
+    # After the run, `weft hang` reads the evidence of the watchdog.
     capsys.readouterr()
     assert main(["hang", str(tmp_path / "run")]) == 0
     output = capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_pat
 def test_watchdog_in_a_pipeline_names_the_stopped_rank(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """gloo records no sending and receiving; who waits there is known by its stack."""
+    """gloo does not record send and recv; stacks show which rank waits there."""
     fault = faults(site="step", kind="stop", rank=0, passing=30)
     pipeline = ["--parallel.pp", "2", "--model.tied_embeddings", "false"]
     command = [*arguments, *WATCHED, *fault, *pipeline]
@@ -175,7 +175,7 @@ def test_watchdog_in_a_pipeline_names_the_stopped_rank(
     assert completed.returncode == HUNG, completed.stderr
     assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in completed.stderr
     assert "rank 1 is missing" not in completed.stderr
-    # The fault happens once: the same command resumes.
+    # The fault happens once; the same command resumes.
     completed = run([*command, "--train.steps", "40"], tmp_path)
     assert completed.returncode == 0, completed.stderr
 
@@ -184,7 +184,7 @@ def test_watchdog_in_a_pipeline_names_the_stopped_rank(
 def test_watchdog_inside_torchrun_ends_the_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun shows the sentence; its own status is 1."""
+    """torchrun shows the sentence, and its status is 1."""
     command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait(command, tmp_path, 30)
@@ -198,13 +198,13 @@ def test_watchdog_inside_torchrun_ends_the_run(
 def test_watchdog_suspended_and_continued_ranks_are_not_late(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    """All of them, the watchdog too, one after another as a batch system does."""
+    """A batch system suspends all ranks and the watchdog, one after another."""
     process = start_and_wait([*arguments, *WATCHED], tmp_path, 30)
     ranks = workers(process)
     (watchdog,) = workers_of(ranks[0])
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.4)  # it sees that they hang
+    time.sleep(0.4)  # the watchdog sees that the ranks are stopped
     os.kill(watchdog, signal.SIGSTOP)
     time.sleep(2 * LIMIT)
     os.kill(watchdog, signal.SIGCONT)
@@ -220,11 +220,11 @@ def workers_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-# --------------------------------------------------------------------------- the pieces
+# --------------------------------------------------------------------------- parts
 
 
 def rank_state(rank: int, **changes: object) -> RankState:
-    """A rank that waits in all_reduce no. 42."""
+    """Return the state of a rank that waits in all_reduce no. 42."""
     values = {
         "step": 7,
         "phase": "forward_backward",
@@ -285,8 +285,8 @@ def test_verdict_names_the_missing_ranks(
     assert diagnose_hang(ranks, len(ranks)) == (missing, sentence)
 
 
-def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
-    """A host whose ranks all wait accuses nobody, not even one outside the recorder."""
+def test_verdict_missing_rank_on_another_host_is_not_named() -> None:
+    """A host whose ranks all wait names no missing rank, even without a recorded call."""
     waits = rank_state(1, calls=[])
     missing, sentence = diagnose_hang([rank_state(0), waits], 4)
     assert missing == []
@@ -298,12 +298,12 @@ def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
 def test_step_limit_depends_on_the_measured_step() -> None:
     assert step_limit(5.0, 100.0, 10) == 5.0
     assert step_limit(None, 0.1, 10) == 60.0
-    # On a GPU the host may wait for ten steps at once, and that is ordinary.
+    # On a GPU the host may normally wait for ten steps at once.
     assert step_limit(None, 30.0, 10) == 600.0
 
 
 def read_heartbeats() -> list[tuple[int, float, str]]:
-    """Return the heartbeats that other processes read, after some sites."""
+    """Return the heartbeats that other processes read after some calls of `beat`."""
     contact = start_heartbeat(0, 5.0, 10)
     received = []
 
@@ -329,7 +329,7 @@ def test_beat_writes_step_limit_and_phase() -> None:
     (received,) = run_ranks(read_heartbeats, 1)
     assert received == [
         (0, 600.0, "start"),
-        (7, 600.0, "data"),  # the first one may compile
+        (7, 600.0, "data"),  # the first step may compile
         (7, 5.0, "forward_backward"),
         (7, 600.0, "checkpoint"),
         (8, 5.0, "data"),

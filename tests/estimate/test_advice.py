@@ -1,4 +1,4 @@
-"""Each advice is possible, and helps as much as predicted."""
+"""Each suggested change is possible, and helps as much as predicted."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def advise_recipe(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, 
     return prediction, advise(plan, machine, device, prediction), forecast_after
 
 
-# # --- does not fit
+# --------------------------------------------------------------------------- does not fit
 
-# The plan, and the first thing that is advised.
+# A plan, and the first suggested change.
 REMEDIES = [
-    # Too many sequences at once.
+    # Microbatches are too large.
     pytest.param(
         "llama3-8b", "1x8xH100", "train.microbatch_size=8", "--train.microbatch_size 1", marks=slow
     ),
-    # A replica on each GPU: more of them must share.
+    # Replicas are too small: more GPUs have to shard.
     pytest.param(
         "llama3-8b",
         "1x8xH100",
@@ -58,7 +58,7 @@ REMEDIES = [
         "--parallel.dp_replicate 1 --parallel.dp_shard auto",
         marks=slow,
     ),
-    # Several things are wrong: a pair.
+    # One change is not enough: the remedy is a pair.
     pytest.param(
         "llama3-8b",
         "1x8xA100-40GB",
@@ -66,7 +66,7 @@ REMEDIES = [
         "--parallel.dp_replicate 1 --parallel.dp_shard auto --activation_checkpoint.mode selective",
         marks=slow,
     ),
-    # Activations are all there is to save.
+    # Only activations can be reduced.
     pytest.param(
         "llama3-70b",
         "32x8xH100",
@@ -81,7 +81,7 @@ REMEDIES = [
         "--activation_checkpoint.mode full",
         marks=slow,
     ),
-    # Long rows.
+    # Long sequences.
     pytest.param(
         "llama3-8b",
         "2x8xH100",
@@ -89,7 +89,7 @@ REMEDIES = [
         "--parallel.cp 4",
         marks=slow,
     ),
-    # States are too large: activations are computed again already.
+    # Optimizer states are too large, and activations are recomputed already.
     pytest.param(
         "llama3-70b",
         "1x8xH200",
@@ -97,7 +97,7 @@ REMEDIES = [
         "--optim.state_dtype bfloat16",
         marks=slow,
     ),
-    # Adapters and experts, of which the twin knows nothing.
+    # Adapters and experts, which the analytic estimate does not support.
     pytest.param(
         "llama3-8b-lora",
         "1x1xH100",
@@ -112,7 +112,7 @@ REMEDIES = [
         "--activation_checkpoint.mode full",
         marks=slow,
     ),
-    # Nothing helps.
+    # No change helps.
     ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch_size=1", None),
     pytest.param(
         "llama3-70b",
@@ -142,7 +142,7 @@ def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
     assert prediction.step_seconds / changed.step_seconds - 1 == pytest.approx(result[0].speedup)
 
 
-# --------------------------------------------------------------------------- is it true?
+# --------------------------------------------------------------------------- compared with traces
 
 FASTER = [
     ("llama3-8b", "16x8xH100", "train.global_batch_size=128"),
@@ -189,12 +189,12 @@ def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, te
 
 
 def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
-    """As on a cluster, also on a machine where weft chooses the number of ranks."""
+    """Changes do not alter an automatic number of ranks, as on a cluster."""
     text = {"model.num_layers": "2", "train.microbatch_size": "4", "train.global_batch_size": "8"}
     overrides = [
         ("run.nproc_per_node", "auto"),
         *text.items(),
-    ]  # two ranks, but eight with rows of one
+    ]  # two ranks; with microbatches of one sequence it would be eight
     local_machine = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: local_machine)
     assert (machine.world_size, plan.world_size) == (None, 2)
@@ -206,7 +206,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     assert result
 
 
-# # --- possible changes
+# --------------------------------------------------------------------------- possible changes
 
 
 def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
 
 
 def test_changes_are_only_those_that_the_device_supports() -> None:
-    """No float8 on A100 or without compilation; async TP with compilation only."""
+    """Float8 needs its hardware; float8 and async TP need compilation."""
     for cluster, float8 in (("1x8xA100-80GB", False), ("1x8xH100", True), ("1x8xB200", True)):
         for compiled in ("true", "false"):
             result = list_changes(

@@ -1,4 +1,4 @@
-"""The caching allocator's rules, one by one, against sequences worked out by hand."""
+"""Check each rule of the caching allocator on hand-computed sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.estimate.allocator import MIB, CachingAllocator
 
 
 def allocate(*sizes: int) -> CachingAllocator:
-    """An allocator that gave blocks of these sizes to storages 0, 1, 2 ..."""
+    """Return an allocator that has allocated these sizes for storages 0, 1, 2 ..."""
     allocator = CachingAllocator()
     for storage, size in enumerate(sizes):
         allocator.allocate(storage, size)
@@ -23,7 +23,7 @@ def addresses(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
     return {s: (b.start, b.start + b.size) for s, (_, b) in allocator.blocks.items()}
 
 
-# # --- reserved memory
+# --------------------------------------------------------------------------- reserved memory
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def addresses(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
     [
         (1, 2 * MIB),  # small: a segment of 2 MiB
         (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),  # large: one of 20
+        (MIB + 1, 20 * MIB),  # large: a segment of 20 MiB
         (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),  # from here on its own, in steps of 2 MiB
+        (10 * MIB, 10 * MIB),  # from 10 MiB: a separate segment, rounded up to 2 MiB
         (10 * MIB + 1, 12 * MIB),
         (100 * MIB + 3, 102 * MIB),
     ],
 )
-def test_a_segment_is_as_large_as_the_pool_says(size: int, reserved: int) -> None:
+def test_segment_size_follows_the_pool(size: int, reserved: int) -> None:
     assert allocate(size).reserved == reserved
 
 
@@ -48,13 +48,13 @@ def test_sizes_are_rounded_up_to_512_bytes(size: int, taken: int) -> None:
     assert end - start == taken
 
 
-def test_rounding_decides_on_the_pool() -> None:
-    """One byte below 10 MiB is rounded up to 10 MiB, which has its own segment."""
+def test_rounded_size_selects_the_pool() -> None:
+    """10 MiB - 1 is rounded up to 10 MiB, which has its own segment."""
     assert allocate(10 * MIB - 1).reserved == 10 * MIB
 
 
-def test_pools_do_not_share() -> None:
-    """The rest of a large segment serves no small block, and the other way round."""
+def test_pools_do_not_share_segments() -> None:
+    """A large segment has no small blocks, and a small segment no large ones."""
     assert allocate(2 * MIB, 512).reserved == 22 * MIB
     assert allocate(512, 2 * MIB).reserved == 22 * MIB
 
@@ -69,44 +69,44 @@ def test_small_blocks_share_a_segment_to_the_last_512_bytes() -> None:
     assert allocator.reserved == 4 * MIB
 
 
-def test_a_large_block_is_cut_if_more_than_a_mebibyte_remains() -> None:
-    allocator = allocate(9 * MIB, 9 * MIB)  # 2 MiB remain of the 20
+def test_large_block_is_split_if_more_than_a_mebibyte_remains() -> None:
+    allocator = allocate(9 * MIB, 9 * MIB)  # 2 of 20 MiB remain
     assert addresses(allocator) == {0: (0, 9 * MIB), 1: (9 * MIB, 18 * MIB)}
     allocator.allocate(2, 2 * MIB)
     assert allocator.reserved == 20 * MIB
 
 
-def test_what_remains_of_a_large_block_is_lost_if_it_is_a_mebibyte() -> None:
-    allocator = allocate(9 * MIB, 5 * MIB, 5 * MIB)  # the third one gets the last MiB with it
+def test_large_block_is_not_split_if_a_mebibyte_remains() -> None:
+    allocator = allocate(9 * MIB, 5 * MIB, 5 * MIB)  # the third block includes the last MiB
     assert addresses(allocator)[2] == (14 * MIB, 20 * MIB)
     allocator.allocate(3, 2 * MIB)
     assert allocator.reserved == 40 * MIB
 
 
-def test_a_block_with_a_segment_to_itself_is_not_cut_for_its_rounding() -> None:
+def test_block_with_its_own_segment_is_not_split() -> None:
     assert addresses(allocate(30 * MIB + MIB))[0] == (0, 32 * MIB)
 
 
 # --------------------------------------------------------------------------- reuse
 
 
-def test_what_is_freed_is_used_again() -> None:
+def test_freed_block_is_reused() -> None:
     allocator = allocate(50 * MIB)
     allocator.free(0)
-    assert allocator.reserved == 50 * MIB  # the driver gets nothing back
+    assert allocator.reserved == 50 * MIB  # the segment is not returned to the driver
     allocator.allocate(1, 50 * MIB)
     assert allocator.reserved == allocator.peak == 50 * MIB
 
 
-def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
+def test_smallest_sufficient_free_block_is_used() -> None:
     allocator = allocate(60 * MIB, 40 * MIB, 50 * MIB)
     for storage in range(3):
         allocator.free(storage)
     allocator.allocate(3, 38 * MIB)
-    assert addresses(allocator)[3] == (60 * MIB, 98 * MIB)  # in the one of 40
+    assert addresses(allocator)[3] == (60 * MIB, 98 * MIB)  # in the segment of 40 MiB
 
 
-def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
+def test_equal_free_blocks_the_lowest_is_used() -> None:
     allocator = allocate(40 * MIB, 40 * MIB)
     allocator.free(1)
     allocator.free(0)
@@ -114,7 +114,7 @@ def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
     assert addresses(allocator)[2] == (0, 40 * MIB)
 
 
-def test_free_neighbors_grow_together() -> None:
+def test_free_neighbors_are_merged() -> None:
     """In any order of freeing, three blocks of a segment merge into one."""
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         allocator = allocate(6 * MIB, 6 * MIB, 6 * MIB)
@@ -125,15 +125,15 @@ def test_free_neighbors_grow_together() -> None:
         assert allocator.reserved == 20 * MIB, order
 
 
-def test_a_live_block_between_keeps_free_ones_apart() -> None:
+def test_free_blocks_around_a_live_one_are_not_merged() -> None:
     allocator = allocate(6 * MIB, 6 * MIB, 6 * MIB)
     allocator.free(0)
     allocator.free(2)
-    allocator.allocate(3, 9 * MIB)  # 6 and 8 are free: neither is enough
+    allocator.allocate(3, 9 * MIB)  # 6 and 8 MiB are free: each is too small
     assert allocator.reserved == 40 * MIB
 
 
-def test_segments_do_not_grow_together() -> None:
+def test_segments_are_not_merged() -> None:
     allocator = allocate(10 * MIB, 10 * MIB)
     allocator.free(0)
     allocator.free(1)
@@ -144,8 +144,8 @@ def test_segments_do_not_grow_together() -> None:
 # --------------------------------------------------------------------------- a full device
 
 
-def test_a_full_device_gets_unused_segments_back() -> None:
-    """40 MiB are free, but in one piece too small for 60: with a capacity they go."""
+def test_full_device_releases_unused_segments() -> None:
+    """A free segment of 40 MiB is too small for 60 MiB; a full device releases it."""
     for capacity, reserved in ((None, 100 * MIB), (100 * MIB, 100 * MIB), (99 * MIB, 60 * MIB)):
         allocator = CachingAllocator(capacity)
         allocator.allocate(0, 40 * MIB)
@@ -155,21 +155,21 @@ def test_a_full_device_gets_unused_segments_back() -> None:
         assert allocator.peak == reserved
 
 
-def test_a_segment_in_use_is_not_given_back() -> None:
+def test_segment_in_use_is_not_released() -> None:
     allocator = CachingAllocator(50 * MIB)
     for storage, size in enumerate((6 * MIB, 6 * MIB, 512)):
         allocator.allocate(storage, size)
     allocator.free(0)
-    allocator.free(2)  # its segment of 2 MiB is empty now
+    allocator.free(2)  # now the segment of 2 MiB is empty
     allocator.allocate(3, 40 * MIB)
-    assert allocator.reserved == 60 * MIB  # beyond the capacity, which is how one sees it
+    assert allocator.reserved == 60 * MIB  # more than the capacity shows an out-of-memory error
     allocator.free(1)
     allocator.free(3)
     allocator.allocate(4, 100 * MIB)
     assert allocator.reserved == 100 * MIB
 
 
-def test_the_peak_is_remembered() -> None:
+def test_peak_is_recorded() -> None:
     allocator = CachingAllocator(80 * MIB)
     for storage in range(3):
         allocator.allocate(storage, 30 * MIB)
@@ -179,7 +179,7 @@ def test_the_peak_is_remembered() -> None:
     assert (allocator.reserved, allocator.peak) == (70 * MIB, 90 * MIB)
 
 
-# # --- random requests
+# --------------------------------------------------------------------------- random requests
 
 
 @pytest.mark.parametrize("seed", range(6))

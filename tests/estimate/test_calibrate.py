@@ -1,4 +1,4 @@
-"""Calibration fits one number of a device, and records its source."""
+"""Calibration fits one value of a device, and records its source."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     known = device_spec(plan, h200)
     assert known is not None
     assert (known.software, known.calibrated) == (1.0, "")
-    # It is fitted anew each time, and says how far off the last one was.
+    # Each calibration fits again, and reports the error of the last one.
     recalibrated = calibrate(read_run(run))
     assert recalibrated.seconds_before == pytest.approx(expected, rel=1e-3)
     assert recalibrated.value == pytest.approx(result.value)
@@ -132,7 +132,7 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     assert result.seconds_after == pytest.approx(result.run.seconds, rel=1e-6)
 
 
-def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
+def test_save_calibration_preserves_other_entries(tmp_path: Path) -> None:
     job, plan, _machine = h100(*FEW)
     file = user_cluster_files()[1]
     file.parent.mkdir(parents=True)

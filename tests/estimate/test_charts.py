@@ -38,8 +38,8 @@ LAYOUTS: dict[str, Overrides] = {
         *(("parallel.pp", "4"), ("parallel.tp", "2"), ("parallel.dp_shard", "2")),
         ("train.global_batch_size", "16"),
     ],
-    "DualPipeV": PP4,  # backward passes whole and in halves
-    "ZBVZeroBubble": PP4,  # all in halves
+    "DualPipeV": PP4,  # full and split backward passes
+    "ZBVZeroBubble": PP4,  # all backward passes are split
     "none": [
         *(
             ("parallel.dp_shard", "16"),
@@ -83,7 +83,7 @@ def picture(root: ET.Element, name: str) -> ET.Element:
 
 
 def part(root: ET.Element, name: str) -> list[ET.Element]:
-    """The boxes of a group."""
+    """Return the boxes of a group."""
     group = next(group for group in root.iter(f"{SVG}g") if group.get("id") == name)
     return [box for box in group.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
 
@@ -101,7 +101,7 @@ class Drawn(NamedTuple):
 
 
 def actions(svg: ET.Element) -> dict[tuple[int, str, int], list[Drawn]]:
-    """Boxes by stage, kind and microbatch."""
+    """Return boxes by stage, kind and microbatch."""
     results = defaultdict(list)
     for group in svg.iter(f"{SVG}g"):
         rank = int((group.get("id") or "").removeprefix("pipeline-"))
@@ -141,12 +141,12 @@ def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
+def test_pipeline_chart_boxes_follow_their_inputs(layout: str) -> None:
     boxes = {key: at[0] for key, at in actions(picture(draw_layout(layout), "pipeline")).items()}
     rank_traces = defaultdict(list)
     for box in boxes.values():
         rank_traces[box.rank].append(box)
-    slack = 0.03  # of rounding
+    slack = 0.03  # for rounding
     for traces in rank_traces.values():
         for before, after in itertools.pairwise(sorted(traces, key=lambda box: box.start)):
             assert before.end <= after.start + slack
@@ -164,7 +164,7 @@ def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
-    """The pipeline takes the step without its end, and idles the step's bubble."""
+    """The pipeline takes the step less its end, and is idle for the bubble."""
     _, _, prediction = predicted(layout)
     assert prediction.timeline is not None
     assert prediction.time_breakdown is not None
@@ -185,7 +185,7 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
     assert end < prediction.time_breakdown.total()
 
 
-def test_page_of_many_actions_stays_small() -> None:
+def test_page_of_many_actions_is_small() -> None:
     _job, plan, prediction = predicted("Interleaved1F1B")
     table = build_schedule("1F1B", 32, 1, 256)
     item = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
@@ -230,14 +230,14 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     assert peak.endswith(f"GiB: {name}")
     assert f"Live memory peaks in {name};" in (svg.findtext(f"{SVG}desc") or "")
     if plan.pipeline is not None and memory.peak_location.kind in "FBIW":
-        # The stage that it names is on the rank, and the layer in the stage.
+        # The stage in the name is on the rank, and the layer is in the stage.
         stage, layer = map(int, re.search(r"stage (\d+), layer (\d+)", name).groups())  # type: ignore[union-attr]
         pp = rank_to_coordinates(prediction.rank, plan.axis_sizes, plan.axis_order)["pp"]
         assert stage in plan.pipeline.stages_on_rank(pp)
         assert layer + 1 in plan.pipeline.stages[stage].units
 
 
-def test_memory_chart_says_which_microbatches_it_has() -> None:
+def test_memory_chart_names_its_microbatches() -> None:
     _, plan, _ = predicted("none")
     assert plan.num_microbatches == 8
     svg = picture(draw_layout("none"), "memory")
@@ -320,7 +320,7 @@ def test_page_is_self_contained_and_readable(layout: str) -> None:
 
 
 def everything_fits(svg: ET.Element) -> None:
-    """Boxes are inside of the picture; no text leaves it or runs into another one."""
+    """Boxes and texts are inside the picture, and texts do not overlap."""
     wide, high = float(svg.get("width", "")), float(svg.get("height", ""))
     taken: list[tuple[float, float, float]] = []
     offsets = {

@@ -1,4 +1,4 @@
-"""The cost model: identities, limits, directions, and errors on published runs."""
+"""Cost model: identities, limits, monotonicity, and errors on published runs."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def flops(step: Step) -> float:
     return step.microbatches * sum(work.flops * count for work, count in works)
 
 
-# # --- operations of a step
+# --------------------------------------------------------------------------- operations of a step
 
 
 @pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
-def test_sizes_are_the_models(preset: str) -> None:
+def test_decoder_dims_sizes_equal_the_model(preset: str) -> None:
     config = llama.PRESETS[preset]
     dims = DecoderDims(
         config.num_layers,
@@ -75,8 +75,8 @@ def test_sizes_are_the_models(preset: str) -> None:
         config.vocab_size,
     )
     assert dims.params == llama.num_params(config)
-    # FLOPs are the model's, but of attention only the half that a causal mask leaves: forward 1,
-    # backward 2.5 instead of 2 times, for the kernel computes the scores again.
+    # FLOPs equal the model's, but a causal mask halves those of attention, and its backward takes
+    # 2.5 times the forward instead of 2: the kernel recomputes the scores.
     layout = replace(LAYOUT, microbatch=2, dp_shard=4)
     weights = 6.0 * llama.num_matmul_params(config)
     full = llama.flops_per_token(config, layout.seq_len) - weights
@@ -87,8 +87,8 @@ def test_sizes_are_the_models(preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_layout_loses_flops(name: str) -> None:
-    """Ranks share the work: all of them together do what one would."""
+def test_layout_flops_of_all_ranks_equal_one_rank(name: str) -> None:
+    """All ranks together have the FLOPs of one rank."""
     layout = replace(LAYOUTS[name], activation_checkpoint="none")
     ranks = layout.tp * layout.cp * layout.dp
     one = flops(estimate_step(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
@@ -117,11 +117,11 @@ def test_recomputation_is_another_forward() -> None:
         (1, 1, [1]),
     ],
 )
-def test_layers_of_stages_are_all_layers(layers: int, stages: int, expected: list[int]) -> None:
+def test_layers_of_stages_sum_to_all_layers(layers: int, stages: int, expected: list[int]) -> None:
     assert split_layers(layers, stages) == expected
 
 
-# # --- seconds of operations
+# --------------------------------------------------------------------------- seconds of operations
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -143,20 +143,20 @@ def test_better_hardware_is_never_slower(name: str, better: str) -> None:
         assert after < before
 
 
-def test_tokens_of_a_rank_do_not_change_what_a_token_costs_much() -> None:
-    """A matrix product of many tiles has its device's rate, one of a few has less."""
+def test_matmul_seconds_follow_the_number_of_tiles() -> None:
+    """A matmul of many tiles runs at the device's rate, one of few tiles is slower."""
     device = get_device("H100")
     rate = device.flops("bf16") * device.sustained
     big = Matmul(32768, 8192, 28672)
     assert 0.9 < 2 * big.m * big.k * big.n / rate / matmul_seconds(big, device) < 1
     small = Matmul(256, 256, 256)
     assert 2 * 256**3 / rate / matmul_seconds(small, device) < 0.1
-    # For one row only the memory traffic of the weights counts.
+    # A matmul of one row takes the time to read the weights.
     thin = Matmul(1, 8192, 8192)
     assert matmul_seconds(thin, device) >= 2 * 8192**2 / device.bandwidth
 
 
-def test_an_all_reduce_is_both_its_halves() -> None:
+def test_all_reduce_costs_gather_plus_scatter() -> None:
     for ranks, stride in ((8, 1), (64, 1), (16, 8)):
         halves, full = (
             sum(
@@ -167,7 +167,7 @@ def test_an_all_reduce_is_both_its_halves() -> None:
         assert full == pytest.approx(halves - COLLECTIVE_LAUNCH)
 
 
-def test_where_a_group_sits() -> None:
+def test_collective_seconds_follow_the_placement_of_a_group() -> None:
     def gather(ranks: int, stride: int) -> float:
         op = Collective("all_gather", 1e9, "tp", ranks, stride)
         return collective_seconds(op, h100())
@@ -175,12 +175,12 @@ def test_where_a_group_sits() -> None:
     assert gather(1, 1) == 0
     inside, all_adapters, one_adapter = gather(8, 1), gather(64, 1), gather(8, 8)
     assert inside < all_adapters < one_adapter
-    # Bytes over bus bandwidth, plus latency: one adapter of eight is eight times slower.
+    # The time is bytes over bus bandwidth, plus latency; one adapter has 1/8 of the bandwidth.
     network = get_device("H100").network
     assert one_adapter == pytest.approx(1e9 * 7 / 8 / network.busbw(8), rel=0.05)
 
 
-def test_a_prefetch_hides_as_far_as_it_can() -> None:
+def test_prefetch_hides_up_to_the_compute_time() -> None:
     compute = Work((Matmul(8192, 8192, 8192),))
     compute_seconds = work_seconds(compute, h100()).total()
     for size in (1e6, 1e8, 1e10):
@@ -194,7 +194,7 @@ def test_a_prefetch_hides_as_far_as_it_can() -> None:
         assert exposed.total() == pytest.approx(compute_seconds + taken)
 
 
-def test_a_slow_host_is_waited_for() -> None:
+def test_work_seconds_include_a_slow_host() -> None:
     elapsed = work_seconds(Work(kernels=1000), h100())
     assert elapsed["host"] > 0
     assert elapsed.total() == pytest.approx(1000 * 12e-6)
@@ -212,7 +212,7 @@ def makespan(
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
 def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) -> None:
-    """(m + pp - 1)(f + b), the formula of both."""
+    """Both schedules take (m + pp - 1)(f + b)."""
     table = build_schedule(schedule, pp, 1, microbatches)
     item = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
     assert makespan(table, item) == 3 * (microbatches + pp - 1)
@@ -228,25 +228,25 @@ def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
     assert end == pytest.approx(2 * microbatches + 2 * (pp - 1) * part)
 
 
-def test_hops_between_ranks_cost_time() -> None:
+def test_pipeline_p2p_takes_time() -> None:
     table = build_schedule("1F1B", 4, 1, 4)
     item = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
     ends = [makespan(table, item, hop) for hop in (0.0, 0.5)]
-    # There and back once, for the first microbatch at least.
+    # At least the first microbatch is sent there and back.
     assert ends[1] >= ends[0] + 2 * 3 * 0.5
 
 
-def test_spans_timetable_with_a_deadlock_is_refused() -> None:
+def test_simulate_pipeline_schedule_with_a_deadlock_is_refused() -> None:
     table = {0: [Action(0, "B", 0), Action(0, "F", 0)]}
     with pytest.raises(ValueError, match="never ends"):
         simulate_pipeline(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
 
 
-def test_a_step_with_a_pipeline_has_its_bubble() -> None:
+def test_step_with_a_pipeline_has_its_bubble() -> None:
     layout = replace(LAYOUTS["pp"], global_batch=64)
     elapsed = step_seconds(estimate_step(LLAMA_8B, layout), h100())
     share = elapsed["bubble"] / elapsed.total()
-    ideal = 3 / (layout.microbatches + 3)  # and the head's stage is the slowest
+    ideal = 3 / (layout.microbatches + 3)  # but the stage with the head is the slowest
     assert ideal / 2 < share < 1.5 * ideal
     gpus = [seconds(LAYOUTS[name], h100()) for name in ("pp", "interleaved")]
     assert gpus[1] < gpus[0]
@@ -260,7 +260,7 @@ def gib(**changes: object) -> float:
     return sum(held.values()) / 2**30
 
 
-def test_memory_has_its_directions() -> None:
+def test_memory_is_monotonic_in_the_layout() -> None:
     kinds = ("none", "block", "selective", "full")
     result = [gib(activation_checkpoint=kind) for kind in kinds]
     assert result == sorted(result, reverse=True)
@@ -268,15 +268,17 @@ def test_memory_has_its_directions() -> None:
     assert gib(microbatch=2) > gib() > gib(tp=8)
     assert gib(zero=2) > gib()
     assert gib(chunked_loss=True) < gib()
-    # Interleaved, the first rank keeps the activations of more microbatches.
+    # With an interleaved schedule, the first rank holds activations of more microbatches.
     assert gib(pp=4, zero=2) < gib(pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B")
 
 
-def test_what_a_pipeline_keeps_beside_activations() -> None:
-    """Logits until they are joined, and a buffer for everything a stage will receive."""
+def test_memory_pipeline_has_logits_and_buffers() -> None:
+    """A pipeline holds all logits, and a buffer for each receive of a stage."""
     layout = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
     full, plain = (estimate_memory(LLAMA_8B, replace(layout, output_bytes=b), 3) for b in (2, 0))
-    assert full["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
+    assert (
+        full["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab
+    )  # all logits, and their concatenation
     assert full["activations"] == full["temporaries"] == 0 < plain["activations"]
     assert full["state"] == plain["state"]
     assert estimate_memory(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == estimate_memory(
@@ -284,20 +286,20 @@ def test_what_a_pipeline_keeps_beside_activations() -> None:
     )
     hidden = 8192 * LLAMA_8B.hidden * 2
     buffers = [estimate_memory(LLAMA_8B, layout, rank)["buffers"] / hidden for rank in range(4)]
-    # 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
+    # 32 gradients and 32 inputs; the 4 - rank inputs in flight are counted as activations.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
     assert "buffers" not in estimate_memory(LLAMA_8B, replace(layout, recv_buffers=False))
 
 
-def test_in_a_v_one_rank_has_both_tables() -> None:
-    """The first stage and the last: embedding, head, and the logits."""
+def test_memory_v_schedule_has_both_tables_on_one_rank() -> None:
+    """With a V schedule, rank 0 has the first and last stage: embedding, head, logits."""
     layout = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
     first, *rest = (estimate_memory(LLAMA_8B, layout, rank) for rank in range(4))
     tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
     for other in rest:
         assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
         assert first["temporaries"] > other["temporaries"]
-        # Neither receives what nobody sends.
+        # The first stage receives no input, the last no gradient.
         assert first["buffers"] < other["buffers"]
     loop, v = (
         estimate_step(LLAMA_8B, subset).optimizer_work
@@ -306,8 +308,8 @@ def test_in_a_v_one_rank_has_both_tables() -> None:
     assert v.traffic_bytes - loop.traffic_bytes == pytest.approx(40 * tables / 2 / 8)
 
 
-def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
-    """With as many microbatches as ranks, the second stage is through first."""
+def test_memory_gradients_of_a_finished_stage_are_reduced() -> None:
+    """With as many microbatches as ranks, one stage ends before the other begins backward."""
     layout = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
     twice = replace(layout, stages_per_rank=2, schedule="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
@@ -316,7 +318,7 @@ def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     )
     assert plain == (2 + 4) * 8 * layer
     assert interleaved == (2 + 4 / 2) * 8 * layer
-    # Many microbatches later, both have gradients.
+    # With many microbatches, both stages hold gradients.
     many = estimate_memory(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
     assert many == plain
     unpiped = replace(layout, pp=1, dp_shard=8, global_batch=16)
@@ -325,8 +327,8 @@ def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     )
 
 
-def test_what_a_collective_reads_is_free_late() -> None:
-    """Two full outputs of each layer of a stage, but at most the queue's layers."""
+def test_memory_inputs_of_collectives_are_freed_late() -> None:
+    """Each layer of a stage holds two full outputs, up to the length of the queue."""
     late = replace(LAYOUTS["tp"], uses_record_stream=True)
     layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
 
@@ -340,7 +342,7 @@ def test_what_a_collective_reads_is_free_late() -> None:
     assert "late" not in estimate_memory(LLAMA_8B, replace(LAYOUT, uses_record_stream=True))
 
 
-def test_layers_as_they_are_dealt() -> None:
+def test_stage_layers_set_memory_and_time() -> None:
     layout = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)
     assert seconds(layout, h100()) > seconds(LAYOUTS["pp"], h100())
@@ -349,7 +351,7 @@ def test_layers_as_they_are_dealt() -> None:
     )
 
 
-def test_offloading_trades_memory_for_the_way_to_the_host() -> None:
+def test_offloading_trades_memory_for_time() -> None:
     parts = (0.0, 0.5, 1.0)
     held = [estimate_memory(LLAMA_8B, replace(LAYOUT, offload_fraction=part)) for part in parts]
     assert held[1]["activations"] == held[0]["activations"] / 2
@@ -359,7 +361,7 @@ def test_offloading_trades_memory_for_the_way_to_the_host() -> None:
     assert times[0] < times[2]
 
 
-def test_hop_scattered_has_a_part_of_the_bytes() -> None:
+def test_p2p_scattered_has_a_fraction_of_the_bytes() -> None:
     layout = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
     hops = [
         estimate_step(LLAMA_8B, replace(layout, scatter_p2p=subset)).p2p for subset in (False, True)
@@ -377,7 +379,7 @@ def test_memory_state_is_16_bytes_a_parameter() -> None:
 # --------------------------------------------------------------------------- hardware
 
 
-def test_networks_are_curves() -> None:
+def test_network_bandwidth_is_interpolated() -> None:
     network = Network(100.0, 1e-6, ((2, 1.0), (32, 0.25)))
     assert [network.busbw(n) for n in (1, 2, 8, 32, 1000)] == pytest.approx([100, 100, 50, 25, 25])
 
@@ -420,10 +422,10 @@ def figures(rows: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> 
     return report
 
 
-def test_published_runs_some_rows_are_predicted(
+def test_published_runs_sample_is_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A part of them nearly as well as all; rows that cannot be read are left out."""
+    """A sample is predicted nearly as well as all rows; unreadable rows are left out."""
     odd = [PUBLISHED[1].split(",") for _ in range(4)]
     odd[0][9] = "Abacus-3000"
     odd[1][10] = "."

@@ -1,4 +1,4 @@
-"""Text of a plan that fits, narrowly or not, and of unknown devices."""
+"""Text of a forecast: plans that fit or not, and unknown devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.plan.plan_text import plan_recipe
 
 @pytest.fixture(scope="module")
 def eight() -> tuple[Job, Plan, Machine, Forecast, list[RankTrace]]:
-    """A step of a small Llama on eight H100."""
+    """Forecast a step of a small Llama on eight H100."""
     small = [
         ("model.num_layers", "4"),
         ("model.dim", "384"),
@@ -41,7 +41,7 @@ def lines_of(eight: Eight, prediction: Forecast, *advice: Advice) -> list[str]:
 
 
 def column(lines: list[str], head: str) -> dict[str, float]:
-    """Names and numbers below a line that begins so."""
+    """Return names and numbers below the line that begins with ``head``."""
     start = next(position for position, line in enumerate(lines) if line.startswith(head))
     cells = [line.split() for line in lines[start + 1 :]]
     results = {}
@@ -92,14 +92,14 @@ def test_screen_times_add_up_to_the_step(eight: Eight) -> None:
 def test_screen_verdict_follows_the_share_of_the_capacity(
     eight: Eight, share: float, word: str
 ) -> None:
-    """``share``: of the capacity, what is needed."""
+    """``share``: needed memory as a fraction of the capacity."""
     prediction = replace(eight[3], capacity_bytes=int(eight[3].needed_bytes / share))
     assert lines_of(eight, prediction)[1].startswith(f"  memory     {word}")
     assert prediction.fits == (share <= 1)
 
 
 def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None:
-    """Advice is shown, or that no change helps."""
+    """The screen shows changes, or else --search."""
     prediction = replace(eight[3], capacity_bytes=GIB)
     text = "\n".join(lines_of(eight, prediction))
     assert "use --search to try all layouts" in text
@@ -111,7 +111,7 @@ def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None
     assert advice == ["--activation_checkpoint.mode", "full", "-20%", "921.6", "MiB"]
 
 
-def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> None:
+def test_screen_of_a_plan_that_fits_has_faster_changes(eight: Eight) -> None:
     change = {"compile.enable": True, "precision.float8": "tensorwise"}
     lines = lines_of(eight, eight[3], Advice(change, 0.35, 2 * GIB))
     assert any(line.startswith("changes that make it faster") for line in lines)

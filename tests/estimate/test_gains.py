@@ -1,4 +1,4 @@
-"""Published gains as the planner predicts them."""
+"""Compare predicted gains with published ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_published_gains_are_predicted() -> None:
-    """Within ten points of what was published, or between two that were."""
+    """Predictions are within ten points of the published gains, or between them."""
     script = ROOT / "benchmarks" / "plan_gains.py"
     out = subprocess.run(
         [sys.executable, script, "--json"], check=True, capture_output=True, text=True, timeout=900

@@ -43,7 +43,7 @@ def refused(job: Job, plan: Plan, machine: Machine) -> str:
     return str(problem)
 
 
-def test_expect_far_from_full_is_by_arithmetic() -> None:
+def test_predict_run_far_from_full_uses_arithmetic() -> None:
     _job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
     expected, warning = predict_run(plan, machine, force=False)
     assert expected is not None
@@ -59,8 +59,8 @@ def test_expect_far_from_full_is_by_arithmetic() -> None:
 
 
 @pytest.mark.slow
-def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
-    """The remedy is one: with it the run is not refused any more."""
+def test_predict_run_nearly_full_is_traced_and_too_large_is_refused() -> None:
+    """With the suggested remedy, the run is accepted."""
     rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
     expected, _ = predict_run(plan, machine, force=False)
@@ -79,8 +79,8 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     assert "may run out of memory" in warning
 
 
-def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
-    """Those that weft starts itself, on as many nodes as the recipe says."""
+def test_predict_run_remedy_is_for_the_ranks_of_the_run() -> None:
+    """The remedy is for the ranks that weft will start."""
     rows = [("train.global_batch_size", "64"), ("train.microbatch_size", "32")]
     job, _, problems = read_job("demo", [*rows, ("run.nproc_per_node", "2")])
     assert not problems
@@ -95,14 +95,14 @@ def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     assert expected.memory_gib < 1
 
 
-def test_expect_without_a_remedy_names_none() -> None:
+def test_predict_run_without_a_remedy_names_none() -> None:
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
     small = replace(machine, memory_bytes=2**30)
     assert refused(job, plan, small).endswith(". Use --force to start anyway.")
 
 
 @pytest.mark.slow
-def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
+def test_predict_run_range_of_nodes_must_fit_on_the_fewest() -> None:
     overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
     job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
     less = replace(machine, memory_bytes=18 * 2**30)
@@ -110,12 +110,12 @@ def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
     assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
 
 
-# No fake tensor has a value.
+# A fake tensor has no value, so the trace fails.
 FORWARD = "        return self.out"
 ODD = LOCAL.replace(FORWARD, "        assert tokens_BT.sum().item() >= 0\n" + FORWARD)
 
 
-def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
+def test_predict_run_untraceable_model_is_allowed_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd_model.py").write_text(ODD)
@@ -130,13 +130,13 @@ def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
     assert warning.startswith("cannot predict the memory of this run: ")
 
 
-# --------------------------------------------------------------------------- as a user
+# --------------------------------------------------------------------------- command
 
 
 def test_train_plan_that_cannot_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is prepared, nothing is left."""
+    """A refused run creates no files."""
     wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
     wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
     positions = ["--run.dir", "run", "--data.cache_dir", "cache"]
@@ -156,7 +156,7 @@ def test_train_plan_that_cannot_fit_is_refused(
 
 
 def train_with_little_memory(overrides: Overrides, store: str, extra: int) -> None:
-    """In no more address space than there is now, and ``more``."""
+    """Train with ``extra`` more bytes of address space than now."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmSize"):
             limit = int(line.split()[1]) * 1024 + extra
@@ -197,7 +197,7 @@ def test_out_of_memory_is_explained(
         assert part in message
 
 
-def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_path: Path) -> None:
+def test_records_of_a_run_have_the_predicted_memory(tmp_path: Path, store_path: Path) -> None:
     (tmp_path / PREDICTION).write_text(json.dumps({"memory_gib": 1.25, "step_seconds": None}))
     job: Overrides = [("run.dir", str(tmp_path)), ("train.steps", "2")]
     run_ranks(train_rank, 2, job, str(store_path))
@@ -211,7 +211,7 @@ def test_gib_shared_storage_is_counted_once() -> None:
     assert storage_gib([full, full[:100], full.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
 
 
-def test_knobs_offer_only_possible_changes() -> None:
+def test_memory_remedies_are_possible_changes_only() -> None:
     _job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
     assert not any("microbatch" in knob for knob in memory_remedies(OTHERS, plan))
     assert "--optim.state_dtype 8bit" in memory_remedies("optimizer", plan)

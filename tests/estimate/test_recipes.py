@@ -16,15 +16,15 @@ from weft.plan.plan_text import plan_recipe
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
-# Traced in the default tests, some of them with few microbatches; all, of which a trace takes up to
-# half a minute, in the slow ones.  Arithmetic, which sees all of them, is a matter of milliseconds.
+# The default tests trace these recipes, some with few microbatches.  The slow tests trace all
+# recipes, which takes up to 30 s each.  Arithmetic for a recipe takes milliseconds.
 TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
     "demo": [],
     "llama3-70b": [],
     "llama3-8b-qlora": [("train.global_batch_size", "1")],
     "moe-demo": [],
 }
-# Arithmetic does not decide for recipes on CPUs, with experts, or with partly frozen weights.
+# The arithmetic does not support CPUs, experts, or partly frozen weights.
 NO_ARITHMETIC = {
     "demo",
     "three-servers-small",
@@ -43,7 +43,7 @@ def planned(recipe: str) -> tuple[Job, Plan, Machine]:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
-    """Keys agree, layout and schedule are possible, and arithmetic finds no excess."""
+    """The job is valid, and arithmetic predicts that memory suffices."""
     _job, plan, machine = planned(recipe)
     expected = estimate_run(plan, machine)
     assert (expected is None) == (recipe in NO_ARITHMETIC)
@@ -75,6 +75,6 @@ def fits(job: Job, plan: Plan, machine: Machine) -> None:
     assert prediction.fits
     if plan.device == "cuda":
         assert prediction.mfu is not None
-        # Small products and an exchange of tokens twice a layer: a mixture of experts has less.
+        # A mixture of experts has lower MFU: small matmuls, and two all-to-all per layer.
         routed = prediction.plan.num_active_params < prediction.plan.num_params
         assert (0.15 if routed else 0.25) < prediction.mfu < 0.75

@@ -1,4 +1,4 @@
-"""The report shows the planner's prediction beside the measurements of a run."""
+"""The report shows the prediction next to the measurements of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PIPELINE = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple[Path, str]:
-    """A run of a pipeline of two ranks, and what its command said."""
+    """Train a pipeline of two ranks; return the run directory and the output."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     pairs = [*SMALL, *PIPELINE, ("run.dir", str(run_dir)), ("data.path", str(store_path))]
     words = [word for key, value in pairs for word in (f"--{key}", value)]
@@ -63,7 +63,7 @@ def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
     page = (directory / REPORT_FILE).read_text()
     assert '<span class="state finished">finished</span>' in page
     assert f'id="fact-loss">{records(directory)[-1]["loss"]:.4f}<' in page
-    assert "<code>weft report</code>" in page  # six steps are not worth a forecast
+    assert "<code>weft report</code>" in page  # six steps get no forecast
 
 
 def test_report_predicted_memory_is_of_the_runs_plan(
@@ -93,7 +93,7 @@ def test_report_predicted_memory_is_of_the_runs_plan(
 
 
 def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
-    """Traces in which action n of rank r begins at 1000 step + 10 n + r milliseconds."""
+    """Write spans: action n of rank r begins at 1000 step + 10 n + r milliseconds."""
     (directory / "spans").mkdir(exist_ok=True)
     for rank, order in plan.pipeline_schedule.items():
         events: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
 def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
     directory, _ = trained
     _, plan, _ = replan_run(directory, "run")
-    # The run recorded the actions of each rank, in their order.
+    # The run recorded the actions of each rank in order.
     result = measured_timeline(directory, plan)
     assert result is not None
     assert result[0] == 6
@@ -120,7 +120,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
         )
         assert [span[1:4] for span in spans_of_rank] == [tuple(action) for action in order]
         assert all(a.end <= b.start for a, b in itertools.pairwise(spans_of_rank))
-    # Step 3 was done again after a failure, and the end of rank 1's step 6 is not written.
+    # Step 3 was repeated after a failure, and rank 1's span file is truncated in step 6.
     spans(plan, [1, 2, 3, 3, 4, 5, 6], directory, cut=200)
     result = measured_timeline(directory, plan)
     assert result is not None
@@ -160,7 +160,7 @@ def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> N
     assert "host: the device waits for kernel launches: 25.0 ms, 10.0%" in drawn
 
 
-def test_sections_without_a_forecast_say_why(
+def test_sections_without_a_forecast_give_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd_of_mine.py").write_text(ODD)

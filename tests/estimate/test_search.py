@@ -1,4 +1,4 @@
-"""The search finds the layout that tracing all would find, and why others lost."""
+"""The search finds the layout that tracing all layouts would find, and reasons for the rest."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from weft.plan.plan_text import plan_recipe
 
 Overrides = list[tuple[str, str]]
 
-# A Llama of 0.2 billion parameters with long rows: on two to four devices most of its memory is
-# activations, which is what layouts differ in.
+# A Llama of 0.2 billion parameters with long sequences: on two to four devices, activations take
+# most of the memory, and layouts differ in them.
 SMALL: Overrides = [
     ("model.num_layers", "4"),
     ("model.dim", "1024"),
@@ -76,7 +76,7 @@ def with_memory(machine: Machine, gib: float) -> Machine:
 
 
 def check_sums(result: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:
-    """Check that every candidate was considered once, and has a reason."""
+    """Check that every candidate is ranked or rejected once, with a reason."""
     reported = [
         *(item.candidate for item in result.best),
         *(item.candidate for item in result.rejected),
@@ -97,9 +97,9 @@ def key_of(candidate: Candidate) -> str:
 
 @pytest.fixture(scope="module")
 def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
-    """Search two H100 with little memory in this process, as on one core.
+    """Search on two H100 with little memory, tracing in this process.
 
-    `test_plan_search_winner_has_its_forecast_when_planned_again` traces in processes.
+    `test_plan_search_winner_has_its_forecast_when_planned_again` traces in child processes.
     """
     job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
     machine = with_memory(machine, 4.7)
@@ -129,8 +129,8 @@ def test_search_best_layouts_fit_and_are_sorted_by_speed(tight: Tight) -> None:
     assert {item.reason for item in result.rejected} == {"memory", "rule", "slower"}
 
 
-def test_search_winner_keeps_the_recipes_precision(tight: Tight) -> None:
-    """Float8 is in the ranking only where it is faster, and never written."""
+def test_search_winner_has_the_recipes_precision(tight: Tight) -> None:
+    """Float8 layouts are ranked if they are faster, but the winner is not float8."""
     result = tight[3]
     precisions = {c.changes["precision"]["float8"] for c in all_candidates(*tight[:3])}
     assert precisions == {"none", "tensorwise"}
@@ -161,7 +161,7 @@ def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tigh
 def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     tight: Tight, tmp_path: Path
 ) -> None:
-    """Its figures are not the twin's, but those of a trace of what is written."""
+    """The forecast of the winner is that of a trace of the written recipe."""
     job, _, machine, result, _ = tight
     path = tmp_path / "best.toml"
     path.write_text(render_recipe(result, job, "demo", "1x2xH100"), "utf-8")
@@ -195,7 +195,7 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
     assert "no layout fits" in render_search(result)
 
 
-# # --- candidates
+# --------------------------------------------------------------------------- candidates
 
 
 def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
@@ -209,7 +209,7 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
         tried.append(len(tasks))
         return [trace_candidate(task) for task in tasks]
 
-    # Estimates near zero claim that all fit; none does.
+    # By these low estimates all candidates fit, but none does.
     wrong = [
         replace(c, seconds=float(position), memory_bytes=2.0**28)
         for position, c in enumerate(subset)
@@ -241,13 +241,13 @@ def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str
         cluster, ("precision.float8", own), ("precision.float8_small", "true")
     )
     if cluster == "1x2xMI300X":
-        expected = precisions(plan, machine)  # with any table
+        expected = precisions(plan, machine)  # float8 support depends on the device table
         assert expected[0] == "none"
     assert precisions(plan, machine) == expected
 
 
 def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
-    """Keys that fit the recipe's own layout only are given up with it."""
+    """Other layouts drop keys that are valid only for the recipe's layout."""
     job, plan, machine = planned(
         "1x4xH100",
         ("parallel.tp", "2"),
@@ -313,7 +313,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
     assert rule in problem.rule
 
 
-# --------------------------------------------------------------------------- is it true?
+# --------------------------------------------------------------------------- compared with traces
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
 def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
     """Trace every possible layout: the winner is the fastest or as good as it.
 
-    Every layout that the search rejects for memory does need too much.
+    At most 10 % of the layouts rejected for memory would fit.
     """
     job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
     machine = with_memory(machine, gib)
@@ -354,7 +354,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
-    """The best of three thousand layouts of 405B has the same forecast in a new plan."""
+    """The best of 3,000 layouts of 405B has the same forecast in a new plan."""
     local_machine = Machine("cpu", devices=2)
     plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: local_machine)
     result = search(plan, machine)
@@ -377,7 +377,7 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
 def test_plan_search_winner_has_its_forecast_when_planned_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Searched, written, and planned again."""
+    """Search, write the winner, and plan the written recipe."""
     best, page = tmp_path / "best.toml", tmp_path / "page.html"
     small = [*SMALL, ("train.global_batch_size", "1"), ("model.num_layers", "2")]
     keys = [text for name, value in small for text in (f"--{name}", value)]

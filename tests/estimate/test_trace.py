@@ -1,4 +1,4 @@
-"""A fake rank does the same as a real one, and extrapolation equals a full step."""
+"""Traces of fake ranks equal those of real ranks, and extrapolation equals a full step."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ BASE: Overrides = [
     ("model.tied_embeddings", "false"),
     ("train.microbatch_size", "1"),
 ]
-# Bytes that the stages of a real pipeline send each other in their first step, to be acquainted.
+# Bytes that real pipeline stages send in the first step to set up communication.
 GREETING = 4
 StepRecords = dict[str, dict[str, Any]]
 
 
 def small(layout: str) -> Overrides:
-    """The overrides of a layout, of a model and a batch that show all of it."""
+    """Return a layout's overrides, with a model and batch that exercise all of it."""
     ranks, overrides = parse(layout)
     chosen = dict(overrides)
     rows = ranks
@@ -59,7 +59,7 @@ def small(layout: str) -> Overrides:
         rows //= int(chosen.get(f"parallel.{axis}", 1))
     item = int(chosen.get("train.microbatch_size", "1").replace("auto", "1"))
     stages = 3 if "stages_per_rank=3" in layout else 2 if "parallel.pp" in chosen else 1
-    # Enough microbatches to show sums over them, and waiting in a pipeline.
+    # Enough microbatches for gradient accumulation, and for a pipeline bubble.
     microbatches = 4 if stages > 1 else 2 if rows > 1 else 1
     return [
         ("model.num_layers", str(2 * stages)),
@@ -78,10 +78,13 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
         built = build(plan, this_rank())
     else:
         built, plan = build_fake(plan, mode)
-    if job.optim.name == "muon":  # in its first step it asks the others what they hold
+    if job.optim.name == "muon":  # the first step also exchanges metadata
         with mode or nullcontext():
             step(built, job, plan)
-    if dist.get_rank() not in (0, dist.get_world_size() - 1):  # the ends of every axis do
+    if dist.get_rank() not in (
+        0,
+        dist.get_world_size() - 1,
+    ):  # only the ends of every axis are recorded
         step(built, job, plan)
         return {}
     op_trace = record_step(built, plan, mode)
@@ -97,7 +100,7 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
 
 
 def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """``{"all_gather tp": (20, 81920)}``: collectives and bytes, by kind and axis."""
+    """Return number and bytes of collectives: ``{"all_gather tp": (20, 81920)}``."""
     groups = find_comm_groups(op_trace, mesh)
     results: dict[str, tuple[int, int]] = {}
     for event in op_trace.events:
@@ -113,7 +116,7 @@ def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
 
 
 def peak_bytes(op_trace: OpTrace) -> int:
-    """The most bytes of live storages at once."""
+    """Return the peak bytes of live storages."""
     live = peak = sum(op_trace.initial_bytes.values())
     for event in op_trace.events:
         live += event.bytes
@@ -122,7 +125,7 @@ def peak_bytes(op_trace: OpTrace) -> int:
 
 
 def step(built: Built, job: Job, plan: Plan) -> None:
-    """Return the step's peak without inspecting it."""
+    """Run a training step without a trace."""
     built.train_step.forward_backward(empty_batches(plan))
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     params = [param for _, param in trainable_parameters(built.model_parts)]
@@ -141,7 +144,7 @@ def real_ranks(layouts: list[str]) -> StepRecords:
 
 
 def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
-    """Return both ranks of a world of two processes."""
+    """Return records of the first or last of ``ranks`` fake ranks."""
     gc.freeze()
     rank = dist.get_rank() * (ranks - 1)
     dist.destroy_process_group()
@@ -156,7 +159,7 @@ def layouts_of_size(ranks: int) -> list[str]:
     return [layout for layout in MATRIX if parse(layout)[0] == ranks]
 
 
-# One for each way to communicate, of pipelines one for each kind of stages and backward passes.
+# One layout for each communication method, and for each kind of pipeline schedule.
 EACH_METHOD = [
     "dp_shard2",
     "dp_replicate2",
@@ -188,15 +191,15 @@ assert set(EACH_METHOD) <= set(layouts_of_size(2))
             id="4",
             marks=pytest.mark.slow,
         ),
-        # The very same are there of two ranks.
+        # The default suite has the same layouts on two ranks.
         pytest.param(4, LARGER_RINGS, id="4-larger-rings", marks=pytest.mark.slow),
     ],
 )
-def test_trace_fake_ranks_do_what_real_ranks_do(ranks: int, layouts: list[str]) -> None:
+def test_trace_fake_ranks_equal_real_ranks(ranks: int, layouts: list[str]) -> None:
     """FLOPs and collectives are equal, and peaks within 3 %, for the whole matrix."""
     fake = run_ranks(fake_ranks, 2, layouts, ranks, timeout=800)
     wrong = []
-    for _ in range(3):  # on a busy machine gloo's threads give memory back late
+    for _ in range(3):  # on a busy machine gloo's threads free memory late
         real = run_ranks(real_ranks, ranks, layouts, timeout=800)
         wrong = [
             (layout, prediction[layout], expected[layout])
@@ -215,11 +218,11 @@ def is_equal(extrapolated: dict[str, Any], reference: dict[str, Any]) -> bool:
     return exact and abs(extrapolated["peak"] / reference["peak"] - 1) <= 0.03
 
 
-# --------------------------------------------------------------------------- many from a few
+# --------------------------------------------------------------------------- extrapolation
 
 # Blocks, microbatches, layout.
 LARGER = [
-    (5, 5, "dp_shard2 tp2"),  # of more than four one is enough: see RECORDED
+    (5, 5, "dp_shard2 tp2"),  # one more than the four recorded, see RECORDED_COUNTS
     (5, 1, "dp_shard2 activation_checkpoint.mode=selective"),
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
     (5, 5, "dp_shard2 optim.name=muon"),
@@ -248,7 +251,7 @@ EXTRA = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
-    # More stages than torch's runtime keeps gathered.
+    # More stages than torch's runtime keeps unsharded.
     (32, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]
 
@@ -279,7 +282,7 @@ def flops_of(trace: RankTrace) -> float:
 
 
 def optimizer_peak(trace: RankTrace) -> int:
-    """The most bytes that the optimizer adds in its first step."""
+    """Return the peak of bytes that the optimizer allocates in its first step."""
     live = peak = 0
     for event in trace.extrapolation.segment_events((0, "optimizer", 0)):
         live += event.bytes
@@ -294,9 +297,9 @@ def optimizer_peak(trace: RankTrace) -> int:
 def test_traces_extrapolated_step_equals_the_whole_step(
     blocks: int, microbatches: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLOPs, collectives and live bytes are exact, the order of actions is not.
+    """FLOPs, collectives and live bytes are exact; the order of actions is not.
 
-    Messages and gathered weights may be freed, or allocated, one action later.
+    P2P buffers and gathered weights may be allocated or freed one action later.
     """
     _job, plan = planned(layout, blocks, microbatches)
     short = trace_ranks(plan)
@@ -316,7 +319,7 @@ def test_traces_extrapolated_step_equals_the_whole_step(
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "8bit"])
 def test_traces_low_precision_update_on_a_gpu_is_one_kernel(state_dtype: str) -> None:
-    """A GPU runs a compiled update, which needs no memory; a CPU holds one weight's temporaries."""
+    """A compiled update on a GPU needs no memory; on a CPU it needs temporaries."""
     layout = f"dp_shard2 optim.state_dtype={state_dtype}"
     job, plan = planned(layout, 7, 1)
     machine = Machine("cuda", devices=2, world_size=2)
@@ -333,7 +336,7 @@ def test_traces_low_precision_update_on_a_gpu_is_one_kernel(state_dtype: str) ->
 
 
 def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then all are run: the result is the same."""
+    """If blocks differ, the trace runs all of them."""
     _job, plan = planned("dp_shard2", 7, 1)
     expected = peak_live_bytes(trace_ranks(plan)[0])
     real: Any = Extrapolation
@@ -351,7 +354,7 @@ def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.Monk
 
 
 class Counts(llama.LlamaBlock):
-    """A user's block, which exchanges something in a way that no plan has a price for."""
+    """A user's block with a collective that the planner cannot price."""
 
     def forward(self, x_BTD: Tensor, *around: Any) -> Tensor:
         dist.reduce(x_BTD.detach().sum(), dst=0)

@@ -13,10 +13,10 @@ from weft.plan.resolve import resolve
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: str) -> None:
+def test_memory_accumulated_gradients_are_categorized_as_gradients(schedule: str) -> None:
     """Accumulated gradients are unsharded float32, with split backward passes too.
 
-    On two shards they take as many bytes as both moments of a shard.
+    With two shards they take as many bytes as both moments of a shard.
     """
     ranks, overrides = parse(
         f"dp_shard2 tp2 pp2 pipeline.schedule={schedule} precision.compute_dtype=bfloat16"
@@ -26,5 +26,5 @@ def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: st
     plan = resolve(job, Machine("cpu", devices=2, world_size=ranks))
     for trace in trace_ranks(plan):
         live = simulate_memory(trace, caching=False).live_bytes
-        # Those of the latest microbatch are there, too, in bfloat16.
+        # bfloat16 gradients of the latest microbatch are live too.
         assert 0.95 <= live["gradients"] / live["optimizer"] <= 1.5

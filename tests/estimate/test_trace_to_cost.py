@@ -12,14 +12,14 @@ from weft.plan.devices import Cluster, get_device, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 
-# Bytes per parameter of the two moments of the blocks' matrices; 8bit also has two bytes for 32
-# numbers, and leaves all other parameters in float32.
+# Bytes per parameter of both moments of matrices in blocks. 8bit also has two bytes per 32 numbers;
+# with it, moments of other parameters are float32.
 MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 32}
 
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
 def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
-    """Update and clipping move what a formula says, for any number of operators in the update."""
+    """Memory traffic of update and clipping equals a formula, for any number of operators."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
     job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
     cluster = parse_cluster("1x2xH100")

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: its kernels, and code that the compiler makes for it.
+"""Tests that need a GPU: kernels and compiled code.
 
 python -m pytest tests/gpu
 """
@@ -45,7 +45,7 @@ def heads(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_on_cuda_equals_float64_on_the_cpu(documents: bool) -> None:
-    """In bfloat16 by the kernels that runs take, against float64 on the CPU."""
+    """Compare the bfloat16 kernels of a run with float64 on the CPU."""
     numbers = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
     q, k, v = heads(1024, torch.bfloat16)
     with fastest_attention(CUDA):
@@ -60,19 +60,19 @@ def test_attention_on_cuda_equals_float64_on_the_cpu(documents: bool) -> None:
         assert (local.double().cpu() - other).norm() < 0.01 * other.norm()
 
 
-def test_attention_takes_a_flash_kernel() -> None:
-    """With grouped queries, too: no scores in memory."""
+def test_attention_uses_a_flash_kernel() -> None:
+    """Attention with grouped queries stores no scores in memory."""
     q, k, v = heads(4096, torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with fastest_attention(CUDA):
         attend(q, k, v, None).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a fourth of the scores
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a quarter of the scores
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
-def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
-    """The one kernel of an update does what the CPU does operator by operator."""
+def test_low_precision_adamw_compiled_equals_the_cpu(states: Any) -> None:
+    """The compiled update kernel equals the eager operators on the CPU."""
     start = torch.randn(64, 128)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
     section = OptimSection(lr=1e-2, state_dtype=states)
@@ -95,7 +95,7 @@ def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
-    """The tensor cores' products equal the same rounding with high-precision products."""
+    """Tensor core matmuls equal high-precision matmuls of rounded inputs."""
     linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)
     upstream = torch.randn(2, 64, 256, device=CUDA, dtype=torch.bfloat16)
@@ -111,8 +111,8 @@ def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> Non
         assert (real - emulated).norm() < 0.01 * emulated.norm()
 
 
-def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:
-    """A compiled sequence-parallel block of 8 ranks that are not there."""
+def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
+    """Compile a sequence-parallel block for 8 fake ranks."""
     import torch._inductor.fx_passes.micro_pipeline_tp as passes
     import torch.distributed._symmetric_memory as symmetric
     from torch._inductor import config
@@ -158,9 +158,7 @@ def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
-    compiled: bool, tmp_path: Path, store_path: Path
-) -> None:
+def test_run_on_the_gpu_equals_the_cpu(compiled: bool, tmp_path: Path, store_path: Path) -> None:
     import subprocess
     import sys
 
@@ -184,8 +182,8 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
     assert results["cuda"] == pytest.approx(results["cpu"], rel=2e-3)
 
 
-def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_path: Path) -> None:
-    """And in no other; the first steps load kernels."""
+def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> None:
+    """The host waits in recorded steps only; the first steps load kernels."""
     job = small_job(
         ("run.dir", str(tmp_path)),
         ("run.device", "cuda"),
@@ -194,7 +192,7 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
         ("monitor.layer_grad_norms", "true"),
     )
     plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
-    begun: list[int] = []  # waits until each step
+    begun: list[int] = []  # number of waits before each step
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
 

@@ -1,4 +1,4 @@
-"""A bad step on one rank is skipped, rewound or repeated on all, and nothing else."""
+"""All ranks skip, rewind or repeat a bad step of one rank, and no other step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PIPELINE: Overrides = [
 
 
 def faults(*several: dict[str, Any]) -> Overrides:
-    """Faults of the gradients on rank 1, where nothing else is said."""
+    """Return overrides for faults, by default of the gradients on rank 1."""
     tables = []
     for item in several:
         fields = {"site": "gradients", "rank": 1} | item
@@ -51,7 +51,7 @@ def bad(kind: str, *passings: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def run(directory: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> dict[str, Any]:
-    """Train; every tensor of the last checkpoint."""
+    """Train; return every tensor of the last checkpoint."""
     run_ranks(train_rank, ranks, [("run.dir", str(directory)), *overrides], str(store), timeout=120)
     return newest_state(directory)
 
@@ -66,12 +66,12 @@ def train_without_updates(overrides: Overrides, store: str, left_out: list[int])
         calls += 1
         return None if calls in left_out else original(self, *args)
 
-    torch.optim.AdamW.step = step  # type: ignore[method-assign]  # in this rank's process only
+    torch.optim.AdamW.step = step  # type: ignore[method-assign]  # only in the process of this rank
     train_rank(overrides, store)
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Return True if the states are equal bit for bit."""
     assert ours.keys() == theirs.keys()
     assert any(name.startswith("optim.") for name in ours)
     return all(tensor.equal(theirs[name]) for name, tensor in ours.items())
@@ -87,7 +87,7 @@ def anomalies(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (REPLICAS, "nan"),  # only rank 1 sees it: without a word from it rank 0 would continue
+        (REPLICAS, "nan"),  # only rank 1 has the NaN, and has to inform rank 0
         (PIPELINE, "corrupt"),
         *(
             pytest.param(layout, kind, marks=pytest.mark.slow)
@@ -108,7 +108,7 @@ def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
     layout: Overrides, kind: str, store_path: Path, tmp_path: Path
 ) -> None:
     """The run equals one without that update, and reports the skipped step."""
-    second_fault = faults(*bad(kind, 8, 9))  # when it is computed again, too
+    second_fault = faults(*bad(kind, 8, 9))  # also when the step is repeated
     skipped = run(tmp_path / "a", store_path, 2, *SKIP, *layout, *second_fault)
     (event,) = anomalies(tmp_path / "a")
     overrides = [("run.dir", str(tmp_path / "b")), *STEPS, *layout]
@@ -128,8 +128,8 @@ def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
 
 
 @pytest.mark.slow
-def test_skip_in_the_first_steps_judges_only_nan(store_path: Path, tmp_path: Path) -> None:
-    # While the learning rate rises from nothing, the first few norms say little of the next.
+def test_skip_in_the_first_steps_detects_nan(store_path: Path, tmp_path: Path) -> None:
+    # During warm-up the first norms do not predict the next, so ignore spikes.
     only_nan = ("resilience.spike_threshold", "1e9")
     change = faults(*bad("nan", 1, 2, 3, 4))
     state = run(tmp_path / "a", store_path, 2, *SKIP, only_nan, *change)
@@ -140,8 +140,10 @@ def test_skip_in_the_first_steps_judges_only_nan(store_path: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_path: Path) -> None:
-    """Ten may be skipped; the eleventh stops the run."""
+def test_skip_more_steps_in_a_row_than_the_limit_stops_the_run(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """Ten steps in a row may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)
     assert [event["step"] for event in anomalies(tmp_path / "a")] == list(range(2, 12))
@@ -152,16 +154,16 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_skip_in_a_resumed_run_is_decided_the_same(
+def test_skip_in_a_resumed_run_equals_an_uninterrupted_run(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """Resumed right after a skip, it skips a spike that only the saved window detects."""
+    """A run resumed after a skip skips a spike that only the saved window detects."""
     all_overrides = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     first = bad("nan", 6, 7, rank=0)
     full = faults(*first, *bad("corrupt", 10, 11, rank=0))
     straight = run(tmp_path / "a", store_path, ranks, *all_overrides, *full)
     assert [event["step"] for event in anomalies(tmp_path / "a")] == [6, 9]
-    # The window is not poisoned: what comes after is judged by what was accepted before.
+    # Skipped values do not enter the window.
     assert all(event["median"] < 10 for event in anomalies(tmp_path / "a"))
 
     killed = [*first, {"site": "step", "kind": "kill", "passing": 7, "rank": 0}]
@@ -214,17 +216,17 @@ def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Pat
 
 
 def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Path) -> None:
-    # Steps 8, 6 and 6, each of them twice.
+    # Steps 8, 6 and 6 fail, each twice.
     change = faults(*bad("nan", *range(8, 20)))
     with pytest.raises(RankError, match="rewound 2 times to the same checkpoint"):
         run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
-    # The one that ended the run is the failure.
+    # The anomaly that ended the run is in the error instead.
     assert [anomaly["step"] for anomaly in anomalies(tmp_path)] == [8, 6]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
 
 
 def test_rewind_twice_to_one_checkpoint_records_both(store_path: Path, tmp_path: Path) -> None:
-    # Step 8 twice, and then step 6 twice.
+    # Step 8 fails twice, then step 6 twice.
     run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 8, 9, 10, 11)))
     result = [
         (anomaly["step"], anomaly["back_to"], anomaly["last_sample"])
@@ -239,7 +241,7 @@ def test_rewind_without_a_checkpoint_stops_the_run(store_path: Path, tmp_path: P
         run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 3, 4)))
 
 
-# --------------------------------------------------------------------------- once more
+# --------------------------------------------------------------------------- retry
 
 
 @pytest.mark.parametrize("layout", [[], pytest.param(REPLICAS, marks=pytest.mark.slow)])
@@ -263,7 +265,7 @@ def test_transient_fault_is_reported_and_leaves_no_trace(
 def test_stop_bad_step_between_two_records_ends_the_run(
     kind: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """It was not applied, and nothing after it is recorded or saved."""
+    """The update is not applied, and no later step is recorded or saved."""
     often = [("monitor.log_interval", "4"), ("checkpoint.interval", "4"), ("train.steps", "12")]
     with pytest.raises(RankError, match=r"the gradient norm is (nan|inf) in step 6"):
         run(tmp_path, store_path, 2, *often, *faults(*bad(kind, 6, factor=1e45)))
@@ -271,7 +273,7 @@ def test_stop_bad_step_between_two_records_ends_the_run(
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
-# --------------------------------------------------------------------------- the usual
+# --------------------------------------------------------------------------- detector
 
 
 def watch(**changes: Any) -> AnomalyDetector:
@@ -286,7 +288,7 @@ def accept(watch: AnomalyDetector, values: list[float]) -> None:
 
 
 def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events of skipped steps do not accumulate forever."""
+    """The detector checks after at most MAX_UNCHECKED steps without a record."""
     monkeypatch.setattr(anomaly, "MAX_UNCHECKED", 5)
     stop, fine, bad = watch(on_anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
 
@@ -300,31 +302,31 @@ def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch
         check(10, fine)
 
 
-def test_watch_few_values_judge_only_whether_finite() -> None:
+def test_detector_few_values_detects_only_nonfinite() -> None:
     young = watch()
     accept(young, [1.0, 1e6, 1.0, 3.0])
     assert young.judge([float("nan"), 1.0]) == (0, None, None)
     assert young.judge([1.0, float("-inf")]) == (1, None, None)
 
 
-def test_watch_equal_values_do_not_make_spikes() -> None:
+def test_detector_equal_values_do_not_make_spikes() -> None:
     still = watch()
     accept(still, [2.0] * 16)
     assert still.judge([2.05, 1.0]) is None
     assert still.judge([2.2, 2.0]) == (0, 2.0, 2.1)
 
 
-def test_watch_quarter_of_outliers_does_not_hide_a_spike() -> None:
+def test_detector_quarter_of_outliers_does_not_hide_a_spike() -> None:
     values = [2.0 + 0.01 * (i % 5) for i in range(16)]
     wild = watch()
-    accept(wild, values[:7])  # before anything is judged
+    accept(wild, values[:7])  # the window is too short to detect spikes
     wild._accept([50.0, 50.0])
     wild._accept([50.0, 50.0])
     accept(wild, values[7:14])
     assert wild.judge([3.0, 2.0]) is not None
 
 
-def test_watch_state_round_trip_is_exact() -> None:
+def test_detector_state_round_trip_is_exact() -> None:
     one = watch()
     accept(one, [1 / 3, 0.1, 2 / 7, 0.2, 0.3, 0.25, 0.15, 1 / 9])
     other = watch()
@@ -352,7 +354,7 @@ def level_changes() -> tuple[int, str]:
     return skipped, ""
 
 
-def test_watch_lasting_change_of_level_stops_the_run() -> None:
+def test_detector_lasting_change_of_level_stops_the_run() -> None:
     ((skipped, messages),) = run_ranks(level_changes, 1)
     assert skipped == 5
     assert "the loss is 3, and the 5 steps before it were skipped" in messages

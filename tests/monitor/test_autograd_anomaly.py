@@ -20,7 +20,7 @@ MODEL: Overrides = [
     ("train.steps", "3"),
     ("debug.autograd_anomaly", "true"),
 ]
-# The slope of the root at zero is infinite: forward is as it was, backward is 0 times infinity.
+# The root has an infinite derivative at zero: backward computes 0 times infinity.
 LOCAL = """
 from dataclasses import replace
 from weft.models import FAMILIES
@@ -69,7 +69,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Error detected")
-def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
+def test_nan_in_backward_names_the_first_nonfinite_output() -> None:
     layers = {"first": nn.Linear(2, 2), "second": Root(), "third": nn.Linear(2, 2)}
 
     def step() -> None:
@@ -87,7 +87,7 @@ def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
     assert message.endswith("in the forward pass the output of second has NaN or Inf")
 
 
-def test_naming_backward_other_errors_are_unchanged() -> None:
+def test_trace_backward_nan_other_errors_are_unchanged() -> None:
     with pytest.raises(RuntimeError, match="another"), trace_backward_nan({}, []):
         raise RuntimeError("another")
     x = torch.tensor(2.0, requires_grad=True)

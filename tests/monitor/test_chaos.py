@@ -38,7 +38,7 @@ CANONICAL = ("train.world_size_invariant", "true")
 def train_until_killed(
     overrides: Overrides, store: str, doomed: list[int], seconds: float, observed: str
 ) -> None:
-    """Train; the ranks ``doomed`` die after so many seconds, wherever they are."""
+    """Train; kill the ranks ``doomed`` after ``seconds``."""
     rank = this_rank().rank
     if rank in doomed:
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
@@ -49,7 +49,7 @@ def train_until_killed(
 
 
 def note_batches(path: str) -> None:
-    """Record a line for each row that this rank trains on: its position and its hash."""
+    """Record position and hash of each sequence that this rank trains on."""
 
     class Noting(Loader):
         def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
@@ -65,7 +65,7 @@ def note_batches(path: str) -> None:
 
 
 def read_notes(path: Path) -> dict[int, set[str]]:
-    """Return the hashes that were read at each position of the run."""
+    """Return the recorded hashes by position in the data."""
     positions: dict[int, set[str]] = {}
     for line in path.read_text().splitlines():
         position, digest = line.split()
@@ -88,13 +88,13 @@ def check(directory: Path, reference_run: Path) -> None:
     ours, theirs = records(directory / "run"), records(reference_run / "run")
     assert [r["step"] for r in ours] == list(range(1, STEPS + 1))
     assert [(r["tokens"], r["loss"]) for r in ours] == [(r["tokens"], r["loss"]) for r in theirs]
-    # At each place of the run there was never another sample than in the undisturbed one.
+    # Each position had the same sample as in the undisturbed run, in every start.
     assert read_notes(directory / "seen") == read_notes(reference_run / "seen")
     assert not list((directory / "run/checkpoints").glob(".tmp-*"))
 
 
 def chaos(source: random.Random, kills: int, directory: Path, store: Path) -> int:
-    """Train under random kills; starts that were needed."""
+    """Train under random kills; return the number of starts."""
     overrides = [*JOB, CANONICAL, ("run.dir", str(directory / "run"))]
     newest = starts = 0
     while newest < STEPS:
@@ -166,7 +166,7 @@ def test_train_changing_number_of_ranks_reads_the_same_samples(
     )
     run_ranks(train_until_killed, 1, *call)
     for part, ranks in enumerate((4, 2, 3)):
-        # Each incarnation fails before its fourth step, but for the last one.
+        # Each start but the last fails before its fourth step.
         faults = ['{site = "step", passing = 4, kind = "raise"}'] * min(part + 1, 2)
         subset = [*job, ("run.dir", str(changing / "run"))]
         subset.append(("resilience.faults", f"[{', '.join(faults)}]"))

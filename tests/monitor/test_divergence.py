@@ -21,19 +21,19 @@ from weft.train.loop import train
 
 GUESS = math.log(50_000)  # 10.82
 
-Curve = Callable[[int], tuple[float, float]]  # of a step: loss, gradient norm
+Curve = Callable[[int], tuple[float, float]]  # returns loss and gradient norm of a step
 
 
 def find_divergence(
     curve: Curve, steps: int, interval: int = 10, guess: float | None = GUESS
 ) -> list[int]:
-    """The steps of the records at which a divergence begins."""
+    """Return the recorded steps at which a divergence begins."""
     detector = DivergenceDetector(guess)
     noise = random.Random(0)
     begins = []
     for step in [1, *range(interval, steps + 1, interval)]:
         loss, norm = curve(step)
-        if norm:  # a model that is dead gives the same loss for any batch
+        if norm:  # with zero gradients the loss does not depend on the batch
             loss *= 1 + 0.03 * noise.gauss(0, 1)
         result = detector.check(step, loss, norm, step == steps)
         if result is not None and result.begins:
@@ -79,14 +79,14 @@ LOST: dict[str, tuple[Curve, int]] = {
 
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("interval", [1, 10])
-def test_divergence_lost_run_is_reported_once(name: str, interval: int) -> None:
+def test_divergence_is_reported_once(name: str, interval: int) -> None:
     curve, begins = LOST[name]
     (result,) = find_divergence(curve, 4000, interval)
     assert begins <= result <= begins + 40
 
 
 @pytest.mark.parametrize("curve", [curve for curve, _ in LOST.values()])
-def test_divergence_other_objectives_are_not_judged(curve: Curve) -> None:
+def test_divergence_other_objectives_are_not_checked(curve: Curve) -> None:
     assert find_divergence(curve, 4000, guess=None) == []
 
 
@@ -100,12 +100,12 @@ def test_divergence_short_run_needs_fewer_records() -> None:
 
     assert check([GUESS, 33.0])
     assert check([GUESS, 9.0, 33.0, 31.0])
-    assert not check([GUESS, 9.0, 8.0, 33.0])  # a spike perhaps
+    assert not check([GUESS, 9.0, 8.0, 33.0])  # this may be a spike
     assert not check([33.0])
 
 
-def test_divergence_resumed_run_knows_it_from_its_record() -> None:
-    """From its last record, which a rewind may have taken back."""
+def test_divergence_resumed_run_restores_the_last_record() -> None:
+    """The detector restores the last record, which may be from before the divergence."""
     detector = DivergenceDetector(GUESS)
     detector.restore({"step": 500, "best_loss": 3.0, "diverged_since": 450})
     result = detector.check(510, 9.0, 1.0, False)

@@ -1,4 +1,4 @@
-"""A fault at every site of a save, on either rank: nothing is lost or left behind."""
+"""A fault at every site of a save, on either rank, loses no state and leaves no files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.monitor.faults import SITES
 from weft.train.job_checks import prepare_job
 from weft.train.loop import train
 
-# Two checkpoints are kept, so the third save deletes one.
+# The run keeps two checkpoints, so the third save deletes one.
 ONE_LAYER = ("model.num_layers", "1")
 STEPS: Overrides = [ONE_LAYER, ("train.steps", "8"), ("checkpoint.interval", "2")]
 SAVING = [site for site in SITES if site.startswith("checkpoint")]
@@ -56,7 +56,7 @@ def check_end(directory: Path, reference_run: dict[str, torch.Tensor], steps: in
     ]
 
 
-# Before, in and after what makes a save count.
+# Sites before, during and after the rename that publishes a checkpoint.
 KILLED_OFTEN = [
     ("checkpoint.shards", 1),
     ("checkpoint.written", 0),
@@ -79,8 +79,8 @@ VISIBLE = ["checkpoint.renamed", "checkpoint.delete", "checkpoint.deleting", "ch
 def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
     positions: list[tuple[str, int]], background: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """Each start resumes from what the one before has left, and dies at the next site."""
-    # Two checkpoints are there before the first death, so that each save deletes one.
+    """Each start resumes from the state that the last one left, and dies at the next site."""
+    # Two checkpoints exist before the first kill, so that each save deletes one.
     steps = 4 + 2 * sum(site in VISIBLE for site, _ in positions) + 2
     job: Overrides = [*STEPS, ("train.steps", f"{steps}")]
     job += [("checkpoint.async_save", background)]
@@ -88,13 +88,13 @@ def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
     run_ranks(train_rank, 2, [*job, ("run.dir", str(straight))], str(store_path))
     expected = 4
     for number, (site, rank) in enumerate(positions):
-        # The first start comes to its third save; what is deleted, is deleted from there on.
+        # The first start dies in its third save, which is the first that deletes a checkpoint.
         first = 1 if "delet" in site else 3
         change = fault(site=site, rank=rank, passing=1 if number else first)
         overrides = [*job, ("run.dir", str(run_dir)), *change]
         with pytest.raises(RankError, match=f"rank {rank} of 2 .*SIGKILL"):
             run_ranks(train_rank, 2, overrides, str(store_path))
-        # The step is there as soon as it is visible.
+        # After these sites the checkpoint is visible.
         expected += 2 * (site in VISIBLE)
         newest = checkpoint_step(list_checkpoints(run_dir / "checkpoints")[-1])
         assert newest == expected, site
@@ -104,7 +104,7 @@ def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
 
 
 def train_and_record_output(overrides: Overrides, store: str, output_path: str) -> None:
-    """The output goes to a file."""
+    """Train, with the output in a file."""
     job = small_job(*overrides)
     with open(f"{output_path}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
@@ -146,7 +146,7 @@ def test_save_failure_is_reported_and_training_continues(
     assert not [name for name in os.listdir(run_dir / "checkpoints") if name.startswith(".tmp")]
 
 
-def test_last_save_one_failed_write_is_tried_again(store_path: Path, tmp_path: Path) -> None:
+def test_last_save_failed_write_is_retried(store_path: Path, tmp_path: Path) -> None:
     change = fault(site="checkpoint.written", rank=1, passing=4, kind="error")
     run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(tmp_path)), *change], str(store_path))
     assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-00000008"
@@ -159,7 +159,7 @@ def test_train_corrupt_gradients_stop_the_run(store_path: Path, tmp_path: Path) 
         run_ranks(train_rank, 2, [*overrides, *change], str(store_path))
 
 
-def test_prepare_job_faults_that_cannot_be_are_refused() -> None:
+def test_prepare_job_impossible_faults_are_refused() -> None:
     with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", fault(site="checkpoint.renam"))
     assert "checkpoint.rename" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Garbled run directories: readers show the readable part, or name the file."""
+"""Damaged run directories: readers show the readable part, or name the file."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from weft.tools.trials import measure_trial
 from weft.train.loop import train
 
 CASES = cases()
-SECONDS = 60  # for all readers of a directory; one that waits in a pipe needs for ever
+SECONDS = 60  # limit for all readers of a directory; a read of a pipe would never end
 
 
 @pytest.fixture(scope="module")
 def intact_run(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> Path:
-    """The directory of a real run."""
+    """Return the directory of a real run."""
     run_dir = tmp_path_factory.mktemp("sound") / "run"
     run_ranks(_train, 1, [*STEPS, ("run.dir", str(run_dir))], str(store_path), str(run_dir))
     assert all((run_dir / name).is_file() for name in FILES)
@@ -80,12 +80,12 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def show_in_report(directory: Path) -> bytes:
-    """The page without what the planner says, which takes seconds."""
+    """Return the report without a prediction, which would take seconds."""
     return report_page([RunReader(directory)])
 
 
 def read_all(directory: Path, intact_run: Path) -> None:
-    """Read the run as a resuming start and a comparison do."""
+    """Read the run like a resumed run and a comparison."""
     describe_changes(directory, small_job())
     last_logged_step(directory)
     tail = read_tail(directory / "metrics.jsonl", 6)

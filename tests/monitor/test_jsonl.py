@@ -1,4 +1,4 @@
-"""Files of records: read from their end, and damaged lines kept."""
+"""Read JSON Lines files from their end, and preserve damaged lines."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_read_values_counts_damage(tmp_path: Path) -> None:
     assert read_values(tmp_path / "none") == ([], 0)
 
 
-def test_a_resume_reads_the_tail_only(tmp_path: Path) -> None:
-    """A file of a million lines; reading all would cost some hundred MB and seconds."""
+def test_drop_later_reads_the_tail_only(tmp_path: Path) -> None:
+    """Reading all of a million lines would take 100 MB and seconds."""
     path = tmp_path / "metrics.jsonl"
     line = json.dumps({"step": 10_000_000, "more": "x" * 1000})
     with path.open("w") as file:

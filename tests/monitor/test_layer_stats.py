@@ -36,9 +36,9 @@ MODEL: Overrides = [
 LAYOUTS = [
     "dp_shard2 tp2",
     "dp_replicate2 cp2 train.microbatch_size=2 activation_checkpoint.mode=full",
-    # 8 sequences: the last microbatch has 2.
+    # The last microbatch has 2 of 8 sequences.
     "pp2 pipeline.schedule=ZBVZeroBubble train.microbatch_size=3",
-    # Two ranks share a key head.
+    # Two ranks share each key head.
     "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",
 ]
 EXTRA = [
@@ -75,7 +75,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(layout: str, store: Path, run_dir: Path, tmp_path: Path) -> None:
-    """Overrides that change one process's numbers are applied to the reference too."""
+    """Compare with one process, with the overrides that change its numbers."""
     same = ("train.global_batch_size", "optim.", "model.")
     changes = " ".join(word for word in layout.split() if word.startswith(same))
     ones, many = reference(str(store), run_dir, changes), rows_of(layout, str(store), tmp_path)
@@ -84,7 +84,7 @@ def check(layout: str, store: Path, run_dir: Path, tmp_path: Path) -> None:
     for one, other in zip(ones, many, strict=True):
         assert set(other) == KEYS
         assert (other["count"], other["nonfinite"]) == (one["count"], 0), other
-        # AdamW makes steps of full size of gradients that are nearly zero.
+        # AdamW makes full steps from nearly zero gradients, which amplifies rounding.
         exact = 1e-3 if other["kind"] == "parameter" else 2e-5
         assert other["rms"] == pytest.approx(one["rms"], rel=exact), other
         assert other["max_abs"] == pytest.approx(one["max_abs"], rel=exact), other
@@ -114,7 +114,7 @@ def test_statistics_file_has_activations_gradients_and_parameters(
     assert forward == ["embed_tokens", *(f"layers.{n}" for n in range(2)), "norm"]
     assert {row["step"] for row in rows} == {1, 2}
     by_name = {(row["step"], row["kind"], row["name"]): row for row in rows}
-    # 8 rows of 32 tokens, 32 wide.
+    # 8 sequences of 32 tokens, with 32 features.
     assert by_name[1, "activation", "layers.1"]["count"] == 8 * 32 * 32
     assert by_name[1, "gradient", "lm_head.weight"]["count"] == 512 * 32
     gain = by_name[1, "parameter", "norm.weight"]
@@ -124,20 +124,22 @@ def test_statistics_file_has_activations_gradients_and_parameters(
     assert gradients[-2:] == ["norm.weight", "lm_head.weight"]
 
 
-def test_a_resumed_run_drops_later_rows(store_path: Path, tmp_path: Path) -> None:
+def test_statistics_resumed_run_drops_later_rows(store_path: Path, tmp_path: Path) -> None:
     overrides: Overrides = [("run.dir", str(tmp_path)), ("checkpoint.interval", "2")]
     steps: Overrides = [("train.steps", "5"), ("debug.layer_stats_steps", "2,4-5")]
     run_ranks(train_rank, 2, MODEL + overrides + steps, str(store_path))
     before = read_statistics(tmp_path)
     (tmp_path / "checkpoints" / "step-00000005").rename(tmp_path / "elsewhere")
     run_ranks(train_rank, 2, MODEL + overrides + steps, str(store_path))
-    assert read_statistics(tmp_path) == before  # steps 2 and 4 were kept, 5 taken again
+    assert (
+        read_statistics(tmp_path) == before
+    )  # rows of steps 2 and 4 remained, step 5 was repeated
     assert [row["step"] for row in before] == sorted(row["step"] for row in before)
     assert {row["step"] for row in before} == {2, 4, 5}
 
 
 @pytest.mark.parametrize("chosen", ["3", ""])
-def test_the_error_names_what_is_not_finite_first(
+def test_error_names_the_first_nonfinite_tensor(
     chosen: str, store_path: Path, tmp_path: Path
 ) -> None:
     change = fault(site="gradients", kind="nan", rank=0, passing=3)
@@ -147,7 +149,7 @@ def test_the_error_names_what_is_not_finite_first(
     message = str(caught.value)
     assert "the gradient norm is nan in step 3" in message
     if chosen:
-        # The fault is in all gradients, and the head's comes first.
+        # All gradients are NaN; backward computes that of the head first.
         assert (
             "first in the gradient of lm_head.weight in backward (8192 of 16384 elements)"
             in message
@@ -170,8 +172,8 @@ def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
     assert find_first_nonfinite(rows[:1]) == ""
 
 
-def test_row_of_finite_values_is_added_over_ranks() -> None:
-    """Merge finite values, parts of several ranks, and equal values of several ranks."""
+def test_rows_of_finite_values_are_merged_over_ranks() -> None:
+    """Merge finite values: shards of several ranks, and replicas."""
     tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
     assert make_row([reduce_sums([(2, compute_sums(tensor))])], 2) == {
         "count": 4,
@@ -189,7 +191,7 @@ def test_row_of_finite_values_is_added_over_ranks() -> None:
     json.dumps(empty, allow_nan=False)
 
 
-def test_watching_hooks_are_removed_afterwards() -> None:
+def test_hooks_are_removed_afterwards() -> None:
     part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
     layers = select_layers(part, {part[0]})
     assert list(layers) == ["0", "1"]
@@ -200,7 +202,7 @@ def test_watching_hooks_are_removed_afterwards() -> None:
     ):
         part(x)
         part(x)
-        part(x)  # once more, for backward
+        part(x)  # recompute for backward
     part(x)
     assert received == [("0", 4), ("1", 4), ("0", 3), ("1", 3)]
     assert not any(module._forward_hooks for module in part.modules())

@@ -1,4 +1,4 @@
-"""Logs that cannot be written: reported once, kept in order, no reason to stop."""
+"""Unwritable logs are reported once, stay in order, and do not stop training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, whose free space a test decides on."""
+    """Mount a file system of 1 MiB that a test can fill."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]
@@ -45,7 +45,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Leave no byte free; the file that takes the space."""
+    """Fill the disk; return the file that takes the space."""
     path = disk / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (65536, 4096, 1):
@@ -57,12 +57,12 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def test_append_bytes_on_a_full_disk_leaves_nothing_of_it(small_disk: Path) -> None:
+def test_append_bytes_on_a_full_disk_leaves_no_partial_record(small_disk: Path) -> None:
     path = small_disk / "events.jsonl"
     append_bytes(path, b"one\n")
     filler = fill(small_disk)
     with pytest.raises(OSError, match="No space left"):
-        append_bytes(path, b"two " * 5000 + b"\n")  # a part of it fits into the page
+        append_bytes(path, b"two " * 5000 + b"\n")  # a part of it fits into the last page
     assert path.read_bytes() == b"one\n"
     filler.unlink()
     append_bytes(path, b"three\n")
@@ -75,7 +75,7 @@ def test_append_bytes_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None
     assert (tmp_path / "a").read_bytes() == b"to\nwhole\n"
 
 
-def test_a_log_on_a_full_disk_keeps_its_records_in_order(small_disk: Path) -> None:
+def test_log_on_a_full_disk_preserves_the_order_of_records(small_disk: Path) -> None:
     messages: list[str] = []
     path = small_disk / "metrics.jsonl"
     sink = Jsonl(path, 0, messages.append)
@@ -92,7 +92,7 @@ def test_a_log_on_a_full_disk_keeps_its_records_in_order(small_disk: Path) -> No
     assert second == f"{path} can be written again, and has all waiting records"
 
 
-def test_a_log_that_stays_unwritable_counts_what_is_lost() -> None:
+def test_log_that_stays_unwritable_counts_lost_records() -> None:
     messages: list[str] = []
     buffer = LogBuffer.for_file(Path("/dev/full"), messages.append)
     for _ in range(7):
@@ -100,11 +100,11 @@ def test_a_log_that_stays_unwritable_counts_what_is_lost() -> None:
     buffer.close()
     assert len(messages) == 2
     assert messages[1] == "warning: /dev/full: 7 records are lost: no space left on device"
-    buffer.write(b"{}\n")  # after the end it is lost at once
+    buffer.write(b"{}\n")  # after close, a record is lost at once
     assert messages[2] == "warning: /dev/full: 1 record is lost: no space left on device"
 
 
-def test_a_buffer_that_is_full_drops_the_oldest() -> None:
+def test_log_buffer_full_drops_the_oldest_record() -> None:
     messages: list[str] = []
     written: list[int] = []
     broken = True
@@ -124,8 +124,8 @@ def test_a_buffer_that_is_full_drops_the_oldest() -> None:
     assert messages[-1] == "warning: it: 15 records are lost: input/output error"
 
 
-def test_a_file_that_may_not_grow_is_reported_by_name(tmp_path: Path) -> None:
-    """Fail like a quota; the limit is per process, so it is one rank's."""
+def test_file_over_its_size_limit_is_reported_by_name(tmp_path: Path) -> None:
+    """The file size limit of one rank's process acts like a quota."""
     (messages, steps) = run_ranks(_limited, 1, str(tmp_path))[0]
     assert steps == list(range(1, 31))
     assert messages[0].startswith(
@@ -171,7 +171,7 @@ def test_events_spans_and_tensorboard_wait_for_space(
     assert [event["step"] for event in read_event_log(small_disk)[0]] == [1, 2, 3]
     names = [event["name"] for event in read_spans(small_disk, 0)]
     assert [name for name in names if name.startswith("named")] == ["named 1", "named 2", "named 3"]
-    json.loads(spans_path(small_disk, 0).read_text())  # whole
+    json.loads(spans_path(small_disk, 0).read_text())  # a complete file
     result = EventAccumulator(str(small_disk / "tensorboard"))
     result.Reload()
     assert [event.step for event in result.Scalars("train/loss")] == [1, 2, 3]
@@ -179,7 +179,7 @@ def test_events_spans_and_tensorboard_wait_for_space(
     assert capsys.readouterr().out.count("no space left on device") == 1
 
 
-# --------------------------------------------------------------------------- a whole run
+# --------------------------------------------------------------------------- runs
 
 RUN: Overrides = [
     ("train.steps", "8"),
@@ -199,9 +199,7 @@ def _train(overrides: Overrides, store: str) -> str:
     return out.getvalue()
 
 
-def test_a_run_on_a_full_disk_trains_to_its_end(
-    small_disk: Path, store_path: Path, tmp_path: Path
-) -> None:
+def test_run_on_a_full_disk_completes(small_disk: Path, store_path: Path, tmp_path: Path) -> None:
     directory = small_disk / "run"
     directory.mkdir()
     filler = fill(small_disk)
@@ -218,7 +216,7 @@ def test_a_run_on_a_full_disk_trains_to_its_end(
 
 
 @pytest.mark.parametrize("trouble", ["deleted", "read-only"])
-def test_a_run_whose_directory_goes_away_trains_to_its_end(
+def test_run_with_a_lost_directory_completes(
     trouble: str, small_disk: Path, store_path: Path, tmp_path: Path
 ) -> None:
     directory = small_disk / "run"
@@ -228,7 +226,7 @@ def test_a_run_whose_directory_goes_away_trains_to_its_end(
     assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
     reason = {"deleted": "no such file or directory", "read-only": "read-only file system"}[trouble]
     assert out.count(f"{directory / 'metrics.jsonl'} cannot be written: {reason}") == 1
-    if trouble == "deleted":  # TensorBoard's file brings the directory back
+    if trouble == "deleted":  # TensorBoard creates the directory again
         assert [line["step"] for line in read_records(directory / "metrics.jsonl")] == [
             *range(3, 9)
         ]
@@ -249,7 +247,7 @@ def _train_without(overrides: Overrides, store: str, trouble: str) -> str:
     return _train(overrides, store)
 
 
-def test_a_resume_over_damaged_records_keeps_them_and_says_so(
+def test_resume_over_damaged_records_moves_and_reports_them(
     store_path: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"

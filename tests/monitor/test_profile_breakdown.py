@@ -1,4 +1,4 @@
-"""The breakdown of a step, from synthetic traces and from one as a GPU writes it."""
+"""Break a step down from synthetic traces, a CPU trace, and a trace in GPU format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.monitor.step_timer import PHASES, StepTimer, enter_phase
 
 
 def test_breakdown_instants_are_claimed_once() -> None:
-    """Against counting them one by one."""
+    """Compare with counting instants one by one."""
     chance = random.Random(0)
 
     def subset() -> list[tuple[float, float]]:
@@ -43,7 +43,7 @@ def test_breakdown_instants_are_claimed_once() -> None:
 
 
 def traced(path: Path) -> dict[str, Any]:
-    """Two steps on a CPU: a trace of torch.profiler."""
+    """Return a torch.profiler trace of two steps on the CPU."""
     timer = StepTimer(None, SpanWriter(None, 0))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         spans.set_ranges(True)
@@ -58,7 +58,7 @@ def traced(path: Path) -> dict[str, Any]:
                 torch.ones(3).sum()
                 time.sleep(0.06)
             enter_phase("log")
-            time.sleep(0.08)  # no part of a step
+            time.sleep(0.08)  # not part of a step
         timer.close()
     profiler.export_chrome_trace(str(path))
     text: dict[str, Any] = json.loads(path.read_text())
@@ -88,7 +88,7 @@ def event(kind: str, name: str, start: float, end: float, tid: int = 7, **args: 
 
 
 def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
-    """A handwritten trace in Kineto's format for NCCL kernels; no GPU made it."""
+    """Read a handwritten trace in Kineto's format for NCCL kernels."""
     send = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     trace = {
@@ -105,7 +105,7 @@ def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
             event("gpu_user_annotation", PHASES["forward_backward"].activity, 150, 900, tid=20),
             event("cpu_op", "aten::mm", 110, 250),
             event("kernel", "sm90_xmma_gemm_bf16", 150, 350, tid=20),
-            # Hidden by a product up to 350, exposed from there.
+            # A matmul hides the collective until 350; from then on it is exposed.
             event("kernel", gather, 300, 450, tid=24, **{"Process Group Name": "3"}),
             event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 450, 500, tid=20),
             event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 480, 530, tid=28),
@@ -123,7 +123,7 @@ def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
         "pp": 90,
         "offload": 30,
         "data": 100,
-        "host": 50 + 70 + 100,  # before the first kernel, before the message, and at the end
+        "host": 50 + 70 + 100,  # before the first kernel, before the P2P transfer, and at the end
     }
     assert {name: round(value * 1e6) for name, value in seconds.items()} == expected
     assert sum(expected.values()) == 1000

@@ -67,7 +67,7 @@ def slow(rank: int, site: str, passing: int) -> tuple[str, str]:
 def test_profile_late_rank_is_waited_for_on_the_shared_axis(
     overrides: Overrides, axis: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """It sleeps; the other one waits for it, along the axis that they share."""
+    """The late rank sleeps; the other waits on the axis that they share."""
     late = 0 if axis == "pp" else 1  # the last stage waits for the first
     change = slow(late, "forward_backward", passing=3)
     run(tmp_path, store_path, 2, ("profile.steps", "3"), change, *overrides)
@@ -82,12 +82,12 @@ def test_profile_late_rank_is_waited_for_on_the_shared_axis(
         assert max(seconds, key=lambda name: seconds[name]) == location
         assert seconds["compute"] > 0
         step = [e["dur"] for e in trace_of(tmp_path, "3-3", rank) if e["name"] in phases]
-        # Between two phases lie some microseconds, which are no part of either.
+        # The microseconds between two phases belong to neither.
         assert sum(seconds.values()) == pytest.approx(sum(step) / 1e6, rel=1e-6)
 
 
 def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: Path) -> None:
-    """Rank 3 is late with its data: rank 2 shares its shards, rank 1 is its replica."""
+    """Rank 3 has late data; rank 2 is in its shard group, rank 1 in its replica group."""
     layout = [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]
     change = slow(3, "step", passing=2)
     run(tmp_path, store_path, 4, ("profile.steps", "2"), change, *layout)
@@ -101,7 +101,7 @@ def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: P
 
 
 def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
-    """Names and lengths of spans agree, also with evaluation and save in between."""
+    """Names and lengths of spans agree, also with an evaluation and a save."""
     all_overrides = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
     all_overrides += [("train.steps", "3"), ("train.eval_sequences", "2")]
     run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *all_overrides)
@@ -144,7 +144,7 @@ def train_and_record_output(overrides: Overrides, store: str, output_path: str) 
 def test_profile_stopped_run_is_resumed_without_a_second_profile(
     store_path: Path, tmp_path: Path
 ) -> None:
-    """The first start is profiled; the second, which begins in the middle, is not."""
+    """The first start is profiled; the resumed one begins later and is not."""
     output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "4"), ("profile.steps", "1-3")]
     limit = ("resilience.time_limit", "1e-6")
@@ -159,7 +159,7 @@ def test_profile_stopped_run_is_resumed_without_a_second_profile(
     assert sorted((tmp_path / "traces/step-1-3").iterdir()) == before
 
 
-def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Path) -> None:
+def test_profile_failed_run_has_its_traces(store_path: Path, tmp_path: Path) -> None:
     change = ("resilience.faults", '[{site = "gradients", kind = "raise", passing = 3}]')
     with pytest.raises(RankError, match="injected fault"):
         run(tmp_path, store_path, 1, ("profile.steps", "2-4"), change)
@@ -169,7 +169,7 @@ def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Pat
     assert not (tmp_path / "traces/step-2-4/summary.json").exists()
 
 
-def test_a_profile_that_cannot_be_written_costs_itself_only(
+def test_profile_that_cannot_be_written_does_not_end_the_run(
     store_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "traces").write_text("no folder")
@@ -180,7 +180,7 @@ def test_a_profile_that_cannot_be_written_costs_itself_only(
 
 
 def train_on_a_full_disk(overrides: Overrides, store: str, output_path: str) -> None:
-    """Write only the first 1,000 bytes; torch's profiler reports that in its log only."""
+    """Truncate traces to 1,000 bytes; torch's profiler only logs such an error."""
     export = profiling.profile.export_chrome_trace
 
     def cut(self: Any, path: str) -> None:
@@ -191,7 +191,7 @@ def train_on_a_full_disk(overrides: Overrides, store: str, output_path: str) -> 
     train_and_record_output(overrides, store, output_path)
 
 
-def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path: Path) -> None:
+def test_profile_truncated_trace_does_not_end_the_run(store_path: Path, tmp_path: Path) -> None:
     output_path = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
     run_ranks(train_on_a_full_disk, 1, overrides, str(store_path), str(output_path))
@@ -227,11 +227,11 @@ def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
     plan = resolve(job, Machine("cpu", devices=2, world_size=16))
     result = {find_axis([0, other], plan) for other in range(1, 16)}
     assert result == {"pp", "dp_shard", "cp", "tp", "world"}
-    assert find_axis([0, 2, 4, 6], plan) == "dp_shard"  # and cp: the shards of a parameter
+    assert find_axis([0, 2, 4, 6], plan) == "dp_shard"  # dp_shard and cp together shard a parameter
     assert find_axis(range(16), plan) == "world"
 
 
-def test_profile_table_has_expected_times_beside_measured_ones() -> None:
+def test_profile_table_has_predicted_and_measured_times() -> None:
     elapsed = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
     lines = format_table(elapsed, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
     rows = [line.rsplit(maxsplit=4) for line in lines[1:]]

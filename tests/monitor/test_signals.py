@@ -1,4 +1,4 @@
-"""A stop signal in every phase, on one rank: the step is saved, all ranks leave."""
+"""On a stop signal to one rank, in any phase, all ranks save the step and exit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     saved = checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert saved == records(tmp_path)[-1]["step"]
     assert saved <= last
-    # And the rest of the run is as if nothing had happened.
+    # The resumed run equals an undisturbed one.
     call = (overrides, str(store_path), 0, str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [True, True]
     state, expected = newest_state(tmp_path), newest_state(reference_run)

@@ -50,7 +50,7 @@ def fault(**fields: Any) -> tuple[str, str]:
         ("ZBVZeroBubble", 4),
     ],
 )
-def test_spans_of_a_pipeline_are_its_timetable(
+def test_spans_of_a_pipeline_are_its_schedule(
     schedule: str, stages: int, store_path: Path, tmp_path: Path
 ) -> None:
     run(
@@ -102,7 +102,7 @@ def test_spans_without_a_pipeline_continue_over_two_starts(
     assert steps == dict.fromkeys(range(1, 6), 1)
 
 
-def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
+def test_spans_failed_or_killed_rank_leaves_complete_files(
     store_path: Path, tmp_path: Path
 ) -> None:
     for kind, last in (("raise", "forward and backward"), ("kill", "waiting for data")):
@@ -111,13 +111,13 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
         with pytest.raises(RankError):
             run(directory, store_path, 1, change)
         text = json.loads(spans_path(directory, 0).read_text())[-1]
-        # Spans of a killed rank since its last 'record' are lost.
+        # A killed rank loses its spans since its last record.
         assert text["args"]["step"] == (2 if kind == "raise" else 1)
         assert text["name"] == PHASES["update"].activity
         assert last in {event["name"] for event in read_spans(directory, 0)}
 
 
-def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> None:
+def test_spans_disabled_leave_no_files(store_path: Path, tmp_path: Path) -> None:
     run(tmp_path, store_path, 1, ("monitor.spans", "false"))
     assert not (tmp_path / "spans").exists()
 
@@ -132,7 +132,7 @@ def note_many(path: Path, count: int) -> None:
     timer.close()
 
 
-def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "FILE_BYTES", 4000)
     path = spans_path(tmp_path, 3)
     note_many(path, 10)
@@ -146,7 +146,7 @@ def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(names) > 8
 
 
-def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
+def test_spans_torn_file_is_renamed(tmp_path: Path) -> None:
     path = spans_path(tmp_path, 3)
     note_many(path, 2)
     full = read_spans(tmp_path, 3)
@@ -158,7 +158,7 @@ def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())) > 2
 
 
-def test_the_background_is_no_phase(tmp_path: Path) -> None:
+def test_spans_background_thread_has_no_phase(tmp_path: Path) -> None:
     timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
     enter_phase("data", step=1)
     thread = threading.Thread(target=enter_phase, args=("checkpoint",))
@@ -171,11 +171,11 @@ def test_the_background_is_no_phase(tmp_path: Path) -> None:
     ]
 
 
-def test_a_disk_that_takes_no_more_costs_the_spans_only(
+def test_spans_unwritable_file_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
-    (tmp_path / "spans").write_bytes(b"")  # no directory can be there
+    (tmp_path / "spans").write_bytes(b"")  # a file prevents the directory
     enter_phase("data", step=1)
     flush_spans()
     timer.close()
@@ -184,8 +184,8 @@ def test_a_disk_that_takes_no_more_costs_the_spans_only(
     assert "2 records are lost" in out
 
 
-def test_a_span_costs_little(tmp_path: Path) -> None:
-    """Some microseconds, its writing included; a busy machine has 50 times that."""
+def test_span_takes_microseconds(tmp_path: Path) -> None:
+    """A span takes microseconds, writing included; the limit allows for a busy machine."""
     count = 20_000
     timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
     start_time = time.process_time()

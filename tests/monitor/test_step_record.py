@@ -1,4 +1,4 @@
-"""Formulas with numbers worked out by hand, and the sinks read back by others."""
+"""Formulas with hand-computed values, and sinks read back by other programs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_throughput_formulas_equal_hand_computed_values() -> None:
 def test_mfu_equals_the_published_one() -> None:
     """TorchTitan's paper, table 1: 8B on 8 H100, 5,762 tokens/s per GPU, 33 % MFU.
 
-    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP per token.
+    6 x (8.03e9 - embedding) + 12 x 32 x 4096 x 8192 = 57.9 GFLOP per token.
     """
     flops = llama.flops_per_token(llama.PRESETS["8b"], 8192)
     assert flops == pytest.approx(
@@ -72,15 +72,15 @@ def test_mfu_equals_the_published_one() -> None:
     assert achieved == pytest.approx(0.338, abs=0.002)
 
 
-def test_the_causal_discount_is_half_of_attention() -> None:
-    """8B at 8,192 tokens: attention is 12.9 of 57.9 GFLOP a token."""
+def test_causal_discount_is_half_of_attention() -> None:
+    """For 8B at 8,192 tokens, attention is 12.9 of 57.9 GFLOP per token."""
     config = llama.PRESETS["8b"]
     attention = 12 * 32 * 4096 * 8192
     full, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
     assert full - causal == attention / 2
 
 
-def test_spreads_of_ranks_have_least_median_most() -> None:
+def test_rank_stats_are_minimum_median_maximum() -> None:
     assert rank_stats([[1.0, 2.0, 0, 3.0]]) is None
     result = rank_stats([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
     assert result is not None
@@ -102,7 +102,7 @@ def test_scalars_have_the_names_of_trackers() -> None:
     assert all(isinstance(value, float | int) for value in result.values())
 
 
-def test_a_record_derives_its_rates() -> None:
+def test_record_derives_its_rates() -> None:
     values = record(4).to_dict()
     assert values["tokens_per_second"] == 2000
     assert values["tokens_per_second_per_device"] == 1000
@@ -124,7 +124,7 @@ def test_record_nonfinite_values_are_null_at_any_depth() -> None:
     assert report["loss/b"] == 1.0
 
 
-def test_jsonl_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+def test_jsonl_drops_records_that_a_resumed_run_repeats(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = Jsonl(path, 0)
     for step in (1, 2, 3):
@@ -141,7 +141,7 @@ def test_jsonl_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_records(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
@@ -157,7 +157,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 
 
 class Waits:
-    """A tracker that writes a record once it is let, and remembers in which thread."""
+    """A tracker that blocks until released, and records steps and threads."""
 
     def __init__(self, let: bool = False) -> None:
         self.released, self.reached = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ class Waits:
 def guarded(
     sink: Sink, directory: Path, monkeypatch: pytest.MonkeyPatch, interval: float = 0.01
 ) -> tuple[BackgroundTracker, io.StringIO]:
-    """Return the guarded tracker with an interval between bursts, and its messages."""
+    """Return a background tracker with an interval between bursts, and its messages."""
     monkeypatch.setattr(sinks, "BURST_SECONDS", interval)
     out = io.StringIO()
     created = BackgroundTracker(
@@ -192,14 +192,14 @@ def guarded(
     return created, out
 
 
-def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
+def test_slow_tracker_blocks_neither_the_step_nor_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, quick = Waits(), Waits(let=True)
     trackers = [guarded(sink, tmp_path, monkeypatch)[0] for sink in (slow, quick)]
     for step in range(1, 6):
         for tracker in trackers:
-            tracker.write(record(step))  # and returns, while the slow one waits for its event
+            tracker.write(record(step))  # returns while the slow tracker blocks
     assert slow.reached.wait(60)
     trackers[1].close()
     assert (slow.steps, quick.steps, quick.closed) == ([], [1, 2, 3, 4, 5], True)
@@ -209,7 +209,7 @@ def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
     assert threading.current_thread() not in slow.threads | quick.threads
 
 
-def test_records_are_written_together_and_the_last_ones_at_the_end(
+def test_tracker_writes_records_in_bursts_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Waits(let=True)
@@ -221,7 +221,7 @@ def test_records_are_written_together_and_the_last_ones_at_the_end(
     assert (sink.steps, sink.closed, len(sink.threads)) == ([1, 2, 3], True, 1)
 
 
-def test_a_tracker_without_a_record_is_closed(
+def test_tracker_without_a_record_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Waits(let=True)
@@ -229,7 +229,7 @@ def test_a_tracker_without_a_record_is_closed(
     assert sink.closed
 
 
-def test_a_tracker_that_hangs_does_not_keep_the_run(
+def test_hung_tracker_does_not_block_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
@@ -243,14 +243,14 @@ def test_a_tracker_that_hangs_does_not_keep_the_run(
     expected = "mine: 2 records are lost: TimeoutError: closing takes longer than 0.2 s"
     assert expected in out.getvalue()
     sink.failing = True
-    sink.released.set()  # it writes its current records, then fails, which is reported
+    sink.released.set()  # the tracker writes its current records, then close fails
     (thread,) = [item for item in threading.enumerate() if item.name == "weft-mine"]
     thread.join(60)
     assert (sink.steps, out.getvalue().count("warning")) == ([1], 1)
 
 
 class Broken:
-    """A sink that fails from its second record on."""
+    """A sink that fails after its first record."""
 
     def __init__(self, error: BaseException) -> None:
         self.steps: list[int] = []
@@ -266,7 +266,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("error", [ConnectionError("nobody is there"), SystemExit("enough")])
-def test_a_sink_that_fails_does_not_end_the_run(
+def test_failed_sink_does_not_end_the_run(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken(error)
@@ -281,7 +281,7 @@ def test_a_sink_that_fails_does_not_end_the_run(
     assert second == f"warning: mine: 2 records are lost: {cause}"
 
 
-def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> None:
+def test_sink_that_cannot_start_ends_only_a_first_start(tmp_path: Path) -> None:
     def make(directory: Path, job: Job, resumed_step: int) -> Sink:
         raise ConnectionError("nobody is there")
 
@@ -294,7 +294,7 @@ def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> Non
     assert "mine: 1 record is lost: ConnectionError: nobody is there" in out.getvalue()
 
 
-def test_a_sink_that_cannot_start_leaves_the_terminal_as_it_was(
+def test_sink_that_cannot_start_leaves_the_terminal_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The live line hides the cursor until it is closed."""
@@ -311,7 +311,7 @@ def test_a_sink_that_cannot_start_leaves_the_terminal_as_it_was(
     assert out.getvalue() == ""
 
 
-def test_the_journal_is_added_to(tmp_path: Path) -> None:
+def test_event_log_is_appended_to(tmp_path: Path) -> None:
     assert read_event_log(tmp_path) == ([], 0)
     note_event(tmp_path, "start", 0, "starts")
     with (tmp_path / "events.jsonl").open("a") as file:
@@ -323,7 +323,7 @@ def test_the_journal_is_added_to(tmp_path: Path) -> None:
     assert kinds == [("start", 0, "starts"), ("checkpoint", 10, "saved")]
 
 
-def test_plain_lines_without_a_terminal() -> None:
+def test_output_without_a_terminal_has_plain_lines() -> None:
     out = io.StringIO()
     sink = Terminal(Console(file=out, width=40), steps=10, resumed_step=0)
     sink.write(record(1))
@@ -336,7 +336,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert third == "step 2: validation loss 3.0000 nats/token"
 
 
-def test_a_live_line_on_a_terminal() -> None:
+def test_terminal_has_a_live_line() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     sink = Terminal(console, steps=10, resumed_step=0)

@@ -63,7 +63,7 @@ def test_step_timer_seconds_go_to_their_phase() -> None:
     seconds = timer.time_breakdown()
     assert seconds["productive"] == pytest.approx(2 * times.step, abs=0.01)
     assert 0.05 <= seconds["saving"] < 0.1
-    # The next interval begins with nothing; a rewind makes its seconds lost.
+    # The next interval starts at zero; a rewind turns its seconds into lost time.
     enter_phase("data", step=3)
     time.sleep(0.02)
     timer.rewind(2, None, None)
@@ -96,7 +96,7 @@ STEPS: Overrides = [
 
 def test_step_timer_killed_run_counts_each_cause_once(store_path: Path, tmp_path: Path) -> None:
     slow = [("checkpoint.shards", 1, 0.5), ("evaluate", 1, 0.75), ("load", 1, 1.0)]
-    slow.append(("forward_backward", 6, 1.25))  # of step 6, which is done again
+    slow.append(("forward_backward", 6, 1.25))  # in step 6, which is repeated
     faults = [
         f'{{site = "{site}", passing = {passing}, kind = "slow", seconds = {seconds}}}'
         for site, passing, seconds in slow
@@ -115,7 +115,7 @@ def test_step_timer_killed_run_counts_each_cause_once(store_path: Path, tmp_path
     last = records(tmp_path)[-1]
     seconds = last["time_breakdown"]
     assert list(seconds) == list(KINDS)
-    # Each cause in its place, and all of them together all the time that there was.
+    # Each cause has its seconds, and their sum is the total time.
     assert seconds["saving"] >= 0.5
     assert seconds["evaluating"] >= 0.75
     assert seconds["restoring"] >= 1.0

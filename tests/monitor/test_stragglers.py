@@ -1,4 +1,4 @@
-"""A slow rank is named, within some records, and nobody in a run without one."""
+"""A slow rank is named within a few records; a run without one names no rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weft.monitor.stragglers import find_slowest
 @pytest.mark.parametrize(
     ("step_seconds", "table", "rank", "ratio", "reason"),
     [
-        # Two ranks: the median of the others is the other one.
+        # With two ranks, the median of the others is the other rank.
         (3.0, [[2.0, 1.0], [0.0, 1.0]], 0, 3.0, "waiting for data"),
         (1.0, [[0.0, 1.0], [0.0, 3.0]], 1, 3.0, "computing"),
-        # Another place of the pipeline has more to do.
+        # Another pipeline stage has more work.
         (1.0, [[0.0, 1.0, 0], [0.0, 1.1, 0], [0.0, 3.0, 1], [0.0, 3.0, 1]], 1, 1.1, "computing"),
         (1.0, [[0.0, 5.0]], None, 1.0, ""),
         (1.0, [[0.0, 0.0], [0.0, 0.0]], None, 1.0, ""),
@@ -55,14 +55,16 @@ def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
         assert rank is None or ratios[rank] == pytest.approx(expected)
     start_time = time.process_time()
     find_slowest(3.0, [[rng.random(), rng.random(), 0] for _ in range(16384)])
-    assert time.process_time() - start_time < 5  # more than a minute if each rank compared all
+    assert (
+        time.process_time() - start_time < 5
+    )  # comparing all pairs of ranks would take more than a minute
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_slow_rank_is_named_once_within_four_records(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """Steps of 20 ms, on one rank 100 ms more: within 4 records, once."""
+    """Steps take 20 ms; one rank takes 100 ms longer, and is named once within 4 records."""
     change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
     overrides: Overrides = [
         ("train.steps", "40"),
@@ -95,7 +97,7 @@ def train_with_little_threads(overrides: Overrides, store: str) -> None:
     ("ranks", "steps"),
     [(2, 50), *(pytest.param(ranks, 200, marks=pytest.mark.slow) for ranks in (2, 3))],
 )
-def test_slow_rank_in_clean_steps_nobody_is_accused(
+def test_slow_rank_in_clean_steps_none_is_named(
     ranks: int, steps: int, store_path: Path, tmp_path: Path
 ) -> None:
     overrides: Overrides = [

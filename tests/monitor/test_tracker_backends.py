@@ -1,4 +1,4 @@
-"""Tracker records, read back by the trackers' code; nothing leaves this machine."""
+"""Tracker records are read back by the trackers' code; no data leaves this machine."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def wandb_entries(file: Path) -> Iterator[bytes]:
         length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
         full += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield full
             full = b""
 
 
 def wandb_rows(file: Path) -> list[dict[str, Any]]:
-    """The history in an offline run's file."""
+    """Return the history in the file of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -59,12 +59,12 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "elsewhere"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    for steps in ((1, 2, 3), (3, 4)):  # the second time from a checkpoint of step 2
+    for steps in ((1, 2, 3), (3, 4)):  # the second start resumes from step 2
         sink = WeightsAndBiases(run_dir, small_job(), 0)
         for step in steps:
             sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
-    patience = time.monotonic() + 20  # its process writes on after a run's end
+    patience = time.monotonic() + 20  # the process of wandb continues to write after the run's end
     rows: list[dict[str, Any]] = []
     while len(rows) < 5 and time.monotonic() < patience:
         files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
@@ -73,12 +73,12 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
     for row in rows:
         sent = to_scalars(record(row["step"], layer_grad_norms={"layers.0": 0.25}))
         assert {name: row[name] for name in sent} == pytest.approx(sent)
-    # Both starts are one run.
+    # Both starts have one run id.
     assert len({file.stem for file in files}) == 1
     assert not list(run_dir.glob("*.log"))
 
 
-def test_mlflow_without_a_server_writes_into_the_runs_folder(
+def test_mlflow_without_a_server_writes_into_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
@@ -107,10 +107,10 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_mlflow_is_sent_several_records_at_once(
+def test_mlflow_sends_several_records_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first at once, the next after some seconds, the last at the end."""
+    """The first record is sent at once, the next after seconds, the last at the end."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     now = 100.0
@@ -132,7 +132,7 @@ def test_mlflow_is_sent_several_records_at_once(
 def test_mlflow_unreachable_server_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the next record that is sent, or at the end."""
+    """The error is raised at the next send, or at close."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     sink = MLflow(tmp_path, small_job(), 0)

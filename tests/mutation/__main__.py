@@ -1,10 +1,10 @@
 """``python -m tests.mutation``: plant every fault and run the checks.
 
---only A,B         faults whose kind, name or file has one of these texts
---checks A,B       checks whose name has one of these
+--only A,B         faults whose kind, name or file contains one of these texts
+--checks A,B       checks whose name contains one of these
 --precision bf16   or float8: faults in numeric code that a check of the precision executes
---json FILE        a line for each fault; faults already in it are not planted again
---seconds N        stop after so long; the same command resumes
+--json FILE        write a line per fault; skip faults that the file has already
+--seconds N        stop after N seconds; the same command resumes
 --baseline         only run the battery without a fault
 """
 
@@ -70,7 +70,7 @@ def main() -> int:
     ]
     print_now(f"{len(chosen)} faults, {len(checks)} checks")
     for fault in chosen:
-        completed |= read_log(options.json)  # several may work at it
+        completed |= read_log(options.json)  # several processes may write the file
         if fault.name in completed:
             continue
         if time.monotonic() - start_time > options.seconds:

@@ -1,26 +1,26 @@
-"""The checks that a planted fault has to get past; the same ones for every fault.
+"""The checks that try to find a planted fault; the same checks for every fault.
 
 The name of a check begins with its stage, and the stages are tried in the order of `STAGES`:
 
     unit     one module against a formula or another library (`tests.mutation.formulas`)
     oracle   one process against the oracle
     run      whole runs of one process
-    layout   what `weft verify` compares: each technique alone, then beside others
+    layout   the comparison of `weft verify`: each technique alone, then with others
     saved    checkpoints saved in one layout and loaded in another; damage; records of ranks
-    resumed  runs that go on from a checkpoint
+    resumed  runs that resume from a checkpoint
 
-A check is run in forked ranks of a process that has imported weft with the fault in it.  What it
-finds is a `Finding`, which names the module of weft where it takes the fault to be.  These rules
-choose the module; each takes for granted that the checks before this one found nothing:
+A check runs in forked ranks of a process that has imported weft with the fault.  A check returns a
+`Finding`, which names the faulty module of weft.  These rules choose the module.  They assume that
+earlier checks found nothing:
 
-* A difference is of the first quantity that differs: data, forward pass, loss, gradients, norm,
-  update, evaluation, checkpoint.
-* An exception is of the innermost function of weft in its first cause.  Functions that compare or
-  report are skipped (`REPORTING`).
-* A case or layout that uses a technique beside a plain model differs because of that technique.
-  Of several techniques, the one without which the difference is gone is to blame; a layout is
-  run without each of them to find it (`TECHNIQUES`).  If it is gone without any one of several
-  parallel axes, the mesh is to blame, where the axes meet.
+* A difference belongs to the first quantity that differs: data, forward pass, loss, gradients,
+  norm, update, evaluation, checkpoint.
+* An exception belongs to the innermost function of weft in its first cause.  Functions that
+  compare or report are skipped (`REPORTING`).
+* If a case or layout adds one technique to a plain model, that technique causes the difference.
+  With several techniques, the layout runs without each of them (`TECHNIQUES`): the technique
+  without which the difference vanishes is the cause.  If the difference vanishes without any one
+  of several parallel axes, the mesh is the cause, because it combines the axes.
 * With an equal forward pass, only a module that computes a loss can change the loss.
 """
 
@@ -43,7 +43,7 @@ from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
-# In the order in which checks are tried.
+# In the order of execution.
 STAGES = ("unit", "oracle", "run", "layout", "saved", "resumed")
 WEFT = Path(weft.__file__).parent
 
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
     """The finding of a check."""
 
     text: str
-    module: str  # the module of weft that is at fault, as far as the check can tell
+    module: str  # the faulty module of weft, as the check infers it
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Check:
 
     Attributes:
         name: begins with the stage.
-        find: called in the process that forks ranks; what is wrong, None if nothing.
-        source: to know by whether it is still the same check.
-        precisions: in which it is worth running, of `LOW`.
+        find: called in the process that forks ranks; returns a finding or None.
+        source: code of the check, which identifies its version.
+        precisions: keys of `LOW` with which the check is useful.
     """
 
     name: str
     find: Callable[[str, float], Finding | None]
-    source: str  # all that it is made of but weft
+    source: str  # code of the check, without weft
     precisions: tuple[str, ...] = ("",)
 
     def run(self, precision: str, timeout: float) -> Finding | None:
-        """Run the check, with every call in the text of a rank's exception."""
+        """Run the check; a rank's exception has its full stack as text."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("weft.tools.local_ranks._format_error", format_error)
             patch.setattr("weft.tools.local_ranks.MAX_LOG_LINES", 200)
@@ -81,8 +81,8 @@ class Check:
 
 # --------------------------------------------------------------------------- exceptions
 
-# Code that compares, reports, or passes on another rank's error is never blamed: modules, or
-# "module:function".
+# Modules, or "module:function", that are never the cause: they compare, report, or forward the
+# error of another rank.
 REPORTING = (
     "checkpoint/manifest.py:gather_to_rank_0",
     "checkpoint/manifest.py:raise_first",
@@ -117,7 +117,7 @@ def read_failure(error: Exception) -> Finding:
 
 
 def frame_of(text: str) -> str:
-    """The module of weft that an exception's text blames; empty if there is none."""
+    """Return the module of weft that raised an exception, from its text; else empty."""
     calls = re.findall(rf'File "{re.escape(str(WEFT))}/([\w/]+\.py)", line \d+,? in (\w+)', text)
     files = [file for file, name in calls if not f"{file}:{name}".startswith(REPORTING)]
     if not files:
@@ -128,7 +128,7 @@ def frame_of(text: str) -> str:
 # --------------------------------------------------------------------------- the oracle
 
 PATCHES: dict[str, dict[str, Any]] = {
-    # Small values would be computed at once, or stay in place.
+    # With the usual constants, the small tensors of a check would not be split or moved.
     "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
     "offload": {"weft.parallel.activation_offload.MIN_OFFLOAD_BYTES": 1},
 }
@@ -269,8 +269,8 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         "text",
     ),
 }
-# The module that a case tests beside the model, which the plain cases test before: a difference in
-# the forward pass or the gradients belongs to that module.
+# The module that a case tests in addition to the model.  Plain cases test the model first, so a
+# difference in the forward pass or the gradients belongs to this module.
 BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/activation_offload.py",
@@ -280,7 +280,7 @@ BESIDE = {
 
 
 def oracle_case(name: str, precision: str) -> Case:
-    """The case of that name in a precision."""
+    """Return a case of `ORACLE` in a precision."""
     keys, text = ORACLE[name]
     keys = keys | {k.replace(".", "__"): v for k, v in LOW[precision].items()}
     if precision == "float8":
@@ -291,7 +291,7 @@ def oracle_case(name: str, precision: str) -> Case:
 
 
 def patches(name: str) -> list[tuple[str, Any]]:
-    """The constants that a check of this name wants to be small."""
+    """Return the constants that a check replaces by small values."""
     return [pair for word, values in PATCHES.items() if word in name for pair in values.items()]
 
 
@@ -302,7 +302,7 @@ def _first_departure(name: str, precision: str) -> Any:
         found_departures = departures(oracle_case(name, precision))
         result = next(found_departures, None)
         if result is not None and result.where == "references":
-            # They are results of the forward pass: if it differs, too, it is the cause.
+            # References are results of the forward pass, which is the cause if it differs too.
             result = next((item for item in found_departures if item.where == "forward"), result)
     return None if result is None else tuple(result)
 
@@ -317,7 +317,7 @@ def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
         return None
     location, text, module = result
     if module == "parallel/float8.py":
-        # A difference that also exists without float8 is not float8's.
+        # float8 does not cause a difference that exists without it.
         [plain] = run_ranks(_first_departure, 1, name, "", timeout=timeout)
         location, text, module = plain or result
     if location in ("forward", "gradients"):
@@ -481,7 +481,7 @@ LAYOUTS: list[str] = [
 
 
 def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
-    """The overrides of a layout; None where there is none with these alone."""
+    """Return the overrides of a layout."""
     keys: dict[str, str] = {"train.global_batch_size": "8", "train.microbatch_size": "2"}
     world = 1
     for name in techniques:
@@ -489,16 +489,16 @@ def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
         keys |= technique.keys
         world *= technique.ranks
     keys = keys | LOW[precision] | {"run.nproc_per_node": str(world)}
-    if keys.get("data.tokenizer") == "none":  # no text is read
+    if keys.get("data.tokenizer") == "none":  # the case itself reads no text
         keys["data.tokenizer"] = "train"
     return list(keys.items())
 
 
 def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str:
-    """Return the finding for a layout, or the program's error; empty if none.
+    """Return the difference that a layout has, or its error; empty if none.
 
     Raises:
-        InvalidConfig: there is no such layout.
+        InvalidConfig: weft refuses the layout.
     """
     overrides = keys_of(techniques, precision)
     assert overrides is not None
@@ -514,23 +514,23 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
     return "" if report.holds else report.reason
 
 
-# The phrases of a report, and the blamed module, most specific first.
+# Phrases of a report and the module that causes them, most specific first.
 BLAMED = (
     (r"the gradient norm differs", "optim/optimizer.py"),
     (r"updates first differ in \S*expert_bias", "optim/balance.py"),
     (r"updates first differ", "optim/optimizer.py"),
     (r"initial weights differ", "parallel/initialization.py"),
     (r"the loss's normalization", "train/step.py"),
-    # A loss that is a whole number of times as large is added up over too many ranks.
+    # A loss that is an integer multiple was summed over too many ranks.
     (r"the loss differs \(\d\.0e\+\d\d, .*and no gradient does", "train/step.py"),
     (r"validation loss differs", "train/step.py"),
 )
-# With an equal forward pass, these can change the loss; else it is its sum over ranks.
+# With an equal forward pass, only these can change the local loss; train/step.py sums over ranks.
 COMPUTES_LOSS = ("parallel/tensor_parallel.py", "train/loss.py", "train/objectives.py")
 
 
 def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:
-    """Run a layout, and if it is wrong find the technique that is to blame."""
+    """Run a layout; if it is wrong, find the technique that causes it."""
     try:
         text = run_layout(techniques, precision, timeout)
     except InvalidConfig as error:
@@ -541,7 +541,7 @@ def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) ->
 
 
 def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) -> str:
-    """The module at fault: by what differs, or by taking techniques away."""
+    """Return the faulty module, from the report or by removing techniques."""
     raised = frame_of(text)
     if raised in [TECHNIQUES[name].module for name in techniques]:
         return raised
@@ -556,11 +556,11 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
         if raised:
             return raised
         vanishes = list(techniques)
-    # Of several techniques the most specific: one that only modifies another.
+    # Prefer the most specific technique: one that only modifies another.
     vanishes.sort(key=lambda t: TECHNIQUES[t].ranks)
     module = TECHNIQUES[vanishes[0]].module
     if len(vanishes) > 1 and TECHNIQUES[vanishes[0]].ranks > 1:
-        module = "parallel/mesh.py"  # where the axes meet that are only wrong together
+        module = "parallel/mesh.py"  # the axes are wrong only in combination
     if "the loss differs" in text and module not in COMPUTES_LOSS:
         return "train/step.py"
     return module
@@ -571,18 +571,18 @@ def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeou
     if without in ("tp4", "dp_shard4") and len(techniques) < 3:
         return False
     if all(TECHNIQUES[name].ranks == 1 for name in rest):
-        return False  # nothing is left to compare one process with
+        return False  # no parallel technique remains
     try:
         return bool(run_layout(rest, precision, timeout))
     except InvalidConfig:
-        return False  # it is not possible without
+        return False  # the layout needs the technique
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- battery
 
 
 def battery() -> list[Check]:
-    """Every check, in the order in which they are tried."""
+    """Return all checks in the order of execution."""
     from tests.mutation import formulas
 
     oracle = Path(oracle_module.__file__ or "").read_text("utf-8")
@@ -606,7 +606,7 @@ def battery() -> list[Check]:
 
 def _order(check: Check) -> tuple[int, int]:
     stage = check.name.partition(":")[0]
-    # Layouts with few techniques first: of a plain one the cause is known without a search.
+    # Layouts with few techniques run first: with one technique the cause is known.
     return STAGES.index(stage), check.name.count(",") if stage == "layout" else 0
 
 

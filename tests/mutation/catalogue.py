@@ -1,9 +1,8 @@
 """The planted faults: in weft/``file`` the text ``right`` becomes ``wrong``.
 
-Each changes the result, at least on a GPU, or the amount of work. Changes without effect are
-left out (such as rotary angles that all begin at another position: attention depends on
-differences only). ``near`` names modules that share a job with ``file``: to blame one of them
-is correct, too.
+Each fault changes the result, at least on a GPU, or the amount of work. Changes without effect are
+left out. An example is an offset of all rotary positions: attention depends on differences only.
+``near`` lists modules with a related task: a finding that names one of them is correct too.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ class Fault(NamedTuple):
     """One fault.
 
     Attributes:
-        kind: what goes wrong, for the table of scores.
-        name: what goes wrong here.
-        right: is in ``file`` exactly once.
+        kind: category in the table of scores.
+        name: description of the fault.
+        right: text that occurs exactly once in ``file``.
     """
 
     kind: str
@@ -1337,7 +1336,7 @@ FAULTS: list[Fault] = [
         "            pass",
         DATA,
     ),
-    # The batches are right, but most of them need a lookup.
+    # The batches are correct, but most of them need a lookup.
     Fault(
         "stale buffer",
         "places looked up ahead are others",

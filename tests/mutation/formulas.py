@@ -1,7 +1,7 @@
-"""Checks by formulas: data, arithmetic, checkpoints, export and inference by hand.
+"""Checks by formulas: data, arithmetic, checkpoints, export and inference.
 
-Each is a function that runs in ranks. It calls `expect` with the module of weft to blame if
-the expectation does not hold. Its name begins with its stage in the battery.
+A check is a function that runs in ranks. It calls `expect` with the module of weft that is
+faulty if the condition does not hold. The name of a check begins with its stage in the battery.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ FIXTURES = "WEFT_MUTATION_FIXTURES"
 
 
 class Unexpected(Exception):
-    """A number is not what it has to be."""
+    """An expectation of a check does not hold."""
 
     def __init__(self, text: str, module: str) -> None:
         super().__init__(f"{text} <{module}>")
 
 
 def expect(holds: Any, text: str, module: str) -> None:
-    """Raise `Unexpected` unless it holds."""
+    """Raise `Unexpected` unless the condition holds."""
     if not holds:
         raise Unexpected(text, module)
 
@@ -96,7 +96,7 @@ SOURCES: dict[str, str] = {}
 
 
 def check(name: str, ranks: int = 1) -> Callable[[Any], Any]:
-    """Make a function, which is called in ranks, a check of this name."""
+    """Register a function, which runs in ranks, as a check."""
 
     def register(function: Any) -> Any:
         def find(precision: str, timeout: float) -> Any:
@@ -120,19 +120,19 @@ def _call(name: str) -> None:
 
 
 def fixtures(directory: Path) -> None:
-    """Prepare inputs that must not contain the faults: a prepared text."""
+    """Prepare the text without the fault."""
     from tests.conftest import make_store, make_text
 
     if (directory / "store").exists():
         return
     with tempfile.TemporaryDirectory(dir=directory) as text:
         created = make_store(make_text(Path(text)), directory / "cache")
-    with suppress(FileExistsError):  # somebody else has made the same
+    with suppress(FileExistsError):  # another process has created the same
         (directory / "store").symlink_to(created)
 
 
 def store_path() -> Path:
-    """The prepared text."""
+    """Return the path of the prepared text."""
     return Path(os.environ[FIXTURES]).resolve() / "store"
 
 
@@ -261,7 +261,7 @@ def check_evaluation_rows() -> None:
                 tuple(stream.stream.read_windows(np.array([10 * n]), 10)[0].tolist())
                 for n in chosen
             ]
-        # The shares of 5 are 3.75 and 1.25.
+        # 5 sequences are shared as 3.75 and 1.25.
         expect(rows == expected, f"{target} rows over {dp} ranks", module)
 
 
@@ -341,7 +341,7 @@ def check_packing() -> None:
         rows = [order[a:b] for a, b in itertools.pairwise(firsts)]
         expect(all(lengths[row].sum() <= 32 for row in rows), "a row is too full", module)
         expect(sum(map(len, rows)) == 200, "rows do not hold all", module)
-        # Best fit by hand, decreasing: as few rows.
+        # Compare with a plain best-fit-decreasing packing.
         room: list[int] = []
         for length in sorted(lengths, reverse=True):
             fits = [r for r in room if r >= length]
@@ -352,7 +352,7 @@ def check_packing() -> None:
                 room.append(32 - length)
         rest = sorted(32 - lengths[row].sum() for row in rows)
         expect(rest == sorted(room), f"{len(rows)} rows, best fit has {len(room)}", module)
-    # Conversations that are too long: left out, or cut at their end.
+    # Overlong conversations are left out, or truncated.
     corpus = draw_corpus("chat", 40, 100, 30, 3)
     with tempfile.TemporaryDirectory() as directory:
         store = corpus.write(Path(directory), 100, 8)
@@ -473,7 +473,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """A family, and a configuration of it."""
+    """Return a model family and a small configuration."""
     family = load_family(kind)
     sizes = {
         "num_layers": 3,
@@ -582,7 +582,7 @@ def check_arithmetic() -> None:
 
 @check("unit: rows of experts")
 def check_expert_rows() -> None:
-    """An expert gets the rows of the tokens that chose it, in order."""
+    """Check that an expert gets the tokens routed to it, in order."""
     torch.manual_seed(0)
     family, config = _small_model(*MODELS[-1][:2])
     model = family.build(config)
@@ -627,7 +627,7 @@ def check_expert_rows() -> None:
 
 @check("oracle: positions")
 def check_positions() -> None:
-    """A model counts positions as it is asked to, with gaps and from any start."""
+    """Check that a model uses the given positions, with gaps and from any start."""
     generator = torch.Generator().manual_seed(0)
     for kind, fields, module in MODELS[1:3]:
         family, config = _small_model(kind, fields | {"rope_theta": 100.0})
@@ -731,7 +731,7 @@ DTYPES = {"float32": np.float32, "bfloat16": None, "int64": np.int64}
 
 
 def read_by_hand(path: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, by its table of contents and nothing of weft's."""
+    """Read every tensor of a checkpoint from its manifest, without weft's code."""
     first_half = json.loads((path / "manifest.json").read_bytes())
     files = [(path / file["name"]).read_bytes() for file in first_half["files"]]
     results = {}
@@ -748,7 +748,7 @@ def read_by_hand(path: Path) -> dict[str, Any]:
 
 @check("run: the training loop")
 def check_loop() -> None:
-    """Four steps of `weft train` against the oracle, with what it records and saves."""
+    """Compare four steps of `weft train`, its records and its checkpoint with the oracle."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "run"
         job = _train(directory)
@@ -854,7 +854,7 @@ def check_loop() -> None:
 
 @check("resumed: runs")
 def check_resume() -> None:
-    """Two steps, and two more after a restart, are the four of a run without it."""
+    """Check that two steps and two resumed steps equal four steps."""
     with tempfile.TemporaryDirectory() as name:
         straight, cut = Path(name) / "straight", Path(name) / "cut"
         _train(straight)
@@ -871,7 +871,7 @@ def check_resume() -> None:
 
 @check("resumed: mixtures", ranks=2)
 def check_mixture_loop() -> None:
-    """Losses of sources: their mean by what was read is the loss."""
+    """Check that the mean of source losses, weighted by tokens read, is the loss."""
     from tests.small import train_rank
 
     rank = dist.get_rank()
@@ -943,7 +943,7 @@ def check_mixture_loop() -> None:
 
 @check("saved: references", ranks=2)
 def check_references() -> None:
-    """Log-probabilities under the initial model, on two ranks."""
+    """Check the log-probabilities of the initial model on two ranks."""
     from weft.data.loader import Pairs
     from weft.train.reference_logprobs import log_probs
 
@@ -980,7 +980,7 @@ def check_references() -> None:
 
 @check("unit: rounded moments")
 def check_moments() -> None:
-    """In bfloat16 a second moment comes down again, on average, as in float32."""
+    """Check that a bfloat16 second moment decays on average as in float32."""
     from weft.optim.lean import LowPrecisionAdamW
 
     for beta2 in (0.999,):
@@ -1001,7 +1001,7 @@ def check_moments() -> None:
 
 @check("unit: places of shards", ranks=4)
 def check_shard_offsets() -> None:
-    """In a tensor that counts its elements, a shard's first element is its offset."""
+    """Check offsets of shards on a tensor whose elements are their indices."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -1044,12 +1044,12 @@ def check_norms() -> None:
 
 @check("unit: moments of eight bits")
 def check_packed_moments() -> None:
-    """Moments are right on average, beside smaller and larger ones, on any layout."""
+    """Check that 8-bit moments are right on average, within any block and on any layout."""
     from weft.optim import lean
 
     module = "optim/lean.py"
     generator = torch.Generator().manual_seed(0)
-    spread = torch.logspace(-9, -1, 32 * 4).view(1, -1)  # two decades within a block
+    spread = torch.logspace(-9, -1, 32 * 4).view(1, -1)  # a block spans two decades
     exact = spread * (1 + torch.rand((1, 32 * 4), generator=generator))
     second, first = torch.zeros(exact.shape), torch.zeros(exact.shape)
     limit = lean._max_ratio(0.9, 0.95)
@@ -1073,7 +1073,7 @@ def check_packed_moments() -> None:
     expect(off < 0.02, f"the mean of second moments is off by {off:.3f}", module)
     off = float((first / (-0.3 * exact) - 1).abs().max())
     expect(off < 0.02, f"the mean of first moments is off by {off:.3f}", module)
-    # A small gradient beside a large one, seen once: the update is AdamW's.
+    # One small gradient next to a large one: the update equals AdamW's.
     param, rare, other = (nn.Parameter(torch.zeros(2, 64)) for _ in range(3))
     grad = torch.full((2, 64), 2e-5)
     grad[:, ::32] = 1e-1
@@ -1094,14 +1094,14 @@ def check_packed_moments() -> None:
     expect(off < 0.1, f"an update is off by {off:.2f} of itself", module)
     off = float((rare / other - 1).detach().abs().max())
     expect(off < 1e-5, f"moments that are not to be packed are off by {off:.1e}", module)
-    # The same on a whole parameter and on its two halves.
+    # An unsharded parameter and its two halves have the same codes.
     full = _packed_step((0, 0), slice(0, 4))
     halves = torch.cat([_packed_step((r, 0), slice(r, r + 2)) for r in (0, 2)])
     expect(torch.equal(full, halves), "a moment depends on the layout", module)
 
 
 def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
-    """Codes of some rows of a parameter after an update."""
+    """Return the codes of some rows of a parameter after an update."""
     from weft.optim import lean
 
     grad = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))[rows]
@@ -1130,10 +1130,10 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
 
 @check("unit: growing gradients")
 def check_growing_gradients() -> None:
-    """Moments of eight bits follow gradients that grow a thousandfold, as AdamW's do.
+    """Check that 8-bit moments follow gradients that grow a thousandfold.
 
-    Gradients are equal, so a block spans at most two octaves, with 64 steps each or more.  The
-    bound adds up what rounding may do to both moments in each step.
+    All gradients are equal, so a block spans at most two octaves, with 64 steps each or more.  The
+    bound is the sum of the possible rounding errors of both moments in each step.
     """
     from weft.optim import lean
 
@@ -1163,7 +1163,7 @@ def check_growing_gradients() -> None:
 
 @check("unit: skipped steps")
 def check_skipped_steps() -> None:
-    """A step that is skipped, as its gradients are not finite, changes no bit."""
+    """Check that a step skipped because of nonfinite gradients changes no bit."""
     from weft.optim.optimizer import OPTIMIZERS, build_optimizer, masked_step
 
     for name, dtype, module in (
@@ -1195,16 +1195,16 @@ def check_skipped_steps() -> None:
                     param.grad[..., 3] = math.inf
             before = read_all()
             masked_step(optimizer, torch.tensor(skipped))
-            pairs = zip(before, read_all(), strict=False)  # there are no moments before step 1
+            pairs = zip(before, read_all(), strict=False)  # moments do not exist before step 1
             same = [torch.equal(a, b) for a, b in pairs]
             expect(all(same) if skipped else not same[0], f"{name} {dtype}, step {step}", module)
 
 
 @check("unit: gather in two stages", ranks=4)
 def check_hierarchical_gather() -> None:
-    """A gather across nodes and then inside them equals a plain all-gather.
+    """Check that a gather across nodes and then inside them equals an all-gather.
 
-    An input inside of an output must lie at its rank's offset, or NCCL would overwrite it.
+    An input inside the output must be at its rank's offset, else NCCL would overwrite it.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -1249,7 +1249,7 @@ def check_hierarchical_gather() -> None:
 
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
-    """Merge the parts of two ranks: counts, means, and roots of mean squares."""
+    """Check the merged counts, means and RMS of two ranks."""
     from weft.monitor.layer_stats import read_statistics
     from weft.train.setup import open_layer_stats
 
@@ -1361,7 +1361,7 @@ def _state(built: Built) -> dict[str, Tensor]:
 
 @check("saved: replicas", ranks=4)
 def check_replicas() -> None:
-    """Along its replica axes a tensor is equal, and all ranks hold that many copies."""
+    """Check that a tensor is equal along its replica axes, with the expected copies."""
     from weft.checkpoint.state_dict import find_replica_axes
 
     for overrides in (
@@ -1395,7 +1395,7 @@ def _all(tensor: Any) -> Tensor:
 
 
 def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
-    """One optimizer step; the loss."""
+    """Run one optimizer step; return the loss."""
     mixture = build_mixture(open_dataset(store_path()), "train", job.train.seq_len, job.data, 0)
     loader = Loader(mixture, 0, 12, built.mesh.dp_rank, plan.dp_size, plan.microbatch_size)
     loss = built.train_step.forward_backward(loader.get_microbatches(12 * number))
@@ -1413,7 +1413,7 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
 
 
 def save_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
-    """Two steps, a checkpoint, and one more step; what the state was, and the loss."""
+    """Run two steps, save, run one step; return the saved state and the last loss."""
     job, plan, built = _built(overrides)
     for number in range(2):
         _step(job, plan, built, number)
@@ -1421,7 +1421,7 @@ def save_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
     state = _state(built)
     saver.save(built.model_parts, built.optimizer, {"step": 2, "samples": 24})
     params = [param for part in built.model_parts for param in part.parameters()]
-    for param in params:  # what is saved is what was there then
+    for param in params:  # later changes must not affect the save
         param.data.mul_(2.0)
     saver.wait()
     for param in params:
@@ -1431,7 +1431,7 @@ def save_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
 
 
 def load_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
-    """The same from the checkpoint."""
+    """Load the checkpoint; return the same values."""
     job, plan, built = _built(overrides)
     load_checkpoint(list_checkpoints(Path(directory))[-1], built.model_parts, built.optimizer)
     state = _state(built)
@@ -1492,7 +1492,7 @@ for _source, _target in FROM_TO:
 
 @check("saved: unfinished checkpoints")
 def check_unfinished() -> None:
-    """Until it is whole, a checkpoint is not there under its name."""
+    """Check that an incomplete checkpoint is not visible under its name."""
     from weft.checkpoint import manager as store
 
     commit, observed = store._commit, []
@@ -1512,7 +1512,7 @@ def check_unfinished() -> None:
 
 @check("saved: damaged checkpoints")
 def check_damage() -> None:
-    """A checkpoint with any changed bit is not loaded."""
+    """Check that a checkpoint with any changed bit is refused."""
     job, plan, built = _built([])
     _step(job, plan, built, 0)
     with tempfile.TemporaryDirectory() as name:
@@ -1546,7 +1546,7 @@ def check_damage() -> None:
                 shard.write_bytes(full)
                 refused("a flipped bit", "checkpoint/fingerprint.py", "hash")
                 full[at] ^= 1 << bit
-        # Exchanged elements and rows, of a matrix: the same numbers in other places.
+        # Swapped elements and rows of a matrix: the same numbers at other positions.
         entry = manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]
         [[_, sizes, _, position]] = entry["shards"]
         row = 4 * sizes[1]
@@ -1575,12 +1575,12 @@ def check_damage() -> None:
         refused("two tensors that are exchanged", "checkpoint/load.py")
 
 
-# --------------------------------------------------------------------------- models for others
+# --------------------------------------------------------------------------- export, inference
 
 
 @check("run: export, import and adapters")
 def check_export() -> None:
-    """An export, loaded by transformers and PEFT, computes the checkpoint's numbers."""
+    """Check that transformers and PEFT compute equal outputs from an export."""
     from transformers import AutoModelForCausalLM
 
     from weft.tools.hf_convert import export_checkpoint, import_model
@@ -1620,7 +1620,7 @@ def check_export() -> None:
         with torch.no_grad():
             off = (ours(tokens) - expected).abs().max() / expected.abs().max()
         expect(off < 1e-5, f"imported logits are off by {off}", "tools/hf_convert.py")
-        # Adapters to what was imported.
+        # Train adapters for the imported model.
         lora = [
             *keys,
             ("lora.rank", "4"),
@@ -1660,7 +1660,7 @@ def check_export() -> None:
 
 @check("unit: sampling")
 def check_sampling() -> None:
-    """Token probabilities equal transformers' logits processors; then the draw."""
+    """Compare token probabilities with transformers' logits processors, then check the draw."""
     from transformers.generation import logits_process as theirs
 
     from weft.tools.generate import GeneratedSequence, Sampling, sample_token
@@ -1685,7 +1685,7 @@ def check_sampling() -> None:
         return scores[0]
 
     def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-        """Return each token's probability, from every outcome of the draw."""
+        """Return each token's probability from every possible draw."""
         result, outcome, drawn = torch.zeros(size), 0, torch.empty(0)
 
         def draw(weights: Tensor, *args: Any, **keys: Any) -> Tensor:
@@ -1730,7 +1730,7 @@ def check_sampling() -> None:
 
 @check("run: generated text")
 def check_generate() -> None:
-    """Greedy and with a cache, what the plain model finds."""
+    """Check that greedy generation with a cache equals the plain model."""
     from tests.random_runs import random_run
     from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
     from weft.tools.inference_model import find_checkpoint, load_local_model
@@ -1764,7 +1764,7 @@ def check_generate() -> None:
 
 @check("run: losses of text")
 def check_losses() -> None:
-    """`weft evaluate`: the loss of all validation tokens by hand, and bits per byte."""
+    """Check `weft evaluate`: the loss of all validation tokens, and bits per byte."""
     from tests.random_runs import random_run
     from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
     from weft.tools.inference_model import find_checkpoint, plan_inference

@@ -3,10 +3,10 @@
     this process (torch and transformers, not weft) --fork--> one fault: weft is imported with the
     source of one module changed --fork--> the ranks of a check
 
-So a fault costs neither a copy of the tree nor an import of torch. The battery also runs once
-without a fault. That run must find nothing; it measures each check's time and the lines of weft
-that it executes. A fault in a line that no check executes is missed. Other faults are tried by
-the checks that execute it, in the order of the battery.
+So a fault needs neither a copy of the tree nor an import of torch. The battery also runs once
+without a fault. That run must find nothing; it measures the time of each check and the lines of
+weft that the check executes. A fault in a line that no check executes is missed. For other faults,
+the checks that execute the line run in the order of the battery.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.mutation.catalogue import Fault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WEFT = ROOT / "weft"
-# Imported once, and not by each fault.
+# Modules that are imported once for all faults.
 HEAVY = (
     "numpy",
     "torch",
@@ -60,7 +60,7 @@ HEAVY = (
     "jinja2",
     "pytest",
 )
-CHECK_SECONDS = 150.0  # the longest that a check may take on a busy machine
+CHECK_SECONDS = 150.0  # time limit of a check on a busy machine
 
 
 class Outcome(NamedTuple):
@@ -70,25 +70,25 @@ class Outcome(NamedTuple):
     kind: str
     file: str
     precision: str
-    check: str  # that found it; empty: none did
+    check: str  # the check that found it; empty: not found
     text: str
-    module: str  # that the check named
-    named: bool  # whether it is the right one, or a neighbor of it
+    module: str  # the module that the check named
+    named: bool  # the module is the faulty one, or near it
     seconds: float
 
 
 class Baseline(NamedTuple):
-    """The battery without a fault, by check."""
+    """Results of the battery without a fault, by check."""
 
     seconds: dict[str, float]
-    lines: dict[str, dict[str, list[int]]]  # that it executes, by file
+    lines: dict[str, dict[str, list[int]]]  # executed lines by file
 
 
 # --------------------------------------------------------------------------- planting
 
 
 class _Planted(importlib.abc.MetaPathFinder):
-    """Finds one module of weft with another source."""
+    """Import hook that replaces the source of one module of weft."""
 
     def __init__(self, fault: Fault) -> None:
         path = WEFT / fault.file
@@ -114,7 +114,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def import_heavy() -> None:
-    """Import what all faults need, but for weft."""
+    """Import the modules that all faults need, except weft."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -131,7 +131,7 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
     """Return the result of a function in a forked process, or its exception as text.
 
     Raises:
-        TimeoutError: it takes too long; all processes that it started are killed.
+        TimeoutError: the function takes too long; its processes are killed.
     """
     ours, theirs = multiprocessing.Pipe()
     pid = os.fork()
@@ -176,7 +176,7 @@ def tree_hash() -> str:
 
 
 def _run_one(name: str, precision: str, timeout: float) -> Any:
-    """A check by name, with the lines that it executes, and its processor time."""
+    """Run a check; return its result, executed lines and processor time."""
     from tests.mutation.battery import battery
 
     check = next(check for check in battery() if check.name == name)
@@ -201,7 +201,7 @@ def _processor_seconds() -> float:
 
 
 _LINES: dict[str, set[int]] = {}
-_CODES: dict[Any, tuple[set[int], set[int]]] = {}  # of a function: lines executed, and all
+_CODES: dict[Any, tuple[set[int], set[int]]] = {}  # executed lines and all lines, by function
 
 
 def _trace_into(directory: str) -> None:
@@ -225,7 +225,7 @@ def _trace_into(directory: str) -> None:
 
     sys.settrace(note_call)
     threading.settrace(note_call)
-    # A rank ends by os._exit, after its result has been sent: what it has seen goes first.
+    # A rank ends with os._exit after sending its result, so write the lines before the result.
     from weft.tools import local_ranks as ranks
 
     pickle: Any = ranks.pickle
@@ -253,9 +253,9 @@ def baseline(
     """Run each check without a fault, or read this tree's results.
 
     Args:
-        checks: by name, with the sources that they depend on.
+        checks: names, with the sources on which the checks depend.
 
-    A check that finds something without a fault is reported and left out.
+    A check that finds a difference without a fault is reported and left out.
     """
     file = directory / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -273,7 +273,7 @@ def baseline(
             continue
         known[name] = [key, seconds, lines]
         directory.mkdir(parents=True, exist_ok=True)
-        if file.exists():  # another one may have added to it
+        if file.exists():  # another process may have added to it
             known |= json.loads(file.read_text()) | {name: known[name]}
         file.write_text(json.dumps(known))
     valid = [name for name in checks if name not in unsound]
@@ -287,7 +287,7 @@ def baseline(
 def is_executed(fault: Fault, lines: dict[str, list[int]]) -> bool:
     """Return True if a check that executes these lines executes the faulty statement.
 
-    The data of a module counts as executed if any function of the module is.
+    Module-level code counts as executed if any function of the module is executed.
     """
     executed = set(lines.get(fault.file, ()))
     statement = _statement_of(fault)
@@ -298,7 +298,7 @@ def is_executed(fault: Fault, lines: dict[str, list[int]]) -> bool:
 def _statement_of(fault: Fault) -> range | None:
     """Return the lines of the innermost statement with the fault, or None outside one."""
     source = (WEFT / fault.file).read_text("utf-8")
-    # The first differing line; an equal beginning may only locate the fault.
+    # Find the first differing line; the equal beginning may only locate the fault.
     pairs = zip(fault.right, fault.wrong, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(fault.wrong))
     start = source.index(fault.right)
@@ -310,7 +310,7 @@ def _statement_of(fault: Fault) -> range | None:
         for node in ast.walk(function):
             if not isinstance(node, ast.stmt) or node is function:
                 continue
-            body = getattr(node, "body", None)  # of a compound statement the head counts
+            body = getattr(node, "body", None)  # use only the head of a compound statement
             end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
             if line in range(node.lineno, end) and (best is None or node.lineno >= best.start):
                 best = range(node.lineno, end)
@@ -321,7 +321,7 @@ def _statement_of(fault: Fault) -> range | None:
 
 
 def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: float) -> Any:
-    """The first check that finds a fault: its name, the finding's text and module."""
+    """Return the first check that finds a fault: name, text and module of the finding."""
     sys.meta_path.insert(0, _Planted(fault))
     try:
         from tests.mutation.battery import battery
@@ -336,7 +336,7 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
 
 
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
-    """Plant a fault, and try the checks that execute it."""
+    """Plant a fault, and run the checks that execute it."""
     start_time = time.monotonic()
     checks = [name for name in base.seconds if is_executed(fault, base.lines[name])]
     check = text = module = ""

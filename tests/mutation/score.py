@@ -1,4 +1,4 @@
-"""The share of planted faults that are found, and named by the right module."""
+"""Compute the share of planted faults that are found and located."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def detected_share(outcomes: Sequence[Any]) -> float:
-    """The share of faults that a check found."""
+    """Return the share of faults that a check found."""
     return sum(bool(outcome.check) for outcome in outcomes) / max(1, len(outcomes))
 
 
@@ -18,7 +18,7 @@ def named_share(outcomes: Sequence[Any]) -> float:
 
 
 def report(outcomes: Sequence[Any]) -> str:
-    """A table by kind, the scores, and what was missed."""
+    """Format a table by kind, the scores and the missed faults."""
     kinds = sorted({item.kind for item in outcomes})
     lines = ["| kind | faults | found | module named |", "|---|---|---|---|"]
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""The planted faults are still faults, and the battery finds them."""
+"""The planted faults are applicable, and the battery finds them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from tests.mutation.catalogue import FAULTS
 from tests.mutation.score import detected_share, named_share, report
 
 ROOT = Path(__file__).parent.parent.parent
-AIMS = {"": (0.98, 0.9), "bf16": (0.9, 0.9), "float8": (0.9, 0.9)}  # found; module named
+AIMS = {
+    "": (0.98, 0.9),
+    "bf16": (0.9, 0.9),
+    "float8": (0.9, 0.9),
+}  # shares of found faults, and of named modules
 
-# Faults of different kinds, found by one process and by formulas in a second or two each.
+# Faults of different kinds that one process or a formula finds in seconds.
 OFTEN = (
     "a token sees the one after it",
     "embeddings decay",
@@ -33,7 +37,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_catalogue_each_right_text_is_there_once(fault: Any) -> None:
+def test_catalogue_each_right_text_occurs_once(fault: Any) -> None:
     source = (ROOT / "weft" / fault.file).read_text("utf-8")
     assert source.count(fault.right) == 1, "the code is another: plant the fault where it is now"
     compile(source.replace(fault.right, fault.wrong), fault.file, "exec")
@@ -50,7 +54,7 @@ def test_catalogue_names_are_different_and_neighbors_are_files() -> None:
 
 
 def plant(directory: Path, *arguments: str) -> list[Any]:
-    """Outcomes of a run of the command."""
+    """Run the command; return its outcomes."""
 
     class Line:
         def __init__(self, values: dict[str, Any]) -> None:

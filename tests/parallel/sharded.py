@@ -19,7 +19,7 @@ from weft.config.schema import ParallelSection
 from weft.models.llama import Llama, LlamaConfig, blocks
 from weft.parallel.data_parallel import apply_fsdp, set_gradient_sync
 
-# No size but the norms' is a multiple of every group's, so that shards are padded.
+# Only the norm weights divide evenly over every group, so other shards are padded.
 CONFIG = LlamaConfig(
     num_layers=3,
     dim=24,
@@ -131,11 +131,11 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Seen(NamedTuple):
-    """A collective."""
+    """One recorded collective."""
 
     kind: str
-    ranks: tuple[int, ...]  # of its group
-    numel: int  # that it was given
+    ranks: tuple[int, ...]  # ranks of the process group
+    numel: int  # elements of the input
     dtype: torch.dtype
 
 
@@ -153,7 +153,7 @@ class Collectives(TorchDispatchMode):
             kind = next(kind for kind in self.KINDS if kind in func.__name__)
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            # all_reduce and the all_gather of lists take lists of tensors.
+            # all_reduce, and all_gather of a list, take lists of tensors.
             inputs = args[0] if kind == "allreduce" else args[1]
             tensor = inputs[0] if isinstance(inputs, list) else inputs
             self.recorded.append(Seen(kind, ranks, tensor.numel(), tensor.dtype))

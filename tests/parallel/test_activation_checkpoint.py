@@ -142,7 +142,7 @@ def saved_megabytes(**section: Any) -> float:
     blocks = list(model.layers.values())
     apply_activation_checkpoint(blocks, ActivationCheckpointSection(**section), compiled=False)
     tokens_BT = torch.randint(0, 256, (2, 128))
-    for _ in range(2):  # *budget* chooses in the first one
+    for _ in range(2):  # budget mode chooses in the first pass
         with LiveBytes() as live:
             out = model(tokens_BT)
             result = live.bytes
@@ -169,9 +169,10 @@ def test_activation_checkpoint_saves_less_memory() -> None:
 
 
 def test_offload_saved_tensors_are_copied_and_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks but the last offload each tensor once, without parameters and shared arguments.
+    """All blocks but the last offload each saved tensor once.
 
-    The copy back of each has started before backward waits for it.
+    Parameters and shared arguments are not offloaded.  The copy back of a tensor has started
+    before backward waits for the tensor.
     """
     monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 0)
     offloaded: list[tuple[int, ...]] = []

@@ -74,7 +74,7 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
 
 
 def test_accumulation_gradients_are_reduced_once(store_path: Path) -> None:
-    """Four microbatches communicate as many gradients as one does."""
+    """Four microbatches communicate as many gradients as one microbatch."""
     (subset, _), (many, _) = (
         run_ranks(count_reductions, 2, [("train.microbatch_size", size)], str(store_path))
         for size in ("4", "1")

@@ -1,4 +1,4 @@
-"""Compiled blocks: every layout, every activation checkpointing, one compilation."""
+"""Compiled blocks: layouts, activation checkpointing modes, one compilation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_compile_graph_break_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: Path) -> None:
+def test_compile_all_blocks_and_later_starts_compile_once(store_path: Path, tmp_path: Path) -> None:
     """Six blocks compile as fast as one, and the second start uses the cache of the first."""
 
     def compile_seconds(run: str, layers: int) -> list[float]:

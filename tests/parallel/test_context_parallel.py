@@ -31,7 +31,7 @@ from weft.parallel.context_parallel import (
 
 METHODS: list[CPMethod] = ["ring", "allgather", "ulysses"]
 
-# --------------------------------------------------------------------------- who holds what
+# --------------------------------------------------------------------------- sequence sharding
 
 
 def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
@@ -289,7 +289,7 @@ def test_context_parallel_attention_equals_one_process(ranks: int) -> None:
     check_errors(run_ranks(attention_errors, ranks, METHODS, BOTH), 2e-6)
 
 
-# Query heads, key heads, ranks: as many groups as heads, one group, uneven shares of groups.
+# Query heads, key heads, ranks: as many groups as heads, one group, groups that ranks share.
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 2), (4, 1, 2), (6, 2, 3), (6, 3, 2)])
 def test_context_parallel_any_head_grouping_equals_one_process_in_float64(
     heads: int, groups: int, ranks: int
@@ -345,7 +345,7 @@ def test_context_parallel_without_documents_makes_no_mask() -> None:
 def refusals() -> list[str]:
     group, messages = dist.new_group(), []
     for attempt in (without_attention, with_odd_heads):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the caller looks at the message)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the caller checks the message)
             attempt(group)
         messages.append(str(caught.value))
     return messages
@@ -402,10 +402,9 @@ def loss_and_gradients(
 def model_errors(
     methods: list[CPMethod], balances: list[bool], tied: bool, num_groups: int = 1
 ) -> dict[str, list[float]]:
-    """Relative error of the loss, and the largest ones of logits and gradients, by case.
+    """Return relative errors by case: of the loss, and the largest of logits and gradients.
 
-    Several groups: each with rows of its own, as the replicas of a mesh have, and with
-    recomputation.
+    With several groups, each group has other sequences, and blocks are recomputed.
     """
     rank, size = dist.get_rank(), dist.get_world_size() // num_groups
     index = rank // size
@@ -417,7 +416,7 @@ def model_errors(
         tokens, targets = torch.randint(96, (2, 2, 32)).unbind()
         documents = documents_of(kind, 32)
         positions = torch.arange(32).expand(2, -1)
-        if documents is not None:  # each document from 0
+        if documents is not None:  # positions start from 0 in each document
             same = documents.unsqueeze(2) == documents.unsqueeze(1)
             positions = positions - same.int().argmax(-1)
         one = small_llama(tied)
@@ -450,7 +449,7 @@ def model_errors(
     return errors
 
 
-@pytest.mark.slow  # attention alone does it above, and models in `COVERED` of tests/layouts.py
+@pytest.mark.slow  # the tests above cover attention, `COVERED` in tests/layouts.py models
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel_model_equals_one_process(ranks: int) -> None:
     check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, tied=ranks == 2), 2e-6)
@@ -460,7 +459,7 @@ def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> N
     check_errors(run_ranks(model_errors, 4, METHODS, [True], tied=False, num_groups=2), 2e-6)
 
 
-# --------------------------------------------------------------------------- around it
+# --------------------------------------------------------------------------- graphs, collectives
 
 
 def trace_collectives() -> dict[str, dict[str, int]]:
@@ -482,7 +481,7 @@ def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
     """Two layers on two ranks."""
     (results, _) = run_ranks(trace_collectives, 2)
     assert results == {
-        # Forward: one step.  Backward: that step again, and gradients once round.
+        # Forward: one ring step.  Backward: that step again, and gradients around the ring.
         "ring, documents False": {"send": 2 * (1 + 1 + 2), "recv_": 2 * (1 + 1 + 2)},
         "ring, documents True": {"_allgather_base_": 1, "send": 8, "recv_": 8},
         "allgather, documents False": {"_allgather_base_": 2 * 2, "_reduce_scatter_base_": 2},

@@ -93,7 +93,7 @@ LAYOUTS = {
         shards=4, node_size=2, reshard_after_forward=2, keys={"hierarchical_gather": True}
     ),
 }
-M = 2  # microbatches of these, whose collectives are counted
+M = 2  # microbatches of the layouts whose collectives are counted
 LAYOUTS |= {
     f"{reshard}, {sync}": Layout(2, 2, reshard == "always", sync, microbatches=M)
     for reshard in ("always", "never")
@@ -113,7 +113,7 @@ LAYOUTS |= {
 }
 
 
-# Alone or in pairs they are in those of the default suite, or in `COVERED` of tests/layouts.py.
+# Other layouts of the default suite, or `COVERED` in tests/layouts.py, include these techniques.
 RARELY = {
     "shards",
     "replicas",
@@ -153,7 +153,7 @@ def test_apply_fsdp_gradients_equal_one_process(name: str, one_rank: dict[str, A
 
 BLOCKS = UNITS - 1
 COUNTS = [
-    # gathers, reduce-scatters, all-reduces; the root is gathered once.
+    # All-gathers, reduce-scatters, all-reduces.  The root is gathered once.
     ("never, step", UNITS, UNITS, UNITS),
     ("never, microbatch", UNITS, M * UNITS, UNITS),
     ("always, microbatch", 2 * M * BLOCKS + 1, M * UNITS, UNITS),
@@ -166,7 +166,7 @@ COUNTS = [
 def test_apply_fsdp_step_has_expected_number_of_collectives(
     name: str, gathers: int, scatters: int, all_reduces: int
 ) -> None:
-    """Without two hops, there would be M all-reduces per unit."""
+    """Without reduction in two hops, each unit would need M all-reduces."""
     for many in result(name):
         actual = Counter(kind for kind, *_ in many["seen"])
         assert actual == {
@@ -180,7 +180,7 @@ def test_apply_fsdp_two_hops_stay_in_the_group_until_the_last_microbatch() -> No
     collectives = result("2 hops")[3]["seen"]
     assert {ranks for kind, ranks, *_ in collectives if kind == "allreduce"} == {(1, 3)}
     assert {ranks for kind, ranks, *_ in collectives if kind != "allreduce"} == {(2, 3)}
-    # The first of two microbatches is over before any all-reduce.
+    # The first of two microbatches ends before any all-reduce.
     kinds = [kind for kind, *_ in collectives if kind != "allgather"]
     assert kinds == ["reduce_scatter"] * UNITS + ["reduce_scatter", "allreduce"] * UNITS
 
@@ -188,7 +188,7 @@ def test_apply_fsdp_two_hops_stay_in_the_group_until_the_last_microbatch() -> No
 def test_apply_fsdp_backward_gathers_among_fewer_ranks() -> None:
     collectives = result("to 2, one microbatch")[3]["seen"]
     gathers = [ranks for kind, ranks, *_ in collectives if kind == "allgather"]
-    # The root and the blocks forward, the blocks backward.
+    # Forward gathers root and blocks, backward gathers blocks.
     assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
 
 
@@ -201,10 +201,10 @@ def test_apply_fsdp_small_parameters_are_gathered_with_the_root() -> None:
             "persist, one microbatch",
         )
     ]
-    gain = CONFIG.dim // 2  # on each of two ranks
+    gain = CONFIG.dim // 2  # elements of a norm weight on each of two ranks
     (root, *rest), nothing, (root_with_gains, *others_without) = sizes
     assert nothing == [root, *rest]
-    assert root_with_gains == root + 2 * BLOCKS * gain  # two norms a block
+    assert root_with_gains == root + 2 * BLOCKS * gain  # two norms per block
     assert others_without == [size - 2 * gain for size in rest]
 
 
@@ -388,7 +388,7 @@ def test_apply_fsdp_model_from_meta_device_gradients_equal_one_process(
 
 
 def offload_policies() -> list[tuple[bool, bool]]:
-    """Return, per unit, if it offloads and if it pins memory."""
+    """Return, per unit, whether it offloads and whether it pins memory."""
     model = build(Layout(keys={"cpu_offload": True}))
     policies = []
     for module in model.modules():

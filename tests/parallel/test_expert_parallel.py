@@ -80,7 +80,7 @@ EXTRA = [
     "tp2 sequence_parallel=false",
     "tp4",
     "dp_shard3 ep=3 model.num_experts=6 train.global_batch_size=9",
-    "dp_shard6 train.global_batch_size=12",  # four experts over six ranks: cut by rows of each
+    "dp_shard6 train.global_batch_size=12",  # shards the rows of each of four experts
 ]
 
 
@@ -135,7 +135,7 @@ def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_p
     run(tmp_path / "one", "dp_shard1", 5, store_path, *subset)
     run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *subset)
     saved = biases(tmp_path / "two")
-    # Three moves of an expert that is never at the mean: an odd number of rates.
+    # Each bias is a sum of update steps of the rate 0.01.
     assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
     for bias in saved.values():
         moves = bias / 0.01
@@ -147,7 +147,7 @@ def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_p
         [record["moe_max_load"] for record in records(tmp_path / run)] for run in ("one", "two")
     ]
     assert loads[0] == loads[1]
-    assert all(1 <= load <= 2 for load in loads[0])  # of four experts two are active
+    assert all(1 <= load <= 2 for load in loads[0])  # two of four experts are active
     expected = biases(tmp_path / "one")
     for name, bias in biases(tmp_path / "two").items():
         torch.testing.assert_close(bias, expected[name], rtol=0, atol=0)

@@ -29,7 +29,7 @@ from weft.parallel.hierarchical_gather import HierarchicalAllGather
 
 
 def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
-    """Compare bitwise with a plain all-gather; a case: axis sizes, ranks per node."""
+    """Compare bitwise with a plain all-gather; each case has axis sizes and ranks per node."""
     for shape, node_size in cases:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp_shard", "tp"))
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -42,7 +42,7 @@ def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> Non
     plain = gather.allocate((mesh.size() * 5,), dtype=dtype, device=torch.device("cpu"))
     dist.all_gather(list(plain.view(mesh.size(), 5)), local, group=group)
     for async_op in (False, True):
-        for in_place in (False, True):  # FSDP's input is a part of the output
+        for in_place in (False, True):  # in place: the input is a part of the output, as in FSDP
             staged = torch.zeros_like(plain)
             inputs = local
             if in_place:
@@ -53,7 +53,7 @@ def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> Non
             if work is not None:
                 with Collectives() as inside_nodes:
                     work.wait()
-                    work.wait()  # nothing more happens
+                    work.wait()  # a second wait has no effect
                 assert len(inside_nodes.recorded) == mesh.size() // node_size
             assert torch.equal(staged, plain)
 
@@ -75,12 +75,12 @@ def stages() -> list[Seen]:
 
 def test_hierarchical_all_gather_each_byte_enters_a_node_once() -> None:
     nodes, node_size = 4, 2
-    received: Counter[int] = Counter()  # of each node, from others
+    received: Counter[int] = Counter()  # elements that each node receives from others
     for rank, results in enumerate(run_ranks(stages, 8)):
         node = rank // node_size
         for _, ranks, numel, _ in results:
             received[node] += numel * sum(other // node_size != node for other in ranks)
-        # One gather across the nodes, then one inside for every node's rows.
+        # One gather across nodes, then one inside the node for the rows of every node.
         across, *inside = [ranks for _, ranks, *_ in results]
         assert across == tuple(range(rank % node_size, 8, node_size))
         assert inside == [(2 * node, 2 * node + 1)] * nodes
@@ -102,7 +102,7 @@ def test_hierarchical_gather_is_used_only_across_nodes() -> None:
     settings = [(True, 2), (False, 2), (True, None), (True, 4), (True, 8), (True, 1)]
     across, *plain = run_ranks(gather_groups, 4, settings)[0]
     assert across == {(0, 1), (0, 2)}
-    # Not asked for; all on one node; nothing inside of a node.
+    # A plain gather: not enabled, one node, or one rank per node.
     assert plain == [{(0, 1, 2, 3)}] * 5
 
 
@@ -115,7 +115,7 @@ def unshard_all_units() -> dict[str, Any]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard(async_op=True)
-    # Under way is the stage between nodes; what is left is done when it is waited for.
+    # The gather between nodes has started; the gather inside nodes starts at the wait.
     assert [ranks for _, ranks, *_ in collectives.recorded] == [
         (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
     ] * UNITS

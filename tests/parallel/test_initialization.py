@@ -1,4 +1,4 @@
-"""Initial weights: equal on every layout, with the distribution of the table."""
+"""Initial weights are equal in every layout, and have the documented distribution."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_init_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_init_has_the_given_distribution() -> None:
     values = fill((1000, 1000)).double() / 0.02
-    # A normal cut at 3 sigma: variance 1 - 2 * 3 * pdf(3) / (2 cdf(3) - 1).
+    # A normal distribution cut at 3 sigma has variance 1 - 2 * 3 * pdf(3) / (2 cdf(3) - 1).
     pdf = math.exp(-4.5) / math.sqrt(2 * math.pi)
     std = math.sqrt(1 - 6 * pdf / math.erf(3 / math.sqrt(2)))
     assert abs(values.mean()) < 5e-3
     assert values.std().item() == pytest.approx(std, rel=3e-3)
     assert values.abs().max() <= 3.0 + 1e-4
     assert values.abs().max() > 2.98
-    # Neighbours, rows and columns, know nothing of each other.
+    # Neighbors in rows and columns are uncorrelated.
     for shifted in (values[:, 1:] * values[:, :-1], values[1:] * values[:-1]):
         assert abs(shifted.mean()) < 5e-3
     inside = (values.abs() < 1).double().mean().item()

@@ -1,8 +1,7 @@
-"""Every layout computes one process's loss and gradients: the matrix.
+"""Every layout of `tests.layouts` computes one process's loss and gradients.
 
-What is compared is one global batch from the initial weights, which are the same under every
-layout: the loss, the global gradient norm, and every gradient, whole, relative to its largest
-element.  The layouts are listed in `tests.layouts`.
+The tests compare one global batch from equal initial weights: the loss, the global gradient norm,
+and every unsharded gradient relative to its largest element.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from tests.small import Overrides, gradients, merged
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.tools.verify import read_recipe, verify
 
-# Float32 sums in another order: what is reached is 3e-7 to 2e-6.
+# Float32 sums in another order; measured: 3e-7 to 2e-6.
 TOLERANCE = 1e-5
 
-# Four blocks, so that two ranks can have two stages each; documents, so that masks matter.
+# Four blocks allow two stages on each of two ranks. Documents need masks.
 MODEL: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),

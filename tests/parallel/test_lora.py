@@ -37,9 +37,9 @@ MODEL: Overrides = [
     ("train.microbatch_size", "1"),
     ("lora.rank", "4"),
 ]
-# Rows of whole blocks of 64 numbers, over two ranks, too.
+# A row is a multiple of 64 numbers, a quantization block, on two ranks too.
 WIDE: Overrides = [*MODEL, ("model.dim", "128"), ("model.ffn_dim", "256")]
-# On torch 2.11 sums are rounded otherwise: 1.05e-5 was seen there.
+# torch 2.11 rounds sums differently; measured: 1.05e-5.
 TOLERANCE = 2e-5 if torch.__version__.startswith("2.11") else 1e-5
 
 
@@ -161,9 +161,11 @@ def test_lora_compiled_gradients_equal_one_process(
 
 @pytest.mark.slow
 def test_lora_bfloat16_differs_no_more_than_rounding(store_path: Path) -> None:
-    """Frozen weights are kept in it; layouts differ from one process no more than that does from
-    float32."""
-    model = [*WIDE, ("lora.alpha", "1")]  # more of such random adapters, and logits are steep
+    """The bfloat16 error of a layout is at most that of one process.
+
+    Frozen weights are stored in bfloat16.
+    """
+    model = [*WIDE, ("lora.alpha", "1")]  # larger random adapters would give extreme logits
     low = [*model, ("precision.compute_dtype", "bfloat16")]
     exact, one = reference(str(store_path), tuple(model)), reference(str(store_path), tuple(low))
     ranks, overrides = parse("dp_shard2 tp2")
@@ -284,7 +286,7 @@ def test_lora_step_moves_only_adapters(quantize: str, store_path: Path) -> None:
         assert all(".lora_" in name for name in states)
 
 
-# --------------------------------------------------------------------------- fewer bits
+# --------------------------------------------------------------------------- quantization
 
 
 def test_nf4_levels_equal_torchao() -> None:
@@ -296,8 +298,8 @@ def test_nf4_levels_equal_torchao() -> None:
     torch.testing.assert_close(torch.tensor(NF4), theirs.nf4.float(), rtol=0, atol=1e-4)
     ours = dequantize_matrix(quantize_matrix(weight, "nf4"), torch.float32)
     off = (ours - theirs.get_original_weight()).abs()
-    # They quantize scales once more, to 8 bits; and have levels of four digits, so that a few
-    # numbers between two fall on the other one.
+    # torchao also quantizes scales to 8 bits and rounds levels to four digits, so a few numbers
+    # near the middle of two levels round differently.
     assert (off > 0.02 * weight.abs().max()).sum() < 1e-3 * weight.numel()
     assert off.mean() < 5e-3
 
@@ -315,7 +317,7 @@ def test_quantize_matrix_error_is_within_half_a_level(kind: str, error: float) -
     largest = weight.view(48, 5, QUANT_BLOCK_SIZE).abs().amax(2, keepdim=True)
     assert (off <= error * 1.0001 * largest).all()
     assert dequantize_matrix(packed, torch.float32)[5].equal(torch.zeros(320))
-    # Exact where a number is a level: the largest of each block, and zero.
+    # Numbers that are levels are exact.
     assert dequantize_matrix(
         quantize_matrix(dequantize_matrix(packed, torch.float32), kind), torch.float32
     ).equal(dequantize_matrix(packed, torch.float32))
@@ -360,7 +362,7 @@ def test_lora_quantized_block_memory_is_small() -> None:
     assert size["int8"] < 0.54 * size["none"]
 
 
-# --------------------------------------------------------------------------- what is told before
+# --------------------------------------------------------------------------- plan
 
 
 def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -> Plan:
@@ -376,7 +378,7 @@ def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -
 
 def test_plan_with_lora_counts_trained_parameters() -> None:
     plain, plan = planned(), planned(("lora.rank", "16"))
-    # Of 32 blocks: q and o 4096 to 4096, k and v to 1024, gate and up to 14336, and down.
+    # Sizes in a block: q and o 4096 to 4096, k and v to 1024, gate and up to 14336, down back.
     sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
     adapters = 32 * 16 * sides
     assert (plain.num_trainable_params, plan.num_trainable_params) == (plain.num_params, adapters)

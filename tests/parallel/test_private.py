@@ -67,7 +67,7 @@ def test_mesh_and_placement_names_are_as_expected() -> None:
     assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
     assert private.is_strided_shard(placement_types._StridedShard(0, split_factor=2))
     assert not private.is_strided_shard(placement_types.Shard(0))
-    # `fully_shard` makes the mesh to reshard over by this name, in this module, and only once.
+    # `fully_shard` creates the mesh to reshard over by this name, in this module, once.
     assert _fsdp_init.DeviceMesh is DeviceMesh
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
 
@@ -83,18 +83,18 @@ def test_fsdp_gather_extension_names_are_as_expected() -> None:
         "_module_info",
     ):
         assert f"self.{attribute}" in source
-    # Looked for at the shard whenever it is gathered, with one argument or five.
+    # Every gather looks up the hook on the shard, which takes one or five arguments.
     source = inspect.getsource(param.all_gather_inputs.fget)
     assert re.search(r'hasattr\(\s*self._sharded_local_tensor, "fsdp_pre_all_gather"', source)
     assert "num_fn_params not in (1, 5)" in source
     assert parameters(param.reset_sharded_param) == ["self"]
-    # In the first forward pass it looks for them anew.
+    # The first forward pass looks the hooks up again.
     lazy_init = inspect.getsource(_fsdp_param_group.FSDPParamGroup.lazy_init)
     assert "fsdp_param._init_extensions()" in lazy_init
 
 
 def gather_inner_with_outer() -> dict[str, list[bool]]:
-    """Record if the inner unit is gathered: before and after it runs, and after the outer one."""
+    """Record whether the inner unit is gathered: before and after it, and after the outer one."""
     mesh = init_device_mesh("cpu", (2,))
     inner = torch.nn.Linear(4, 4)
     outer = torch.nn.Sequential(torch.nn.Linear(4, 4), inner, torch.nn.Linear(4, 4))
@@ -149,7 +149,7 @@ def test_schedule_names_are_as_expected() -> None:
     source = inspect.getsource(runtime)
     for attribute in ("pipeline_order_with_comms", "stage_index_to_group_rank"):
         assert f"self.{attribute}" in source
-    # By its name in the module, which `set_max_active_stages` replaces.
+    # `set_max_active_stages` replaces this name in the module.
     assert "] = _add_unshard_reshard(" in source
 
 
@@ -158,7 +158,7 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
     backward = ["self", "backward_type", "bwd_kwargs", "last_backward"]
     assert parameters(stage.backward_maybe_with_nosync) == backward
     assert parameters(stage.perform_reduce_grad) == ["self", "grad_scale_factor"]
-    # What is done after each microbatch is what it does after the last.
+    # weft calls these after each microbatch, PyTorch after the last one.
     source = inspect.getsource(stage.perform_reduce_grad)
     for step in ("_state_ctx.all_states", ".post_backward()", "_root_post_backward_final_callback"):
         assert step in source
@@ -172,13 +172,13 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
 def reductions(cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
     results = []
     for case in cases:
-        private_hooks.clear_mesh_cache()  # or DTensor uses the groups of the previous case
+        private_hooks.clear_mesh_cache()  # else DTensor uses the groups of the previous case
         results.append(count_reductions(*case))
     return results
 
 
 def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
-    """Reduce-scatters, all-reduces over the replicas, and units of this rank's stages."""
+    """Return reduce-scatters, all-reduces over replicas, and units of this rank's stages."""
     job = small_job(
         ("parallel.pp", "2"),
         ("parallel.dp_replicate", "2"),
@@ -193,17 +193,19 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     plan = plan_here(job)
     built = build(plan, this_rank())
     counts = counted_step(built, job, plan)[0]
-    # A unit for each block, and the root of a stage with the embedding or the head.
+    # FSDP units are blocks, and the root of a stage with the embedding or the head.
     names = [name.split(".") for part in built.model_parts for name, _ in part.named_parameters()]
     units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
     if len(plan.pipeline.stages) == 4 and schedule.startswith("ZBV"):  # type: ignore[union-attr]
-        units += 1 - built.mesh.coordinates["pp"]  # the first rank has both ends, in two stages
-    # One more sum over the replicas tells how many tokens the step has.
+        units += (
+            1 - built.mesh.coordinates["pp"]
+        )  # the first rank has two roots: embedding and head
+    # One more all-reduce over replicas counts the tokens of the step.
     return counts["reduce_scatter dp_shard"], counts["all_reduce dp_replicate"] - 1, units
 
 
 def check_two_hops(result: tuple[int, int, int]) -> None:
-    """MiCS: inside the shard group with each of 2 microbatches, over the replicas once."""
+    """Check one reduce-scatter for each of 2 microbatches, and one all-reduce over replicas."""
     scatters, sums, units = result
     assert (scatters, sums) == (2 * units, units)
 
@@ -215,7 +217,7 @@ def test_other_schedule_reduces_over_replicas_once(schedule: str) -> None:
         check_two_hops(result)
 
 
-def test_pipeline_gradients_are_reduced_as_often_as_gradient_sync_says() -> None:
+def test_pipeline_gradient_sync_sets_the_number_of_reductions() -> None:
     cases = [("1F1B", "microbatch"), ("ZBVZeroBubble", "microbatch"), ("1F1B", "step")]
     for plain, shaped_as_a_v, (scatters, sums, units) in run_ranks(reductions, 8, cases):
         check_two_hops(plain)

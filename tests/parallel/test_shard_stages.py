@@ -58,7 +58,7 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
     at = mesh[AXES].get_coordinate()
     index, ranks = at[0] * layout.shards + at[1], layout.ranks
     tokens_BT, targets_BT = (x[index::ranks].contiguous() for x in data())
-    for _ in range(2):  # the second step finds what the first one left
+    for _ in range(2):  # state of the first step must not affect the second
         for stage in stages:
             stage.submod.zero_grad()
         schedule.step(*([tokens_BT] if local == 0 else []), target=targets_BT)

@@ -62,7 +62,7 @@ def test_vocab_parallel_cross_entropy_equals_one_process(ranks: int, dtype: torc
     results = run_ranks(loss_of_slices, ranks, dtype)
     for loss, _, exchanges in results:
         assert loss == pytest.approx(expected.item(), rel=1e-6)
-        assert exchanges == [2]  # of numbers per token: never of logits
+        assert exchanges == [2]  # of numbers per token, never of logits
     gradient = torch.cat([grad for _, grad, _ in results], dim=-1)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(gradient, logits_BTV.grad, rtol=tolerance, atol=tolerance)
@@ -89,7 +89,7 @@ def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
         before = original.get_parameter(name)
-        # Cut, not changed: the whole of it is what it was.
+        # Sharding does not change the values.
         dist.broadcast(before.data, 0)
         assert param.shape == before.shape
         if dist.get_rank() == 0:
@@ -131,26 +131,26 @@ def test_tensor_parallel_weight_missing_in_the_table_raises() -> None:
 
 # --------------------------------------------------------------------------- overlap
 
-# Wide enough for the compiler to find overlapping worth while: it asks for 1024 columns.
+# The compiler overlaps matmuls of at least 1024 columns.
 WIDE = CONFIG.model_copy(update={"num_layers": 1, "dim": 1024, "ffn_dim": 2048, "num_kv_heads": 8})
 
 
 def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
-    """A compiled sequence-parallel block, forward and backward, on operators of the CPU.
+    """Run forward and backward of a compiled sequence-parallel block on the CPU.
 
     Returns:
-        The exchanges in each compiled graph, and how far gradients are from one process's.
+        The collectives in each compiled graph, and the largest relative error of each gradient.
     """
     import torch._inductor.fx_passes.micro_pipeline_tp as passes
     import torch.distributed._symmetric_memory as symmetric
     from torch._inductor.utils import fresh_inductor_cache
 
-    # The operators exist for GPUs only; torch has plain versions of them for its own tests.
+    # torch has these operators for GPUs only, and fallbacks for its tests.
     library = torch.library.Library("symm_mem", "IMPL")
     gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
     library.impl(gather, symmetric._fused_all_gather_matmul_fallback, "CPU")
     library.impl(scatter, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
-    # The pass asks whether NCCL is built in.
+    # The pass requires NCCL.
     dist.is_nccl_available = lambda: True  # type: ignore[assignment]
     graphs: list[dict[str, int]] = []
     run_pass = passes.micro_pipeline_tp_pass
@@ -198,6 +198,6 @@ def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
         forward, backward = graphs
         fused = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
         assert forward == fused
-        # A gradient that three products add up to cannot be scattered with one of them.
+        # A sum of three products cannot be fused with the scatter.
         assert backward == {"fused_all_gather_matmul": 2, "reduce_scatter_tensor": 2}
         assert max(distant.values()) < 1e-5, distant

@@ -1,4 +1,4 @@
-"""Clusters by name, and what is known of their devices."""
+"""Parse cluster names, and read the table of devices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
             "is not a cluster of the form NODESxDEVICESxNAME",
             "such as 64x8xH100",
         ),
-        # Two devices of one name are told apart, not guessed.
+        # An ambiguous name is refused, not guessed.
         ("1x8xA100", "has an unknown device 'A100'", "A100-40GB or A100-80GB or A100-PCIe?"),
         ("1x8xH20", "has an unknown device 'H20'", "did you mean H200?"),
         ("1x8xMI300", "has an unknown device 'MI300'", "did you mean MI300X?"),
@@ -83,7 +83,7 @@ def test_every_cluster_has_a_peak() -> None:
     assert peak_flops(CPU_DEVICE) is None
 
 
-# --------------------------------------------------------------------------- the user's own
+# --------------------------------------------------------------------------- user's clusters.toml
 
 
 def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
 
 
 def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
-    """Not again for each device that is like the one that has it."""
+    """Devices that are `like` the wrong one do not repeat the error."""
     clusters_file = tmp_path / "clusters.toml"
     clusters_file.write_text("[devices.H100]\nlike = 'H10'")
     with pytest.raises(InvalidConfig) as caught:
@@ -194,13 +194,13 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
         ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
-def test_another_board_is_another_device(driver: str, name: str | None) -> None:
+def test_match_device_other_board_is_another_device(driver: str, name: str | None) -> None:
     result = match_device(driver, 80 << 30)
     assert (result and result.name) == name
 
 
-def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> None:
-    """What is like nothing has one mistake; an empty name of a link is one."""
+def test_read_clusters_empty_link_is_reported(tmp_path: Path) -> None:
+    """An empty `link` is an error; an unknown `like` gives one error."""
     file = tmp_path / "clusters.toml"
     file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
     with pytest.raises(InvalidConfig) as caught:

@@ -1,4 +1,4 @@
-"""Mixtures of experts as the planner sees them: rules of ``ep``, active parameters, exchanges."""
+"""Plan a mixture of experts: rules of ``ep``, active parameters, all-to-all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_ep_incompatible_keys_are_refused() -> None:
 
 
 def test_flops_are_those_of_the_active_experts() -> None:
-    """Of a token 6 for each weight that it is multiplied by, and attention's 12 L H K T."""
+    """A token costs 6 FLOPs per active weight, and 12 L H K T for attention."""
     shape = PRESETS["qwen3-30b-a3b"]
     looked_up = shape.vocab_size * shape.dim
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
@@ -69,22 +69,22 @@ def test_flops_are_those_of_the_active_experts() -> None:
     assert flops_per_token(shape, 4096) < 0.2 * 6 * num_params(shape)
 
 
-def test_grouped_products_cost_as_their_work_and_one_kernel() -> None:
+def test_matmul_seconds_grouped_matmul_costs_one_kernel() -> None:
     device = get_device("H100")
     one = matmul_seconds(Matmul(65536, 2048, 768), device)
     many = matmul_seconds(Matmul(4096, 2048, 768, groups=16), device)
     difference = matmul_seconds(Matmul(4096, 2048, 768, times=16), device)
     assert one == pytest.approx(many, rel=0.1)
     assert many < difference
-    # Few rows of each: what counts are the weights.
+    # With few rows per expert, reading the weights takes the time.
     subset = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
     assert subset > 128 * 2 * 2048 * 768 / device.bandwidth
-    # Forward, and the gradient of the weights, of 32 rows in 4 groups.
+    # Forward pass and weight gradient of 32 rows in 4 groups.
     assert _grouped_matmul((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
     assert _grouped_matmul((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
 
 
-def test_a_rank_gathers_its_own_experts_only() -> None:
+def test_estimate_rank_bytes_gathers_local_experts_only() -> None:
     of_all = unit_costs(PRESETS["qwen3-30b-a3b"], 4096)
     layer = of_all[1]
     assert layer.expert_params == 128 * 3 * 2048 * 768
@@ -102,8 +102,8 @@ def test_a_rank_gathers_its_own_experts_only() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
-    """Each token of a rank goes to its eight experts and back, in each layer and pass."""
+def test_forecast_of_experts_has_the_all_to_all_of_tokens() -> None:
+    """Each token goes to its eight experts and back, in each layer and pass."""
     recipe, layers = "qwen3-30b-a3b", 3
     plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
     assert "3,353,032,704 of them active" in describe_plan(plan, machine, recipe)
@@ -112,17 +112,17 @@ def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
     prediction = forecast(plan, machine, device_spec(plan, machine))
     shape = plan.model
     rows = plan.microbatch_size * plan.seq_len * shape.active_experts
-    # Forward twice, for blocks are computed again, and backward: there and back.
+    # Forward, recomputed forward and backward; each sends the tokens there and back.
     exchanges = plan.num_microbatches * layers * 3 * 2
     expected = exchanges * rows * shape.dim * 2
     assert prediction.communication["ep"].bytes == pytest.approx(expected, rel=1e-3)
     assert prediction.communication["ep"].exposed_seconds > 0
-    # Weights of experts in float32, spread over all ranks.
+    # Expert weights are float32, and sharded over all ranks.
     experts = sum(unit.expert_params for unit in unit_costs(shape, 1))
     assert prediction.gib_by_category()["parameters"] == pytest.approx(
         4 * num_params(shape) / 64 / 2**30, rel=0.02
     )
-    # Gathered in bfloat16 over edp only, in each microbatch twice; gradients reduced in float32.
+    # Each microbatch gathers them twice in bfloat16 over edp, and reduces float32 gradients.
     moved = plan.num_microbatches * experts / plan.ep * (2 + 2 + 4)
     assert prediction.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
     assert any("perfectly balanced" in doubt for doubt in prediction.caveats)

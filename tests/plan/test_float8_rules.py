@@ -1,4 +1,4 @@
-"""What of float8 a plan tells, which matrices it chooses, and what is refused."""
+"""Plan float8: report it, choose the matrices, refuse incompatible keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
     assert (
         (plan.peak_flops, plan.peak_dtype) == (plain.peak_flops, "bfloat16") == (989e12, "bfloat16")
     )
-    # Of 32 blocks; keys and values, 4096 to 1024, are too small.
+    # 5 matrices in each of 32 blocks; k_proj and v_proj, 4096 to 1024, are too small.
     assert (plan.num_float8_matrices, plan.float8_all_gather, plan.float8_emulated) == (
         160,
         True,
@@ -78,7 +78,7 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
     assert "computes each gradient twice" in warning
 
 
-def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
+def test_float8_matrices_follow_the_local_shapes() -> None:
     family = load_family("llama")
 
     def names(tp: int = 1, recipe: str = "tensorwise", **section: Any) -> set[str]:
@@ -98,7 +98,7 @@ def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
     assert names(float8_exclude=("layers.0.*", "*.o_proj")) == {
         name for name in subset if name[0] == "1" and "o_proj" not in name
     }
-    # What a rank has of it: 512 to 4096 for queries, 4096 to 1792 and back.
+    # A rank has 4096 to 512 of q_proj, and 4096 to 1792 of up_proj.
     assert names(tp=8) == {n for n in subset if "q_proj" not in n}
     assert names(tp=8, recipe="rowwise") == set()
     assert names(tp=4, recipe="rowwise") == {n for n in all_names if "mlp" in n}
@@ -143,7 +143,7 @@ def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) ->
     assert expected in str(caught.value)
 
 
-def test_float8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_without_torchao_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(("precision.float8", "rowwise"))
     assert not list(check_names(job))
     monkeypatch.setitem(sys.modules, "torchao", None)

@@ -1,4 +1,4 @@
-"""Every illegal layout is refused before anything starts, by key, rule and a remedy that works."""
+"""Every invalid layout is refused before launch, with key, rule and a working remedy."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def refused(
     return caught.value.problems
 
 
-# layout, ranks, the key at fault, words of the rule, words of the remedy,
-# and a layout that follows the remedy.
+# layout, ranks, the wrong key, words of the rule, words of the remedy, and a layout that follows
+# the remedy.
 REFUSALS = [
-    # Degrees and the world.
+    # Degrees and world size.
     ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
     ("tp=2 pp=3", 8, "tp", "times pp=3 (6 in all)", "run.nproc_per_node=6", "tp=2 pp=2"),
     ("dp_shard=3", 8, "dp_shard", "is not equal to the 8 ranks", "use 8, or auto", "dp_shard=8"),
     ("dp_shard=2 tp=2", 8, "dp_shard", "times tp=2", "use 4", "dp_shard=4 tp=2"),
-    # The batch.
+    # Batch size.
     ("train.global_batch_size=6", 4, "train.global_batch_size",
      "is not divisible by 4 data-parallel", "4 or 8",
      "train.global_batch_size=8"),
@@ -224,7 +224,7 @@ def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> Non
     assert planned(f"{documents}=false activation_checkpoint.mode=full", machine=CUDA)
 
 
-def test_a_cpu_is_not_given_hundreds_of_processes() -> None:
+def test_layout_hundreds_of_processes_on_a_cpu_are_refused() -> None:
     (problem,) = refused(
         "dp_shard=8 tp=8 pp=8 train.global_batch_size=512", machine=Machine("cpu", 2)
     )
@@ -232,10 +232,10 @@ def test_a_cpu_is_not_given_hundreds_of_processes() -> None:
     assert "512" in str(problem)
 
 
-def test_degrees_fill_the_world() -> None:
+def test_layout_degrees_fill_the_world() -> None:
     plan = planned("tp=2 cp=2 pp=2 dp_replicate=2", 32)
     assert plan.axis_sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
-    # 16 sequences over four data-parallel ranks, in as many microbatches as there are.
+    # 16 sequences over four data-parallel ranks; each sequence is a microbatch.
     assert (plan.local_batch_size, plan.microbatch_size, plan.num_microbatches) == (4, 1, 4)
     assert planned("tp=4", machine=Machine("cpu", 2)).world_size == 4
     assert planned("tp=2", machine=Machine("cpu", 8)).world_size == 4
@@ -248,11 +248,11 @@ def test_degrees_fill_the_world() -> None:
         ("reshard_after_forward=never", False),
         ("reshard_after_forward=always", True),
         ("reshard_after_forward=2", 2),
-        ("reshard_after_forward=8", True),  # over all ranks is what always means
+        ("reshard_after_forward=8", True),  # all ranks: the same as always
         ("reshard_after_forward=1", False),
         ("pp=2", False),
         ("pp=2 reshard_after_forward=always", True),
-        ("dp_replicate=8", False),  # nothing to free
+        ("dp_replicate=8", False),  # weights are not sharded
     ],
 )
 def test_reshard_after_forward_auto_follows_the_layout(layout: str, expected: bool | int) -> None:
@@ -262,15 +262,15 @@ def test_reshard_after_forward_auto_follows_the_layout(layout: str, expected: bo
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("", "step"),  # small: one reduction, and nobody misses the memory
-        ("model.preset=8b", "microbatch"),  # 4 bytes for each of 8 billion
+        ("", "step"),  # a small model: one reduction, and unsharded gradients fit
+        ("model.preset=8b", "microbatch"),  # unsharded gradients: 4 bytes for each of 8 billion
         ("model.preset=8b tp=8 pp=8", "step"),
         ("model.preset=8b reshard_after_forward=never", "step"),
         ("model.preset=8b reshard_after_forward=never gradient_sync=microbatch", "microbatch"),
         ("gradient_sync=microbatch", "microbatch"),
     ],
 )
-def test_when_gradients_are_reduced(layout: str, expected: str) -> None:
+def test_gradient_sync_auto_follows_the_memory_of_gradients(layout: str, expected: str) -> None:
     job, _, problems = read_job("demo", [*BATCH, *(pair(word) for word in layout.split())])
     assert problems == []
     machine = Machine("cpu", 64, world_size=64)
@@ -278,15 +278,15 @@ def test_when_gradients_are_reduced(layout: str, expected: str) -> None:
 
 
 def test_microbatches_of_a_pipeline_fill_it() -> None:
-    """auto: the largest that leave four microbatches a rank, if there are as many."""
+    """auto: the largest microbatches that leave four per pipeline rank, if possible."""
     assert planned("pp=2 train.global_batch_size=32", 2).num_microbatches == 8
     assert planned("pp=2 train.global_batch_size=4", 2).num_microbatches == 4
     interleaved = planned("pp=2 pipeline.schedule=Interleaved1F1B train.global_batch_size=15", 2)
     assert interleaved.num_microbatches % 2 in (0, 1)
 
 
-def test_the_smallest_shard_group_that_fits() -> None:
-    """MiCS: shard over as few ranks as memory asks for, and replicate."""
+def test_dp_shard_fit_is_the_smallest_group_that_fits() -> None:
+    """MiCS: shard over as few ranks as memory allows, and replicate over the others."""
 
     def fitted(gib: float, layout: str = "", model: str = "8b") -> tuple[int, int]:
         job, _, problems = read_job(
@@ -309,7 +309,7 @@ def test_the_smallest_shard_group_that_fits() -> None:
         assert plan.dp_shard * plan.dp_replicate * plan.tp * plan.pp * plan.cp == 64
         return plan.dp_shard, plan.dp_replicate
 
-    # 8.03 G parameters of 16 bytes, and 77 GiB of activations without recomputation.
+    # 8.03 G parameters of 16 bytes each, and 77 GiB of activations without recomputation.
     roomy, tight = fitted(400)[0], fitted(140)[0]
     assert roomy == 1
     assert 1 < tight < 64
@@ -352,7 +352,7 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
         ),
     ],
 )
-def test_recomputation_that_is_idle_or_dear_is_warned_of(
+def test_layout_useless_or_expensive_recomputation_is_warned_of(
     layout: str, message: str, better: str
 ) -> None:
     key = better.partition("=")[0]
@@ -362,7 +362,7 @@ def test_recomputation_that_is_idle_or_dear_is_warned_of(
     assert planned(" ".join([*remaining, better])).warnings == ()
 
 
-def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
+def test_layout_schedule_file_sets_the_number_of_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     plan = planned(f"pp=2 pipeline.schedule={file}", 2)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: torch's own, and valid and invalid CSV files."""
+"""Pipeline schedules of torch, and valid and invalid CSV files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stages_per_rank(name: str) -> int:
     return SCHEDULES[name].stages_per_rank or 2
 
 
-# --------------------------------------------------------------------------- by name
+# --------------------------------------------------------------------------- schedules by name
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -54,7 +54,7 @@ def test_schedule_microbatches_that_a_schedule_excludes_are_refused(name: str, p
         except (ValueError, AssertionError):
             possible = False
         allowed = SCHEDULES[name].supports(microbatches, pp, pp * per_rank)
-        if name == "1F1B":  # refused by the engine, not by the order
+        if name == "1F1B":  # TrainStep refuses it, not the schedule
             assert allowed == (microbatches >= pp)
         else:
             assert allowed == possible, (pp, microbatches)
@@ -75,13 +75,13 @@ def test_max_in_flight_of_simple_schedules() -> None:
     assert max_in_flight(build_schedule("LoopedBFS", 2, 2, 5)) == [5, 5, 5, 5]
 
 
-def test_half_a_backward_frees_nothing() -> None:
+def test_max_in_flight_half_a_backward_frees_nothing() -> None:
     order = [Action(0, kind, m) for kind, m in [("F", 0), ("I", 0), ("F", 1), ("W", 0)]]  # type: ignore[arg-type]
     assert max_in_flight({0: order}) == [2]
 
 
 def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
-    """Return the measured and the planned peak of microbatches of each stage of this rank."""
+    """Return measured and planned peak of in-flight microbatches, per stage of this rank."""
     job = small_job(
         ("parallel.pp", "2"),
         ("pipeline.schedule", name),
@@ -128,7 +128,7 @@ def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
+def test_max_in_flight_equals_the_measured_peak(name: str) -> None:
     result = {
         stage: pair
         for rank in run_ranks(measure_in_flight, 2, name)

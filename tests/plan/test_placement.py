@@ -1,4 +1,4 @@
-"""Placement: numbering, groups, nodes, and the map that people read."""
+"""Placement: rank numbering, groups, nodes, and the rank map."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of ei
 
 
 def layouts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
-    """Sizes and orders, some of them odd."""
+    """Return axis sizes and mesh orders, some of them unusual."""
     source = random.Random(0)
     created = []
     for _ in range(60):
@@ -45,8 +45,8 @@ def layouts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
 # --------------------------------------------------------------------------- ranks and groups
 
 
-def test_numbering_is_that_of_a_device_mesh() -> None:
-    """``init_device_mesh`` lays the ranks out row by row: ``arange(world).view(sizes)``."""
+def test_rank_numbering_equals_a_device_mesh() -> None:
+    """``init_device_mesh`` numbers ranks in row-major order: ``arange(world).view(sizes)``."""
     sizes = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4}
     mesh = np.arange(96).reshape(2, 3, 2, 2, 4)
     for indices in np.ndindex(mesh.shape):
@@ -55,12 +55,12 @@ def test_numbering_is_that_of_a_device_mesh() -> None:
         assert coordinates_to_rank(named, sizes) == mesh[indices]
     assert rank_groups("pp", sizes) == [tuple(row) for row in mesh.reshape(2, -1).T.tolist()]
     assert rank_groups("tp", sizes) == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
-    # mesh["dp_shard", "cp"] flattened, one for each index of the others.
+    # Flattened mesh["dp_shard", "cp"], one row for each index of the other axes.
     flat = mesh.transpose(0, 1, 4, 2, 3).reshape(-1, 4)
     assert rank_groups(("dp_shard", "cp"), sizes) == [tuple(row) for row in flat.tolist()]
 
 
-def test_another_order_is_a_device_mesh_transposed() -> None:
+def test_mesh_order_equals_a_transposed_device_mesh() -> None:
     sizes = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4}
     mesh = np.arange(96).reshape(3, 2, 2, 2, 4).transpose(1, 0, 2, 3, 4)
     for indices in np.ndindex(mesh.shape):
@@ -90,7 +90,7 @@ def test_coordinates_and_groups_agree_in_every_layout() -> None:
                     assert len({coordinates[rank][axis] for rank in group}) == 1
 
 
-def test_an_axis_left_out_has_one_index() -> None:
+def test_coordinates_missing_axis_has_one_index() -> None:
     assert rank_to_coordinates(5, {"dp_shard": 8}) == dict.fromkeys(AXES, 0) | {"dp_shard": 5}
     assert coordinates_to_rank({"dp_shard": 5}, {"dp_shard": 8}) == 5
     assert rank_groups("tp", {"dp_shard": 2}) == [(0,), (1,)]
@@ -123,7 +123,7 @@ def test_placement_unknown_axis_or_rank_is_refused(call: object, message: str) -
         call()  # type: ignore[operator]
 
 
-def test_a_large_world_is_fast() -> None:
+def test_rank_groups_of_a_large_world_are_fast() -> None:
     sizes = {"pp": 16, "dp_replicate": 2, "dp_shard": 32, "cp": 2, "tp": 8}
     assert count_ranks(sizes) == 16384
     start = time.process_time()
@@ -147,14 +147,14 @@ def test_max_nodes_per_group_follows_the_mesh_order() -> None:
     assert crossing(REPLICA_OUTER) == {"pp": 3, "dp_replicate": 4, "tp": 1}
     assert not crosses_nodes("tp", WORKED, 8)
     assert crosses_nodes("tp", WORKED, 2)
-    # One group of many is enough: 0-2 and 3-5 fit into a node, 6-8 does not.
+    # One crossing group is enough: 0-2 and 3-5 fit into a node, 6-8 does not.
     assert crosses_nodes("tp", {"tp": 3, "dp_shard": 8}, 8)
     assert max_nodes_per_group("tp", {"tp": 3, "dp_shard": 8}, 8) == 2
     assert not crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 2}, 8)
     assert crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 4}, 8)
 
 
-def test_spans_agree_with_counting() -> None:
+def test_group_spans_equal_counted_nodes() -> None:
     for sizes, order in layouts():
         for axes, size in itertools.product(
             ("pp", "cp", ("dp_shard", "tp"), ("pp", "dp_replicate")), (1, 3, 4, 8)
@@ -164,7 +164,7 @@ def test_spans_agree_with_counting() -> None:
 
 
 def test_placement_worked_example_has_its_groups() -> None:
-    """A replica has three nodes, a node two consecutive stages, and tp half a node."""
+    """A replica has three nodes, a node has two consecutive stages, tp has half a node."""
     for replica in range(4):
         ranks = [
             coordinates_to_rank(
@@ -179,13 +179,13 @@ def test_placement_worked_example_has_its_groups() -> None:
             stages = [rank_to_coordinates(rank, WORKED, REPLICA_OUTER)["pp"] for rank in on_node]
             first = 2 * (node % 3)
             assert stages == [first] * 4 + [first + 1] * 4
-    # With pp outermost, a node has one stage of two replicas instead.
+    # With pp outermost, a node has one stage of two replicas.
     on_node = [rank_to_coordinates(rank, WORKED) for rank in range(8)]
     assert {indices["pp"] for indices in on_node} == {0}
     assert [indices["dp_replicate"] for indices in on_node] == [0] * 4 + [1] * 4
 
 
-def test_only_what_hurts_is_warned_of() -> None:
+def test_placement_warnings_are_of_harmful_layouts_only() -> None:
     for order in (AXES, REPLICA_OUTER):
         assert placement_warnings(WORKED, 8, order) == []
         assert placement_warnings({"dp_shard": 64, "cp": 16, "pp": 2, "tp": 8}, 8, order) == []
@@ -199,7 +199,7 @@ def test_only_what_hurts_is_warned_of() -> None:
     )
     [warning] = placement_warnings({"tp": 3, "dp_shard": 8}, 8)
     assert "ranks 6-8 spans 2 nodes" in warning
-    # Ranks of one group are neighbors, but the groups need not be in the order of their ranks.
+    # The ranks of a group are neighbors, but groups need not be in the order of their ranks.
     sizes = {"dp_replicate": 2, "pp": 2, "tp": 3}
     [warning, _] = placement_warnings(sizes, 8, REPLICA_OUTER)
     assert "ranks 6-8 spans 2 nodes" in warning
@@ -240,19 +240,19 @@ pp            6     16      across 3 nodes  0, 4, 8, ..., 20
 tp            4     24      inside a node   0-3"""
 
 
-def test_rank_map_is_the_written_text() -> None:
+def test_rank_map_worked_example_has_the_expected_text() -> None:
     names = [f"unit {i}" for i in range(6)]
     assert format_rank_map(WORKED, 8, names, REPLICA_OUTER) == MAP
 
 
 def rows(text: str) -> list[list[str]]:
-    """The node lines of a map, split into words; the first is the node, or empty."""
+    """Return the node lines of a map as words; the first word is the node, or empty."""
     body = text.split("\n\n")[1].split("\nnodes ")[0]
     return [[""] * line.startswith(" ") + line.split() for line in body.splitlines()[1:]]
 
 
-def test_lines_of_a_map() -> None:
-    # Shards and replicas of one rank each are one line; a replica of several has its own.
+def test_rank_map_lines_show_ranks_and_groups() -> None:
+    # Shards, and replicas of one rank, share a line; a replica of several ranks has a line.
     assert rows(format_rank_map({"dp_shard": 8}, 8)) == [["0", "0-7", "0-7"]]
     assert rows(format_rank_map({"dp_replicate": 8, "pp": 2}, 8)) == [
         ["0", "0-7", "0", "0-7"],
@@ -265,7 +265,7 @@ def test_lines_of_a_map() -> None:
     [line] = rows(format_rank_map({"dp_shard": 2, "cp": 2, "tp": 2}, 8))
     assert line == ["0", "0-7", "0-1", "0-1", "[0-1]", "[2-3]", "[4-5]", "[6-7]"]
     assert format_rank_map({}, 1) == "1 rank on 1 node of 1\n\nnode  ranks\n0     0"
-    # A group that leaves its node says so, and is the example.
+    # A group that crosses nodes is marked, and is the example.
     assert format_rank_map({"tp": 3, "dp_shard": 8}, 8).endswith("across 2 nodes  6-8")
     assert rows(format_rank_map({"tp": 3, "dp_shard": 8}, 8))[2:4] == [
         ["", "6-7", "2", "[6-8]", "on", "nodes", "0-1"],
@@ -279,8 +279,8 @@ def unspan(text: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a line are exactly those with the indices that it shows, on its node."""
+def test_rank_map_every_line_has_the_ranks_of_its_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has exactly the ranks of its node with the indices that the line shows."""
     monkeypatch.setattr(placement, "MAX_NODES_SHOWN", 10**6)  # every node is shown
     for sizes, order in layouts():
         for count in (1, 4, 8, 24):
@@ -318,15 +318,15 @@ def test_rank_map_of_many_ranks_shows_a_pattern_and_its_continuation() -> None:
     assert "\n5   640-767\n" in text
     assert "\npp        16    1024    across 16 nodes   0, 1024, 2048, ..., 15360\n" in text
     assert "dp_shard + 8 with every node" in format_rank_map({"dp_shard": 128}, 8)
-    # Three nodes until groups of three line up with nodes of eight again.
+    # Groups of three align with nodes of eight again after three nodes.
     assert "nodes 3-14 continue the pattern:\n  dp_shard + 8 every 3 nodes" in format_rank_map(
         {"tp": 3, "dp_shard": 40}, 8
     )
-    # No axis aligns with the nodes: the pattern is in ranks.
+    # No axis aligns with the nodes, so the pattern counts ranks.
     assert "  pp + 1 every 12 ranks" in format_rank_map({"pp": 11, "tp": 12}, 8)
 
 
-def test_rank_map_continuation_is_true() -> None:
+def test_rank_map_continuation_holds_for_every_node() -> None:
     """The ranks of the nodes that are not shown follow the described pattern."""
     checked = 0
     for sizes, order in layouts():
@@ -338,7 +338,7 @@ def test_rank_map_continuation_is_true() -> None:
                     continue
                 number = 1 if "with" in words else int(words[4].replace(",", ""))
                 step = number * (1 if "rank" in line else count)
-                # Wherever the axis does not wrap round, nothing else changes either.
+                # Unless the axis wraps around, no other index changes.
                 for rank in range(count_ranks(sizes) - step):
                     before = rank_to_coordinates(rank, sizes, order)
                     after = before | {axis: before[axis] + int(words[2])}
@@ -348,6 +348,6 @@ def test_rank_map_continuation_is_true() -> None:
     assert checked > 1000
 
 
-def test_neither_file_imports_torch() -> None:
+def test_placement_and_stages_do_not_import_torch() -> None:
     probe = "import sys, weft.plan.placement, weft.plan.stages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What `weft plan` shows, and the shipped recipes on the clusters that they are made for."""
+"""Text of `weft plan`, and the shipped recipes on their clusters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None)
 
 # --------------------------------------------------------------------------- recipes
 
-# As published: ranks, tp, cp, pp, data-parallel ranks, sequences and tokens of a step.
+# Published values: ranks, tp, cp, pp, data-parallel ranks, sequences and tokens per step.
 PUBLISHED = {
     "llama3-8b": (128, 1, 1, 1, 128, 512, 8192),
     "llama3-8b-compile": (128, 1, 1, 1, 128, 512, 8192),
@@ -77,7 +77,7 @@ def test_plan_recipe_on_its_cluster_has_the_published_layout(recipe: str) -> Non
 
 
 def test_plan_mics_recipes_have_the_published_replicas() -> None:
-    """BloombergGPT's replicas of 128 ranks, and 12 times the width's square for each layer."""
+    """Replicas have 128 ranks as in BloombergGPT; a layer has 12 * dim**2 parameters."""
     plan = planned("mics-50b")[1]
     assert (plan.world_size, plan.dp_replicate, plan.dp_shard) == (512, 4, 128)
     assert plan.num_params == pytest.approx(70 * 12 * 7680**2 + 2 * 131072 * 7680, rel=1e-3)
@@ -93,7 +93,7 @@ def test_plan_fine_tuning_recipe_is_for_one_server() -> None:
     assert job.data.packing == "documents"
 
 
-def test_lora_is_fine_tuning_of_adapters() -> None:
+def test_plan_lora_recipes_train_adapters_of_the_same_model() -> None:
     full, lora, qlora = (planned(f"llama3-8b-{kind}")[1] for kind in ("finetune", "lora", "qlora"))
     assert lora.model == qlora.model == full.model
     assert lora.num_trainable_params == qlora.num_trainable_params < full.num_trainable_params / 100
@@ -101,7 +101,7 @@ def test_lora_is_fine_tuning_of_adapters() -> None:
     assert (lora.world_size, qlora.world_size) == (8, 1)
 
 
-def test_no_recipe_is_left_out() -> None:
+def test_every_recipe_is_tested() -> None:
     rest = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
     rest |= {"moe-demo", "qwen3-30b-a3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
@@ -109,13 +109,13 @@ def test_no_recipe_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])
-def test_8b_from_one_server_up(nodes: int) -> None:
+def test_plan_8b_shards_over_all_servers(nodes: int) -> None:
     plan = planned("llama3-8b", cluster=f"{nodes}x8xH100")[1]
     assert plan.dp_shard == plan.world_size == 8 * nodes
 
 
-def test_16k_replicas_fit_into_a_pod() -> None:
-    """What the recipe says: a replica is 2,048 neighbors, and 16 ranks share its states."""
+def test_plan_16k_replicas_fit_into_a_pod() -> None:
+    """A replica is 2,048 neighboring ranks, and 16 ranks shard its state."""
     for recipe in ("llama3-405b-16k", "llama3-405b-128k"):
         plan = planned(recipe)[1]
         assert plan.axis_order[0] == "dp_replicate"
@@ -126,11 +126,13 @@ def test_16k_replicas_fit_into_a_pod() -> None:
 
 
 def test_plan_three_servers_small_has_the_layout_of_three_servers() -> None:
-    """The small recipe is the big one's layout with one replica."""
+    """The small recipe has the layout of the large one, with one replica."""
     large, small = planned("three-servers")[1], planned("three-servers-small")[1]
     assert large.axis_sizes == small.axis_sizes | {"dp_replicate": 4}
     assert (small.world_size, small.device) == (24, "cpu")
-    axes = [axis for axis in large.axis_order if axis != "dp_replicate"]  # of which there is one
+    axes = [
+        axis for axis in large.axis_order if axis != "dp_replicate"
+    ]  # the small recipe has one replica
     assert [axis for axis in small.axis_order if axis != "dp_replicate"] == axes
     assert small.num_params < 2e6
 
@@ -199,7 +201,7 @@ def test_warnings_are_shown() -> None:
     assert "parallel.tp=16: the group of ranks 0-15 spans 2 nodes of 8" in warning
 
 
-def test_a_long_table_is_cut_in_the_middle() -> None:
+def test_describe_plan_long_table_omits_the_middle() -> None:
     lines = screen("llama3-405b-16k")
     assert any(re.fullmatch(r"\.\.\. 104 more \.\.\.", line) for line in lines)
     stages = [int(m[1]) for line in lines if (m := re.match(r" +(\d+) +\d+  \S+", line))]
@@ -211,7 +213,7 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
 
 
 def test_memory_bytes_are_those_counted_by_hand() -> None:
-    """The figure of a layout that shards everything, from sizes written down here."""
+    """Compare a fully sharded layout with a sum of sizes."""
     _job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
     dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
     states = 16 * PARAMETERS["70b"] / 256
@@ -223,7 +225,7 @@ def test_memory_bytes_are_those_counted_by_hand() -> None:
 
 
 def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
-    """More than the fullest rank's stages by what is gathered at once, and by that only."""
+    """The prediction is the fullest rank's stages plus the weights gathered at once."""
     _job, plan, _ = planned("llama3-405b")
     assert plan.pipeline is not None
     stages = plan.pipeline.stages
@@ -235,8 +237,8 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
     assert result / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
 
 
-def test_unsharded_gradients_cost_memory() -> None:
-    """Adding them up over microbatches keeps four bytes a parameter on every rank."""
+def test_memory_unsharded_gradients_take_four_bytes_per_parameter() -> None:
+    """Accumulation over microbatches takes four bytes per parameter on every rank."""
     by_sync = {
         sync: estimate_memory_bytes(planned("llama3-8b", ("parallel.gradient_sync", sync))[1])
         for sync in ("microbatch", "step")
@@ -254,7 +256,7 @@ def test_rank_map_of_three_servers() -> None:
         "96 ranks on 12 nodes of 8",
         "outermost first: dp_replicate 4 x pp 6 x tp 4",
     ]
-    # Each node of the first replica, its two tensor-parallel groups, and what they hold.
+    # Each node of the first replica, with its two tensor-parallel groups and their stages.
     assert [line.split(None, 6) for line in lines[4:6]] == [
         ["0", "0-3", "0", "0", "[0-3]", "embed_tokens", "+ layers 0-11"],
         ["4-7", "0", "1", "[4-7]", "layers", "12-25"],
@@ -268,10 +270,10 @@ def test_rank_map_without_a_pipeline() -> None:
     assert "units" not in format_placement(planned("llama3-70b")[1])
 
 
-# --------------------------------------------------------------------------- odd schedules
+# --------------------------------------------------------------------------- other schedules
 
 
-def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
+def test_stage_lines_v_schedule_has_both_ends_on_a_rank() -> None:
     plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
     lines = format_stages(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
@@ -283,7 +285,7 @@ def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
 
 
 def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
-    """Its stages lie where the file says, on ranks with different numbers of them."""
+    """The file assigns two stages to rank 0 and one to rank 1."""
     order = tmp_path / "order.csv"
     order.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     sizes = [("train.global_batch_size", "4"), ("parallel.pp", "2"), ("parallel.tp", "2")]
@@ -301,7 +303,7 @@ def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
     assert format_placement(plan).count("embed_tokens + layers 0-3; layers 8-11 + head") == 1
 
 
-# --------------------------------------------------------------------------- problems
+# --------------------------------------------------------------------------- errors
 
 
 def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
@@ -337,7 +339,7 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
     assert (requested, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 
-def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
+def test_plan_recipe_errors_caused_by_another_are_not_reported() -> None:
     (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
     assert line.startswith("train.global_batch_size=0 must be at least 1")
 

@@ -1,4 +1,4 @@
-"""The Plan: degrees, batch arithmetic, and every reason why there is none."""
+"""Resolve a job into a plan: degrees, batch arithmetic, and every error."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def job(*overrides: tuple[str, str]) -> Job:
     return created
 
 
-def test_degrees_and_batches_multiply_up() -> None:
-    """Whatever is chosen, the product of the parts is the whole, or there is a reason."""
+def test_resolve_degrees_and_batches_multiply_up() -> None:
+    """Degrees multiply to the world size, batch sizes to the global batch, or it is an error."""
     plans = 0
     for world, replicate, batch, micro in itertools.product(
         (1, 2, 3, 4, 6, 8), (1, 2, 3), (6, 8, 24), ("auto", "1", "2")
@@ -61,10 +61,10 @@ def test_degrees_and_batches_multiply_up() -> None:
 @pytest.mark.parametrize(
     ("machine", "overrides", "workers"),
     [
-        (CPU, [], 4),  # at most four on a CPU: the cores are used by threads
+        (CPU, [], 4),  # at most four ranks on a CPU: threads use the other cores
         (Machine("cpu", 1), [], 1),
         (Machine("cpu", 2), [], 2),
-        (Machine("cpu", 3), [], 2),  # 16 sequences do not divide by 3
+        (Machine("cpu", 3), [], 2),  # 16 is not divisible by 3
         (H100, [], 8),
         (Machine("cuda", 6), [], 4),
         (H100, [("train.microbatch_size", "4")], 4),
@@ -80,7 +80,7 @@ def test_resolve_local_workers_follow_the_machine(
     assert plan.num_threads == max(1, machine.devices // workers)
 
 
-def test_a_launcher_decides_the_world() -> None:
+def test_resolve_launcher_sets_the_world_size() -> None:
     machine = Machine("cpu", devices=8, world_size=16, local_world_size=4)
     plan = resolve(job(("run.nproc_per_node", "2")), machine)
     assert (plan.world_size, plan.dp_shard, plan.num_threads) == (16, 16, 2)
@@ -90,7 +90,7 @@ def test_precision_and_peak_follow_the_device() -> None:
     on_cpu, on_gpu = resolve(job(), CPU), resolve(job(), H100)
     assert (on_cpu.compute_dtype, on_cpu.peak_flops) == ("float32", None)
     assert (on_gpu.compute_dtype, on_gpu.peak_flops) == ("bfloat16", 989e12)
-    # The table is of bfloat16: nothing is claimed for another dtype.
+    # The table has bfloat16 only.
     assert resolve(job(("precision.compute_dtype", "float32")), H100).peak_flops is None
 
 
@@ -110,12 +110,12 @@ def test_precision_and_peak_follow_the_device() -> None:
         ("NVIDIA L40", None),
     ],
 )
-def test_peaks_by_the_drivers_names(name: str, tera: float | None) -> None:
+def test_peak_flops_follows_the_driver_name(name: str, tera: float | None) -> None:
     assert peak_flops(name) == (None if tera is None else tera * 1e12)
 
 
-def test_the_runs_folder_follows_what_is_trained() -> None:
-    """The same model goes on in the same folder; another one never lands there."""
+def test_run_dir_follows_the_keys_that_change_training() -> None:
+    """Equal training has the same directory; other training has another one."""
 
     def directory(*overrides: tuple[str, str]) -> str:
         changed, base, _ = read_job("demo", overrides)
@@ -136,7 +136,7 @@ def test_the_runs_folder_follows_what_is_trained() -> None:
     assert directory(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
 
 
-def test_run_folder_of_user_recipes_is_not_shared(tmp_path: Path) -> None:
+def test_run_dir_of_user_recipes_is_not_shared(tmp_path: Path) -> None:
     def directory(recipe: Path, lr: str) -> str:
         recipe.parent.mkdir(exist_ok=True)
         recipe.write_text(f'extends = "demo"\n[optim]\nlr = {lr}\n')
@@ -149,7 +149,7 @@ def test_run_folder_of_user_recipes_is_not_shared(tmp_path: Path) -> None:
     assert directory(tmp_path / "a/mine.toml", "1e-3") == first
 
 
-def test_a_plan_is_a_value() -> None:
+def test_plans_of_equal_jobs_are_equal() -> None:
     first, second = resolve(job(), CPU), resolve(job(), CPU)
     assert first == second
     tree = json.loads(first.to_json())

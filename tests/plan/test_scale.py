@@ -1,9 +1,9 @@
-"""Every shipped recipe at the scale that it is made for, on this machine: one rank of up to 16,384
-builds its part of the model, lays it out and takes a whole step, by the code that trains.
+"""Run one fake rank of every shipped recipe at full scale, up to 16,384 ranks.
 
-What a rank holds is compared with shapes written down here, and what it says to which others with
-counts that follow from the layout.  Widths, degrees and world are the recipes'; layers and
-microbatches are few, but in the tests marked slow layers are all there.
+The rank builds its part of the model, shards it and trains one step with the training code.
+The tests compare its shards with the shapes in `HELD`, and its collectives with counts that follow
+from the layout.  Widths, degrees and world size are those of the recipe.  Layers and microbatches
+are few; the slow tests have all layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.train.setup import build
 
 Overrides = list[tuple[str, str]]
 
-# Few microbatches of every recipe, of its full depth.
+# Few microbatches for every recipe, with all layers.
 BRIEF: dict[str, Overrides] = {
     "demo": [("run.nproc_per_node", "4")],
     "llama3-8b": [("train.global_batch_size", "256")],
@@ -46,7 +46,7 @@ BRIEF: dict[str, Overrides] = {
     "three-servers": [("train.global_batch_size", "24")],
     "three-servers-small": [("train.global_batch_size", "6")],
 }
-# And of the least depth that gives a block to every rank.
+# The fewest layers that give a block to every rank.
 TWO_STAGES = ("pipeline.stages_per_rank", "2")
 SHALLOW: dict[str, Overrides] = {
     "demo": [("model.num_layers", "2")],
@@ -59,8 +59,8 @@ SHALLOW: dict[str, Overrides] = {
     "three-servers-small": [("model.num_layers", "6")],
 }
 
-# The world, and a rank's part of weights in the order of `WEIGHTS`: the rows of what is cut by
-# outputs, rows and columns of what is cut by inputs.
+# World size, and local shapes in the order of `WEIGHTS`: rows of a weight sharded by outputs, rows
+# and columns of a weight sharded by inputs.
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "norm", "embed_tokens", "lm_head")
 OF_405B_OVER_16 = [128, 8, (1024, 2048), 416, (1024, 6656), 1024, 1002, 1002]
 HELD: dict[str, tuple[int, list[Any]]] = {
@@ -81,7 +81,7 @@ def planned(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
 
 
 def rank_at(plan: Plan, placement: str) -> int:
-    """The rank in the first place of every axis, in the middle, or in the last."""
+    """Return the rank with the first, middle or last index on every axis."""
     share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[placement]
     at = {axis: int(size * share) for axis, size in plan.axis_sizes.items()}
     return coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
@@ -91,8 +91,8 @@ def rank_at(plan: Plan, placement: str) -> int:
 
 
 PLACEMENTS = ("first", "middle", "last")
-# Without a pipeline one place does as another; the recipes of 405B share their stages, and
-# three-servers has those of three-servers-small.
+# Without a pipeline one position is enough. The 405B recipes have the same stages, and so have
+# three-servers and three-servers-small.
 OFTEN = {
     ("demo", "first"),
     ("llama3-70b", "middle"),
@@ -126,8 +126,8 @@ def test_step_of_a_recipe_in_full_depth_has_the_expected_collectives(
     one_step(recipe, placement, BRIEF[recipe])
 
 
-def test_no_recipe_is_left_out() -> None:
-    """Every other recipe is a variant of one of these."""
+def test_every_recipe_extends_a_tested_one() -> None:
+    """Every other recipe extends one of these."""
     assert set(HELD) == set(BRIEF) == set(SHALLOW)
     for recipe in set(recipe_names()) - set(HELD):
         base = recipe
@@ -158,7 +158,7 @@ def one_step(recipe: str, placement: str, overrides: Overrides) -> None:
 
 
 def check_groups(plan: Plan, rank: int, created: dict[str, dist.ProcessGroup]) -> None:
-    """The engine's groups are the ones that the planner reckons with."""
+    """Check that the process groups are those of the plan."""
     axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
     axes["dp_shard"] = ("dp_shard", "cp")
     assert set(created) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
@@ -170,7 +170,7 @@ def check_groups(plan: Plan, rank: int, created: dict[str, dist.ProcessGroup]) -
 
 
 def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> None:
-    """A weight's local shape, and its placements on the axes dp_replicate, dp_shard and tp."""
+    """Check the local shape, and the placements on dp_replicate, dp_shard and tp."""
     assert isinstance(param, DTensor)
     expected = dict(zip(WEIGHTS, HELD[recipe][1], strict=True))
     alike = {"v_proj": "k_proj", "gate_proj": "up_proj"}
@@ -188,13 +188,16 @@ def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> Non
         return
     by_tp = {"norm": "R", "o_proj": "S(1)", "down_proj": "S(1)"}.get(module, "S(0)")
     assert placements[1] == by_tp, name
-    # Cut by both on one dim, FSDP's cut comes second though its axis comes first.
+    # If both shard one dim, FSDP shards after tp, although its axis comes first.
     assert placements[0].startswith("_S(0, " if by_tp == "S(0)" else "S(0)"), name
 
 
 def counts_of_units(plan: Plan, pp: int, interval: int = 1) -> Counter[str]:
-    """What a rank of the pipeline holds: blocks, embedding, head, and stages with one of these;
-    and how many blocks it computes again, the first of each ``every`` in a stage."""
+    """Count the units of a pipeline rank.
+
+    ``again`` counts recomputed blocks: the first of each ``interval`` in a stage.  ``roots``
+    counts stages with the embedding or the head.
+    """
     last = plan.model.num_layers + 1
     if plan.pipeline is None:
         stages = [range(last + 1)]
@@ -210,9 +213,9 @@ def counts_of_units(plan: Plan, pp: int, interval: int = 1) -> Counter[str]:
 
 
 def count_regathers(schedule: Any, plan: Plan, pp: int) -> int:
-    """Gathers of what the schedule itself has freed.
+    """Count the gathers of stages that the schedule resharded.
 
-    Of more than three stages torch's runtime keeps those gathered whose turn comes next.
+    With more than three stages, torch's runtime keeps only the next stages gathered.
     """
     order = getattr(schedule, "pipeline_order_with_comms", {pp: []})[pp]
     kind = [(action.computation_type.name, action.stage_index) for action in order]
@@ -228,53 +231,53 @@ def count_regathers(schedule: Any, plan: Plan, pp: int) -> int:
 
 
 def expected_in_training(plan: Plan, pp: int, regathers: int, interval: int) -> dict[str, int]:
-    """Collectives of all microbatches' forward and backward passes.
+    """Return the collectives of all forward and backward passes.
 
-    ``again``: gathers beyond those that FSDP does by itself.  Of the recipes, those with tensor
-    parallelism compute blocks again: the first of each ``every``.
+    ``regathers``: gathers that the schedule adds to those of FSDP.  Recipes with tensor
+    parallelism recompute the first of each ``interval`` blocks.
     """
     holds, microbatches = counts_of_units(plan, pp, interval), plan.num_microbatches
     blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
     per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
-    # Tokens with a target are counted over all ranks that see others.
+    # The number of target tokens is summed over all data-parallel ranks.
     counts.update({"all_reduce dp_shard": 1, "all_reduce dp_replicate": 1})
-    # FSDP: a gather for forward and one for backward, unless what is gathered stays; it always
-    # does in the root.  Gradients go first to the shards' owners, then over the replicas.
+    # FSDP gathers for forward and for backward, unless weights stay gathered, as the root does.
+    # Gradients are reduce-scattered over shards, then all-reduced over replicas.
     gathers = 2 * microbatches if plan.reshard_after_forward else 1
     counts["all_gather dp_shard"] = blocks * gathers + holds["roots"] + regathers
     counts["reduce_scatter dp_shard"] = units * per_step
     counts["all_reduce dp_replicate"] += units
-    # Tensor parallel: into and out of attention and feed-forward, each with its opposite in
-    # backward; out of the embedding, into the head.  The gains' gradients are partial sums.
+    # Tensor parallel: before and after attention and feed-forward, after the embedding, before the
+    # head; backward has the opposite collectives.  Gradients of norm weights are partial sums.
     exchanges = 4 * blocks + holds["embed"] + holds["head"]
-    # Computed again, a block gathers twice more, and scatters but at its end, which nobody needs.
+    # A recomputed block gathers twice more and scatters once more: its output is not needed.
     recomputed = holds["again"] * (plan.tp > 1)
     counts["all_gather tp"] = (exchanges + 2 * recomputed) * microbatches
     counts["reduce_scatter tp"] = (exchanges + recomputed) * microbatches
     counts["all_reduce tp"] = (2 * blocks + holds["head"]) * per_step
-    # The loss, of some tokens at a time: maxima, then sums and the targets' logits.
+    # The loss, in chunks of tokens: one reduction of maxima, one of sums and target logits.
     tokens = plan.tokens_per_step // plan.dp_size // microbatches // plan.cp
     chunks = -(-tokens // chunk_tokens(tokens, plan.model.vocab_size // plan.tp))
     counts["all_reduce tp"] += 2 * holds["head"] * microbatches * chunks
-    # Context parallel: keys and values are gathered in forward and anew in backward.
+    # Context parallel gathers keys and values in forward, and again in backward.
     counts["all_gather cp"] = (2 * blocks + recomputed) * microbatches
     counts["reduce_scatter cp"] = blocks * microbatches
-    # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbor.
+    # Pipeline: a stage sends activations forward and gradients back; the ends have one neighbor.
     handed = microbatches * (2 * holds["stages"] - holds["embed"] - holds["head"])
     counts["send pp"] = counts["recv pp"] = handed
     return collectives_by_axis(plan, counts)
 
 
 def expected_in_clipping(plan: Plan) -> dict[str, int]:
-    """Squares are added over what a matrix is cut by, those of the gains apart if less."""
+    """Return the sums of squares over shards; with tp, norm weights have a separate sum."""
     counts = Counter({"all_reduce dp_shard": 1 + (plan.tp > 1), "all_reduce tp": 1})
     counts["all_reduce pp"] = 1
     return collectives_by_axis(plan, counts)
 
 
 def collectives_by_axis(plan: Plan, counts: Counter[str]) -> dict[str, int]:
-    """Without those over axes of one rank."""
+    """Remove collectives over axes of one rank."""
     sizes = plan.axis_sizes | {"dp_shard": plan.dp_shard * plan.cp}
     return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
 
@@ -282,7 +285,7 @@ def collectives_by_axis(plan: Plan, counts: Counter[str]) -> dict[str, int]:
 # --------------------------------------------------------------------------- all weights
 
 
-# Left out are those whose parameters lie as another's do; 16,384 ranks have two stages each.
+# Recipes with the same shards as another are left out; each of 16,384 ranks has two stages.
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -291,14 +294,14 @@ def collectives_by_axis(plan: Plan, counts: Counter[str]) -> dict[str, int]:
     ],
 )
 def test_every_weight_is_held_once(recipe: str) -> None:
-    """One rank of each pipeline rank: together the whole model, each weight once in its group."""
+    """One rank per pipeline stage: together they hold each weight once."""
     job, plan = planned(recipe, SHALLOW[recipe])
     family = load_family(job.model.kind)
     with torch.device("meta"):
         full = {name: p.shape for name, p in family.build(plan.model).named_parameters()}
     elements: dict[str, int] = {}
     for pp in range(plan.pp):
-        # Another place on the other axes each time.
+        # Other indices on the other axes for each pipeline rank.
         at = {axis: 5 * pp % size for axis, size in plan.axis_sizes.items()} | {"pp": pp}
         rank = coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
         with fake_world(rank, plan.world_size) as mode:
@@ -313,14 +316,14 @@ def test_every_weight_is_held_once(recipe: str) -> None:
 
 
 def shards(param: DTensor) -> int:
-    """Over how many ranks a weight is cut."""
+    """Return the number of ranks that shard a weight."""
     mesh = param.device_mesh
     cut = [axis for axis, p in enumerate(param.placements) if not p.is_replicate()]
     return math.prod(mesh.size(axis) for axis in cut)
 
 
-def test_ranks_of_a_replica_add_up() -> None:
-    """All 24 of them: what they hold is the model, and nothing twice but the gains."""
+def test_ranks_of_a_replica_hold_the_model_once() -> None:
+    """All 24 ranks hold the model once; only norm weights are replicated over tp."""
     _job, plan = planned("three-servers-small", SHALLOW["three-servers-small"])
     held = copies = 0
     for rank in range(plan.world_size):
@@ -333,10 +336,10 @@ def test_ranks_of_a_replica_add_up() -> None:
                     name.endswith("norm.weight") and built.mesh.coordinates["tp"] > 0
                 )
     assert held - copies == plan.num_params
-    assert copies == 3 * 13 * 96  # of 13 gains, on all but one of 4 ranks
+    assert copies == 3 * 13 * 96  # 13 norm weights, on three more tp ranks
 
 
-# --------------------------------------------------------------------------- is it true?
+# --------------------------------------------------------------------------- real ranks
 
 LAYOUTS: dict[str, Overrides] = {
     "tp, microbatches": [
@@ -365,8 +368,8 @@ LAYOUTS: dict[str, Overrides] = {
 
 
 @pytest.mark.slow
-def test_counted_step_fake_ranks_do_what_real_ranks_do() -> None:
-    """The same collectives in the second step, in which nothing is set up any more."""
+def test_counted_step_fake_ranks_equal_real_ranks() -> None:
+    """The second step has equal collectives; the first step also sets up communication."""
     real = run_ranks(real_counts, 4)
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)
@@ -379,7 +382,7 @@ def test_counted_step_fake_ranks_do_what_real_ranks_do() -> None:
 
 
 def real_counts() -> dict[str, list[dict[str, int]]]:
-    """The collectives of this gloo rank in every layout."""
+    """Return the collectives of this gloo rank in every layout."""
     results = {}
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)

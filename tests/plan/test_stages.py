@@ -1,4 +1,4 @@
-"""Stages: the optimal split, compared with every possible one, and its tables."""
+"""Stages: the optimal split, compared with every possible split, and its tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def best_by_trying_all(
     in_flight: Sequence[int],
     objective: Objective,
 ) -> list[range]:
-    """What `partition` promises, word by word: the best of all cuts, in exact arithmetic."""
+    """Return the best of all splits in exact arithmetic, as `partition` documents."""
     n, num_stages = len(seconds), len(in_flight)
     candidates = []
     for inner in itertools.combinations(range(1, n), num_stages - 1):
@@ -56,16 +56,16 @@ def best_by_trying_all(
     return min(candidates)[-1]
 
 
-# --------------------------------------------------------------------------- the cut
+# --------------------------------------------------------------------------- partition
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("costs", ["many ties", "tenths", "anything"])
-def test_the_cut_is_the_best_of_all_at_every_level(objective: Objective, costs: str) -> None:
+def test_partition_is_the_best_of_all_splits(objective: Objective, costs: str) -> None:
     source = random.Random(f"{objective} {costs}")
     draw = {
         "many ties": lambda: source.randrange(4),
-        # Equal sums of these differ when added as floats, so that every tie is at stake.
+        # Equal sums of these differ as floats, so ties need exact comparison.
         "tenths": lambda: source.choice((0.1, 0.2, 0.3, 0.7)),
         "anything": lambda: source.random() * 10 ** source.randrange(4),
     }[costs]
@@ -87,14 +87,14 @@ def test_the_cut_is_the_best_of_all_at_every_level(objective: Objective, costs: 
         )
 
 
-def test_the_fastest_rest_is_not_always_the_best_rest() -> None:
-    """The first stage takes 3 anyway, so the others may too, and then need less memory."""
+def test_partition_slower_rest_that_saves_memory_is_used() -> None:
+    """The first stage takes 3 s, so the others may take 3 s too and need less memory."""
     result = partition([3, 1, 1, 2], [1, 2, 1, 1], [0] * 4, [1, 1, 1])
     assert result == [range(0, 1), range(1, 2), range(2, 4)]
 
 
-def test_a_bound_met_exactly_is_met() -> None:
-    """0.1 + 0.1 + 0.1 is more than 0.3 as a sum of floats, and equal to any other such sum."""
+def test_partition_bound_that_is_met_exactly_is_allowed() -> None:
+    """As floats, 0.1 + 0.1 + 0.1 is more than 0.3, but every such sum is equal."""
     assert partition([0.1] * 12, [0.1] * 12, [0] * 12, [1] * 4) == [
         range(0, 3),
         range(3, 6),
@@ -103,7 +103,7 @@ def test_a_bound_met_exactly_is_met() -> None:
     ]
 
 
-def test_microbatches_in_flight_shrink_the_first_stages() -> None:
+def test_partition_microbatches_in_flight_shrink_the_first_stages() -> None:
     ones = [1.0] * 12
     assert partition(ones, [0] * 12, ones, [4, 2, 1], "memory") == [
         range(0, 2),
@@ -115,13 +115,13 @@ def test_microbatches_in_flight_shrink_the_first_stages() -> None:
     assert partition(ones, [0] * 12, ones, [4, 2, 1], "speed") == even
 
 
-def test_each_stage_has_its_own_count_in_flight() -> None:
-    """Not by position from the end, nor the largest for all: one odd stage gets the least."""
+def test_partition_each_stage_has_its_number_in_flight() -> None:
+    """The stage with the most microbatches in flight gets the fewest units."""
     result = partition([1.0] * 9, [0] * 9, [1.0] * 9, [1, 8, 1], "memory")
     assert result == [range(0, 4), range(4, 5), range(5, 9)]
 
 
-def test_more_stages_never_make_it_slower() -> None:
+def test_partition_more_stages_are_never_slower() -> None:
     source = random.Random(0)
     for _ in range(30):
         n = source.randrange(6, 14)
@@ -158,12 +158,14 @@ def test_cut_of_one_stage_or_one_unit_each_is_trivial() -> None:
         (([1, 1], [1, 1], [1, 1], [1, 0]), "in_flight"),
     ],
 )
-def test_impossible_costs_are_refused(arguments: tuple[object, ...], message: str) -> None:
+def test_partition_impossible_costs_are_refused(
+    arguments: tuple[object, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         partition(*arguments)  # type: ignore[arg-type]
 
 
-def test_the_largest_models_are_cut_in_no_time() -> None:
+def test_partition_of_the_largest_models_is_fast() -> None:
     source = random.Random(0)
     costs = [[source.random() for _ in range(128)] for _ in range(3)]
     for objective in OBJECTIVES:
@@ -182,7 +184,7 @@ def blocks_of(stages: list[Stage]) -> list[int]:
 
 
 @pytest.mark.parametrize(("preset", "num_stages"), [("8b", 4), ("70b", 8)])
-def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int) -> None:
+def test_split_last_stage_with_the_head_has_fewer_blocks(preset: str, num_stages: int) -> None:
     model = unit_costs(PRESETS[preset], SEQ_LEN)
     in_flight = one_f_one_b(num_stages)
     stages = split_into_stages(model, in_flight, SEQ_LEN, 16)
@@ -191,7 +193,7 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
     assert sum(blocks_of(stages)) == len(model) - 2
     assert stages[-1].num_blocks < max(blocks_of(stages))
     assert sum(stage.time_fraction for stage in stages) == pytest.approx(1)
-    # The blocks divide evenly, but then the last stage is slowest.
+    # Equal numbers of blocks are possible, but then the last stage is slowest.
     by_count, rest = divmod(len(model) - 2, num_stages)
     assert rest == 0
     counted = split_into_stages(
@@ -206,13 +208,13 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
     assert blocks_of(smallest)[:-1] == sorted(blocks_of(smallest)[:-1])
 
 
-def test_llama_405b_is_cut_as_it_was_trained() -> None:
-    """126 blocks over 16: one fewer in the first and the last stage (arXiv:2407.21783, 3.3.2)."""
+def test_split_llama_405b_equals_the_published_stages() -> None:
+    """First and last of 16 stages have one block fewer (arXiv:2407.21783, 3.3.2)."""
     model = unit_costs(PRESETS["405b"], SEQ_LEN)
     assert blocks_of(split_into_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
 
 
-def test_a_stage_is_the_sum_of_its_units() -> None:
+def test_stage_costs_sum_its_units() -> None:
     model = unit_costs(PRESETS["8b"], SEQ_LEN)
     stages = split_into_stages(model, [4, 3, 2, 1], 1024, 2)
     for stage in stages:
@@ -309,7 +311,7 @@ def test_stage_table_has_ranks_and_units() -> None:
     ]
 
 
-def test_the_table_sums_up_the_stages_of_a_rank() -> None:
+def test_stage_table_sums_the_stages_of_a_rank() -> None:
     remaining = float(GIB)
     stages = [
         Stage(0, 2, "embed + layer 0", 1, 0.2, 2 * remaining, remaining, 3),
@@ -320,7 +322,7 @@ def test_the_table_sums_up_the_stages_of_a_rank() -> None:
     assert format_stage_table(stages, [0, 1, 1, 0]) == GOLDEN_V.splitlines()
 
 
-def test_the_table_stays_readable_with_many_stages() -> None:
+def test_stage_table_with_many_stages_is_short() -> None:
     model = unit_costs(PRESETS["405b"], SEQ_LEN)
     stages = split_into_stages(model, [32] * 32, 1024, 0.25)
     lines = format_stage_table(stages, [*range(8)] * 4)

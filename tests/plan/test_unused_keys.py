@@ -1,4 +1,4 @@
-"""Every key either acts in every job, or a warning says where it does nothing."""
+"""Every key has an effect in every job, or a warning if it has none."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
 H100 = cluster_machine(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
 ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
 
-# key=value; what else leaves it without effect ('' nothing), on how many ranks; and what lets it
-# act, on how many.
+# key=value; overrides and ranks with which the key has no effect; overrides and ranks with which it
+# has one.
 # fmt: off
 CASES = [
     ("run.nproc_per_node=2", "", Machine("cpu", 4, world_size=4), "", 2),
@@ -119,7 +119,7 @@ def planned(text: str, machine: Machine | int) -> Plan:
 
 
 @pytest.mark.parametrize(("key", "idle", "small_machine", "acting", "many"), CASES)
-def test_key_without_effect_is_warned_of_and_one_that_acts_is_not(
+def test_key_without_effect_is_warned_of_and_one_with_effect_is_not(
     key: str, idle: str, small_machine: Machine | int, acting: str, many: Machine | int
 ) -> None:
     (warning,) = [
@@ -131,10 +131,10 @@ def test_key_without_effect_is_warned_of_and_one_that_acts_is_not(
     assert "no effect" not in "\n".join(planned(f"{PLAIN} {acting} {key}", many).warnings)
 
 
-def test_every_key_of_the_schema_acts_always_or_says_where_it_does() -> None:
+def test_every_key_has_an_effect_or_an_effect_rule() -> None:
     assert set(EFFECT_RULES) | ALWAYS_EFFECTIVE == set(keys())
     assert not set(EFFECT_RULES) & ALWAYS_EFFECTIVE
-    # Refused before any warning.
+    # pipeline.layers_per_stage is refused before any warning.
     assert {case[0].partition("=")[0] for case in CASES} == set(EFFECT_RULES) - {
         "pipeline.layers_per_stage"
     }
@@ -153,19 +153,19 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 
 
-def test_default_that_is_written_out_is_no_warning() -> None:
+def test_explicit_default_gives_no_warning() -> None:
     assert planned(f"{PLAIN} lora.alpha=16 optim.momentum=0.95", 1).warnings == ()
 
 
 def test_rendezvous_without_nodes_is_warned_of_where_nodes_are_resolved() -> None:
-    """Else every node would train the same by itself."""
+    """Without run.nodes, every node would train a separate copy."""
     job, _, _ = read_job("demo", [("run.rendezvous", "a:29400")])
     (warning,) = resolve_nodes(job, Machine("cpu", 2)).warnings
     assert "Set run.nodes" in warning
 
 
 @pytest.mark.parametrize("nodes", ["2:", "x", "1:2:3"])
-def test_nodes_that_cannot_be_read_are_no_matter_of_warnings(nodes: str) -> None:
+def test_unreadable_nodes_give_no_warning(nodes: str) -> None:
     assert planned(f"{PLAIN} run.nodes={nodes}", 1).warnings == ()
 
 
