@@ -282,7 +282,8 @@ def test_microbatches_of_a_pipeline_fill_it() -> None:
     assert planned("pp=2 train.global_batch_size=32", 2).num_microbatches == 8
     assert planned("pp=2 train.global_batch_size=4", 2).num_microbatches == 4
     interleaved = planned("pp=2 pipeline.schedule=Interleaved1F1B train.global_batch_size=15", 2)
-    assert interleaved.num_microbatches % 2 in (0, 1)
+    # Of 15 sequences' divisors, torch's schedule takes 3 and 1: rounds of at least two, all equal.
+    assert interleaved.num_microbatches == 3
 
 
 def test_dp_shard_fit_is_the_smallest_group_that_fits() -> None:

@@ -241,6 +241,11 @@ def test_lm_eval_request_longer_than_the_context_is_cut(run: Path) -> None:
     from weft.tools.lm_eval_model import WeftLM
 
     lm = WeftLM(str(run), device="cpu")
+    contexts = ["def " * 40, "import " * 20 + "def " * 20]
+    assert lm.tok_encode(contexts[0])[-16:] == lm.tok_encode(contexts[1])[-16:]
+    requests = [
+        Instance("generate_until", {}, (context, {"max_gen_toks": 8}), 0) for context in contexts
+    ]
+    assert len(set(lm.generate_until(requests))) == 2  # the model reads the beginning, too
     lm.chat_format = replace(lm.chat_format, max_context=16)
-    request = Instance("generate_until", {}, ("def " * 60, {"max_gen_toks": 4}), 0)
-    assert len(lm.generate_until([request])) == 1
+    assert len(set(lm.generate_until(requests))) == 1

@@ -121,7 +121,7 @@ JSON = flag("--json", "print one JSON object instead")
 DATA = value("what", "data, or a recipe that names it", metavar="PATH|RECIPE")
 COMMANDS = {
     "train": Command(
-        "Train a model: start its processes here, or join a launcher's.",
+        "Train a model: start its ranks here, or run as one rank of torchrun, Slurm or MPI.",
         [
             RECIPE,
             flag("--dry-run", "check the configuration and print the plan; start nothing"),
