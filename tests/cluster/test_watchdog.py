@@ -71,17 +71,17 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
     [
         (
             {"site": "step", "kind": "stop", "rank": 1},
-            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 8, waiting for data; {WAITS}",
+            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 18, waiting for data; {WAITS}",
         ),
         pytest.param(
             {"site": "step", "kind": "lock", "rank": 1, "seconds": 1000},
             "rank 1 is missing: it does not answer: a thread holds the interpreter lock, "
-            f"{IN_FAULT}, in step 8, waiting for data; {WAITS}",
+            f"{IN_FAULT}, in step 18, waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
         pytest.param(  # a data loader that hangs
             {"site": "step", "kind": "slow", "rank": 1, "seconds": 1000},
-            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 8, "
+            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 18, "
             f"waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
@@ -92,7 +92,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
         ),
         pytest.param(  # the parent of the watchdog
             {"site": "gradients", "kind": "stop", "rank": 0},
-            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the parameters; "
+            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 18, updating the parameters; "
             f"{WAITS}",
             marks=pytest.mark.slow,
         ),
@@ -106,7 +106,7 @@ def test_watchdog_missing_rank_is_named_and_the_run_ends(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    completed = run_weft([*arguments, *WATCHED, *faults(**fault, passing=8)], tmp_path)
+    completed = run_weft([*arguments, *WATCHED, *faults(**fault, passing=18)], tmp_path)
     assert completed.returncode == HUNG, completed.stderr
     check_sentence(
         sentence,

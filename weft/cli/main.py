@@ -406,14 +406,14 @@ def parse_integer(name: str, text: str, low: int, high: int, problems: list[Conf
 def report(options: argparse.Namespace) -> int:
     """Render the page of one or several runs."""
     from weft.monitor.html import read_plotly
-    from weft.monitor.run_reader import RunReader, run_dir_error
+    from weft.monitor.run_reader import RunReader, is_run_dir, run_dir_error
     from weft.tools.run_report import REPORT_FILE, report_page
 
     run_dirs: list[Path] = options.runs
     out: Path = options.out or (
         run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE)
     )
-    problems = [run_dir_error(run) for run in run_dirs if not (run / "job.toml").is_file()]
+    problems = [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
     if options.out:
         check_file("--out", out, problems)
     if problems:

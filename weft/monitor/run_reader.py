@@ -49,6 +49,11 @@ class RunEvent(NamedTuple):
     text: str
 
 
+def is_run_dir(path: Path) -> bool:
+    """Return True if a report can show something of the directory, damaged or not."""
+    return any(os.path.lexists(path / name) for name in ("job.toml", "metrics.jsonl"))
+
+
 def run_dir_error(path: Path, key: str = "run") -> ConfigError:
     """Return the error that the value of ``key`` is not a run directory."""
     rule, remedy = "is not a run directory", "use the directory that has the run's job.toml"
@@ -97,7 +102,7 @@ class RunReader:
         self.damaged = self.damaged_events = 0
         self.unreadable: dict[str, str] = {}
         self._offset = 0
-        if not any(os.path.lexists(run_dir / name) for name in ("job.toml", "metrics.jsonl")):
+        if not is_run_dir(run_dir):
             raise InvalidConfig([run_dir_error(run_dir)])
         text = self._read("job.toml", read_text) or ""
         self.job: dict[str, dict[str, Any]] = self._read("job.toml", lambda path: _job(text)) or {}
