@@ -527,7 +527,7 @@ def has_weight_decay(name: str, value: Tensor) -> bool:
 
 
 def rate(step: int, job: Job) -> float:
-    """Return the learning rate of a step, counted from 1, as weft/optim/schedule.py documents it."""
+    """Return the learning rate of a step, counted from 1 (weft/optim/schedule.py)."""
     optim, steps = job.optim, job.train.steps
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
