@@ -428,6 +428,30 @@ def test_definition_has_no_retired_name(package: str) -> None:
     assert not result, report(result)
 
 
+def documented_arguments(doc: str) -> set[str]:
+    """Return the names in the section ``Args`` of a docstring."""
+    section = re.search(r"^Args:\n((?:    .*\n|\n)*)", doc + "\n", re.MULTILINE)
+    lines = re.findall(
+        r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", section[1] if section else "", re.MULTILINE
+    )
+    return {name.lstrip("*") for line in lines for name in line.split(", ")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstring_documents_only_arguments_that_exist(package: str) -> None:
+    results = []
+    for path in python_files(package):
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            arguments = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+            extra = documented_arguments(ast.get_docstring(node) or "") - arguments
+            results += [
+                f"{path}:{node.lineno}: {node.name} has no argument {name}" for name in extra
+            ]
+    assert not results, report(results)
+
+
 def test_exceptions_are_still_used() -> None:
     defined = {
         (file, name)

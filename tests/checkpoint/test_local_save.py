@@ -19,6 +19,7 @@ from tests.harness import RankError, run_ranks
 from tests.monitor.test_anomaly import faults
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.local_save import local_run_dir
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import acquire_lease, checkpoint_step, list_checkpoints
 from weft.train.setup import build
@@ -62,6 +63,10 @@ class Cluster:
         if key in self.crashed:
             for name in ("run", "nodes"):
                 shutil.copytree(self.crashed[key] / name, self.run.with_name(name))
+            identity = local_run_dir(str(self.nodes), self.run / "checkpoints")
+            assert identity is not None
+            for path in list(self.nodes.glob("*/*")):  # the path of the run is in its identity
+                path.rename(path.with_name(identity.name))
             return
         with pytest.raises(RankError, match="SIGKILL"):
             self.train(ranks, *KILLED, *overrides)

@@ -79,8 +79,7 @@ def launch(
     received the signal leaves; the others continue.
 
     Args:
-        job: keys of the run.
-        plan: the plan of ``job`` for all nodes.
+        plan: the plan of the run, for all nodes.
         dataset_dir: the tokenized dataset.
         log: receives messages for the user.
         on_restart: receives each failure that is followed by a restart.

@@ -92,9 +92,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     """Prepare the data, train on this node's ranks, and print the results.
 
     Args:
-        job: keys of the run.
         base: the recipe without overrides, for the differences in ``job.toml``.
-        plan: the plan of ``job`` for all nodes.
+        plan: the plan of the run, for all nodes.
         recipe: name or path of the recipe.
         console: receives messages for the user.
         force: start even if the predicted memory does not fit.
@@ -241,7 +240,6 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     """Train as one rank that an external launcher started, and end the process.
 
     Args:
-        job: see `start_training`.
         base: see `start_training`.
         plan: see `start_training`.
         recipe: see `start_training`.

@@ -417,5 +417,5 @@ def device_spec(plan: Plan, machine: Machine) -> Device | None:
 
 
 def build_hardware(plan: Plan, device: Device) -> Hardware:
-    """Return the plan's devices and links, as `weft.estimate.cost` takes them."""
+    """Return the devices and links of a plan."""
     return Hardware(device, plan.local_world_size, device.network, device.software)

@@ -178,8 +178,7 @@ def forecast(plan: Plan, machine: Machine, device: Device | None) -> Forecast:
     """Trace a plan and price it.
 
     Args:
-        job: keys of the run.
-        plan: the plan of ``job``.
+        plan: the plan of the run.
         machine: target machine.
         device: its device; None: predict only memory.
     """

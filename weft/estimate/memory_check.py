@@ -55,7 +55,6 @@ def predict_run(plan: Plan, machine: Machine, force: bool) -> tuple[RunPredictio
     """Return the prediction of a run, None if unknown, and a warning or ''.
 
     Args:
-        job: keys of the run.
         plan: for the largest number of nodes; the run must fit on the smallest.
         machine: machine of ``plan``.
         force: start a run that does not fit.

@@ -152,8 +152,7 @@ def search(
     """Search layouts of the job's model and global batch size on a machine.
 
     Args:
-        job: decides model and global batch size.
-        plan: of the unchanged job.
+        plan: decides model and global batch size.
         machine: target machine; its device must have a known speed.
         log: receives progress messages.
 

@@ -61,8 +61,7 @@ def evaluate_sources(
 
     Args:
         checkpoint: weights to evaluate.
-        job: keys of the evaluation.
-        plan: the plan of ``job``.
+        plan: the plan of the evaluation.
         dataset: its sources are evaluated.
         sequences: maximum per source and split, evenly spaced.  With fewer than all, the loss and
             bits per byte are estimates.

@@ -95,8 +95,7 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
     """Return the smallest case of a job's layout.
 
     Args:
-        job: keys of the recipe.
-        plan: the plan of ``job``; see `plan_for_recipe`.
+        plan: the plan of the recipe; see `plan_for_recipe`.
         ranks: maximum number of ranks.
         steps: training steps.
         keep: keys that are not changed, among ``compile.enable`` and those of ``precision``.

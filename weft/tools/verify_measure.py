@@ -119,8 +119,7 @@ def measure_rank(
     """Train ``job.train.steps`` steps on this rank of the process group.
 
     Args:
-        job: the shrunk job.
-        plan: the plan of ``job``.
+        plan: the plan of the shrunk job.
         directory: for checkpoints and the reference tensors, which the process of world size 1
             writes; it must be called first.
         corrupt: called with the built layout and the plan.
