@@ -67,6 +67,7 @@ def test_unit_test_that_starts_a_process_fails(name: str) -> None:
         STARTERS[name]()
 
 
+@pytest.mark.slow
 def test_costs_of_tests_are_written_by_tier(tmp_path: Path) -> None:
     """The file is the same in one process and with several xdist workers."""
     directory = Path(__file__).parent

@@ -296,6 +296,7 @@ def test_probe_store_measures_and_leaves_no_files(monkeypatch: pytest.MonkeyPatc
 # --------------------------------------------------------------------------- before a run
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None:
     command = [*arguments, *ONE_RANK, "--train.steps", "2", "--resilience.preflight", "true"]

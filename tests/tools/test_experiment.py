@@ -188,8 +188,8 @@ def test_failure_reason_of_a_trial_is_its_last_error() -> None:
 
 
 def start(command: list[str], directory: Path) -> subprocess.Popen[str]:
-    """Start ``weft compare`` in a directory; its output is appended to ``said``."""
-    with (directory / "said").open("a") as file:
+    """Start ``weft compare`` in a directory; its output is appended to ``output``."""
+    with (directory / "output").open("a") as file:
         return subprocess.Popen(
             [*WEFT, "compare", *command], cwd=directory, stdout=file, stderr=file, text=True
         )
@@ -224,24 +224,11 @@ def no_ranks_in(directory: Path) -> bool:
     return True
 
 
-def leave_records(finished: Path, killed: Path, seed: int) -> None:
-    """Copy three steps of records of a finished run, instead of training for seconds."""
-    killed.mkdir(exist_ok=True)
-    job = (finished / "job.toml").read_text()
-    assert job.count("seed = 0\n") == 1
-    (killed / "job.toml").write_text(job.replace("seed = 0\n", f"seed = {seed}\n"))
-    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (killed / "metrics.jsonl").write_text("".join(lines[:3]))
-
-
 @pytest.fixture(scope="module")
 def first_comparison(
     store_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """Compare four variants, of which one crashes and one is invalid.
-
-    The comparison is killed in the second run, which has left some records, and run again.
-    """
+    """Compare four variants, of which one crashes and one is invalid."""
     directory = tmp_path_factory.mktemp("once")
     same = [("train.steps", "12"), ("resilience.max_restarts_per_hour", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
@@ -252,41 +239,45 @@ def first_comparison(
         toml(directory / "wrong.toml", store_path, *same, ("parallel.tp", "3")),
     ]
     command = [*recipes, "--out", "out", "--price", "2"]
-    state: dict[str, Any] = {"folder": directory, "recipes": recipes, "command": command}
-    process = start([*command, "--repeat", "1"], directory)
-    wait_for_text(directory / "said", "trial 2 of 3", process)
-    process.kill()
-    process.wait()
-    leave_records(directory / "out/1-plain-repeat-1", directory / "out/2-seed-repeat-1", seed=5)
-    state["first"] = stamps(directory, "out/1-plain-repeat-1/**/*")
-    with (directory / "said").open("a") as output, chdir(directory), redirect_stdout(output):
+    state: dict[str, Any] = {"directory": directory, "recipes": recipes, "command": command}
+    with (directory / "output").open("a") as output, chdir(directory), redirect_stdout(output):
         state["status"] = main(["compare", *command, "--repeat", "1"])
     state["found"] = json.loads((directory / "out/comparison.json").read_text())
-    state["first again"] = stamps(directory, "out/1-plain-repeat-1/**/*")
     yield state
     assert no_ranks_in(directory)
 
 
 @pytest.fixture(scope="module")
 def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
-    """Add a second repeat, interrupt it with Ctrl-C, and resume."""
-    directory, command = first_comparison["folder"], [*first_comparison["command"], "--repeat", "2"]
+    """Add a second repeat, kill the comparison, interrupt it with Ctrl-C, and resume."""
+    directory, command = (
+        first_comparison["directory"],
+        [*first_comparison["command"], "--repeat", "2"],
+    )
+    before = stamps(directory, "out/1-plain-repeat-1/**/*")
     process = start(command, directory)
     wait_for_text(directory / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
+    process.kill()
+    process.wait()
+    process = start(command, directory)
+    wait_for_text(directory / "out/2-seed-repeat-2/metrics.jsonl", '"step": 6', process)
     process.send_signal(signal.SIGINT)
     stopped = process.wait(timeout=60)
     status, result = finish(command, directory)
-    return first_comparison | {"stopped": stopped, "status": status, "found": result}
+    after = stamps(directory, "out/1-plain-repeat-1/**/*")
+    stamped = {"before": before, "after": after}
+    return first_comparison | {"stopped": stopped, "status": status, "found": result} | stamped
 
 
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 
-def test_compare_resumed_does_not_repeat_finished_trials(first_comparison: dict[str, Any]) -> None:
-    assert first_comparison["first"] == first_comparison["first again"] != {}
-    assert (first_comparison["folder"] / "said").read_text().count(
-        "trial 1 of 3: plain, repeat 1"
-    ) == 1
+@pytest.mark.slow
+def test_compare_resumed_does_not_repeat_finished_trials(
+    second_comparison: dict[str, Any],
+) -> None:
+    assert second_comparison["before"] == second_comparison["after"] != {}
+    assert (second_comparison["directory"] / "output").read_text().count("plain, repeat 1") == 1
 
 
 def test_compare_one_run_each_gives_no_verdict(first_comparison: dict[str, Any]) -> None:
@@ -312,14 +303,17 @@ def test_compare_crash_and_invalid_variant_are_rows(first_comparison: dict[str, 
     )
     assert wrong.startswith("wrong: cannot be run: parallel.tp=3 does not divide")
     assert "crash: repeat 1 failed: rank 0 failed: RuntimeError: injected fault" in crash
-    log = first_comparison["folder"] / crash.rpartition("log: ")[2]
+    log = first_comparison["directory"] / crash.rpartition("log: ")[2]
     assert "injected fault" in log.read_text()
 
 
 def test_compare_directory_of_another_comparison_is_refused(
     first_comparison: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipes, out = first_comparison["recipes"], ["--out", str(first_comparison["folder"] / "out")]
+    recipes, out = (
+        first_comparison["recipes"],
+        ["--out", str(first_comparison["directory"] / "out")],
+    )
     (line,) = rejected(capsys, "compare", *recipes, *out, "--train.steps", "7")
     assert "holds another comparison: train.steps of plain was 12, and is 7" in line
     (line,) = rejected(capsys, "compare", *recipes[:2], *out)
@@ -330,7 +324,8 @@ def test_compare_directory_of_another_comparison_is_refused(
 def test_compare_interrupted_asks_to_be_requeued(second_comparison: dict[str, Any]) -> None:
     assert second_comparison["stopped"] == REQUEUE
     assert (
-        "the same command resumes the trial" in (second_comparison["folder"] / "said").read_text()
+        "the same command resumes the trial"
+        in (second_comparison["directory"] / "output").read_text()
     )
 
 
@@ -345,7 +340,7 @@ def test_compare_more_repeats_add_runs(
     assert trials["plain"][0] == first_comparison["found"]["variants"][0]["trials"][0]
     # In the second repeat the interrupted trial runs first.
     runs = [
-        (second_comparison["folder"] / f"out/{name}-repeat-2/job.toml").stat().st_mtime
+        (second_comparison["directory"] / f"out/{name}-repeat-2/job.toml").stat().st_mtime
         for name in ("2-seed", "1-plain")
     ]
     assert runs == sorted(runs)
@@ -364,7 +359,7 @@ def test_compare_nothing_left_to_run_same_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `--json`; only the crashed trial runs again."""
-    monkeypatch.chdir(second_comparison["folder"])
+    monkeypatch.chdir(second_comparison["directory"])
     assert main(["compare", *second_comparison["command"], "--repeat", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == second_comparison["found"]["verdict"]

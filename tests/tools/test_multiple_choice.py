@@ -89,6 +89,7 @@ def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
     } | {"logs": [[r[0][0] for r in s["resps"]] for s in report["samples"]["continue_it"]]}
 
 
+@pytest.mark.slow
 def test_score_equals_the_harness_and_transformers(
     run: Path, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
