@@ -173,6 +173,30 @@ def test_prepare_by_processes_at_once_agrees(text: Path, tmp_path: Path) -> None
     assert contents(tmp_path / "cache" / "stores" / single.path.name) == contents(single.path)
 
 
+def test_prepare_beside_a_process_that_verifies_loses_no_file(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process opens the store at the moment when the first one marks it verified."""
+    cache = tmp_path / "cache"
+    others: list[threading.Thread] = []
+    rename = os.replace
+
+    def rename_late(source: Path, target: Path) -> None:
+        if Path(target).name == "verified.json" and not others:
+            call = {"target": prepare_store, "args": (section(text), cache), "daemon": True}
+            others.append(threading.Thread(**call))
+            others[0].start()
+            others[0].join(timeout=1)  # it waits for the lock
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", rename_late)
+    path = prepare_store(section(text), cache).path
+    (other,) = others
+    other.join(timeout=30)
+    assert not other.is_alive()
+    assert prepare_store(section(text), cache).path == path
+
+
 def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: Path) -> None:
     # The store's name is known from another cache, and its lock is held here.
     name = prepare_store(section(text), tmp_path / "one").path.name

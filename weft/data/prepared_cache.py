@@ -50,6 +50,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 WAITING_MESSAGE = "waiting for another process that prepares the same data"
+VERIFYING_MESSAGE = "waiting for another process that verifies the data"
 MIN_REPORT_BYTES = 1 << 28  # smaller stores are verified without progress reports
 
 
@@ -125,7 +126,9 @@ def build_once(
                 write_durably(directory / STORE_FILE, json.dumps(manifest, indent=1).encode())
                 # The hashes are of the tokens just written: no need to read them again.
                 store = open_store(directory)
-                _mark_verified(_verified_file(store, cache), store)
+                verified_file = _verified_file(store, cache)
+                with lock_directory(verified_file.parent, report, VERIFYING_MESSAGE):
+                    _mark_verified(verified_file, store)
     return open_verified_store(directory, cache, report)
 
 
@@ -154,10 +157,7 @@ def open_verified_store(
     with ExitStack() as stack:
         is_cached = True
         try:
-            lock = lock_directory(
-                verified_file.parent, report, "waiting for another process that verifies the data"
-            )
-            stack.enter_context(lock)
+            stack.enter_context(lock_directory(verified_file.parent, report, VERIFYING_MESSAGE))
         except OSError as error:  # the cache is not writable
             is_cached = False
             reason = f"{cache} cannot be written: {error.strerror or error}"
@@ -191,7 +191,6 @@ def _verified_file(store: Store, cache: Path) -> Path:
 
 
 def _mark_verified(verified_file: Path, store: Store) -> None:
-    verified_file.parent.mkdir(parents=True, exist_ok=True)
     write_durably(verified_file, json.dumps({"store": str(store.path)}).encode())
 
 
