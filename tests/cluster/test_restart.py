@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import WEFT, run_weft
+from tests.cluster.conftest import ONE_RANK, WEFT, run_weft
 from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, wait_for
 from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
@@ -25,10 +25,10 @@ KILLS = (
 )
 
 
-def check_against_reference(directory: Path, store: Path, steps: int = 60) -> None:
+def check_against_reference(directory: Path, store: Path, steps: int = 60, ranks: int = 2) -> None:
     straight = directory / "straight"
     overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
-    run_ranks(train_rank, 2, overrides, str(store))
+    run_ranks(train_rank, ranks, overrides, str(store))
     assert losses(directory / "run") == losses(straight)
     ours, theirs = newest_state(directory / "run"), newest_state(straight)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
@@ -40,6 +40,22 @@ def count_starts(directory: Path) -> int:
 
 
 @pytest.mark.system
+def test_restart_killed_rank_ends_with_the_same_bits(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    # A synchronous save ends before the rank dies; an async save might not.
+    kill = ["--resilience.faults", '[{kind = "kill", passing = 12}]']
+    command = [*arguments, *ONE_RANK, "--checkpoint.async_save", "false", *kill]
+    completed = run_weft(command, tmp_path, timeout=100)
+    assert completed.returncode == 0, completed.stderr
+    assert "rank 0 failed: SIGKILL: the process was killed by a signal" in completed.stderr
+    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert count_starts(tmp_path) == 2
+    check_against_reference(tmp_path, store_path, 20, ranks=1)
+
+
+@pytest.mark.slow
 def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:

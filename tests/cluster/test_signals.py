@@ -110,10 +110,9 @@ def test_time_limit_stops_and_resumes_bit_for_bit(
     assert all(a[name].equal(b[name]) for name in b)
 
 
+@pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_kills_a_suspended_rank_at_once(
     number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:

@@ -374,10 +374,12 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_plan_search_winner_has_its_forecast_when_planned_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cores: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Search, write the winner, and plan the written recipe."""
+    """Search, write the winner, and plan the written recipe; two cores trace in two processes."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     best, page = tmp_path / "best.toml", tmp_path / "page.html"
     small = [*SMALL, ("train.global_batch_size", "1"), ("model.num_layers", "2")]
     keys = [text for name, value in small for text in (f"--{name}", value)]

@@ -12,7 +12,9 @@ from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.slow), "ZBVZeroBubble"]
+)
 def test_memory_accumulated_gradients_are_categorized_as_gradients(schedule: str) -> None:
     """Accumulated gradients are unsharded float32, with split backward passes too.
 

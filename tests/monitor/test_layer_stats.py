@@ -38,10 +38,10 @@ LAYOUTS = [
     "dp_replicate2 cp2 train.microbatch_size=2 activation_checkpoint.mode=full",
     # The last microbatch has 2 of 8 sequences.
     "pp2 pipeline.schedule=ZBVZeroBubble train.microbatch_size=3",
-    # Two ranks share each key head.
-    "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",
 ]
 EXTRA = [
+    # Two ranks share each key head.
+    "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",
     "dp_shard3 train.global_batch_size=9",
     "pp2 tp2 pipeline.schedule=1F1B",
     "pp2 dp_shard2 pipeline.schedule=Interleaved1F1B",

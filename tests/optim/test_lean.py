@@ -188,9 +188,9 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "states"),
     [
-        ("pp2", "8bit"),
         ("dp_shard2 tp2", "8bit"),
         ("tp2", "bfloat16"),
+        pytest.param("pp2", "8bit", marks=pytest.mark.slow),
         pytest.param("dp_shard2", "8bit", marks=pytest.mark.slow),
         pytest.param("tp2", "8bit", marks=pytest.mark.slow),
         pytest.param("dp_shard4 tp2", "8bit", marks=pytest.mark.slow),

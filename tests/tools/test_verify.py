@@ -370,6 +370,9 @@ BREAKS: list[tuple[list[str], Corruption, str]] = [
 
 # Tests below cover these faults, in low precision or by the command.
 TESTED_BELOW = {
+    count_tokens_twice,
+    take_the_mean_of_means,
+    average_gradients,
     zero_a_shard,
     take_the_wrong_slice,
     skip_the_sum_of_a_gain,
@@ -795,6 +798,7 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
     assert counts.max() > 1.5 * counts.min() > 0
 
 
+@pytest.mark.slow
 def test_verify_matrix_with_a_shard_too_small_for_float8_stays_unquantized() -> None:
     """Tensor parallelism leaves 16 of 32 columns on a rank, half a block of MXFP8."""
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32, "vocab_size": 288}

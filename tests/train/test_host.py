@@ -68,8 +68,8 @@ def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], i
 @pytest.mark.parametrize(
     ("ranks", "microbatch"),
     [
-        (1, "auto"),
         (2, "2"),
+        pytest.param(1, "auto", marks=pytest.mark.slow),
         pytest.param(1, "2", marks=pytest.mark.slow),
         pytest.param(2, "auto", marks=pytest.mark.slow),
     ],

@@ -245,7 +245,7 @@ def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
     "layout",
     [
         "dp_replicate2 train.microbatch_size=3",
-        "tp2",
+        pytest.param("tp2", marks=pytest.mark.slow),
         pytest.param("dp_shard2", marks=pytest.mark.slow),
         pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
         "pp2 pipeline.schedule=DualPipeV train.microbatch_size=1",

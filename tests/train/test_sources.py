@@ -103,7 +103,7 @@ LAYOUTS = [
     "cp2",
     pytest.param("dp_shard2", marks=pytest.mark.slow),
     pytest.param("tp2", marks=pytest.mark.slow),
-    "pp2 train.microbatch_size=3",
+    pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
     "pp2 pipeline.schedule=DualPipeV",
     "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
 ]
