@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def count_starts(directory: Path) -> int:
     return (directory / "run/logs/rank-0.log").read_text().count("--- ")
 
 
+def check_restarted(
+    completed: subprocess.CompletedProcess[str], directory: Path, rank: int
+) -> None:
+    """Check that the killed rank is reported and that the run restarted once, from step 10."""
+    assert completed.returncode == 0, completed.stderr
+    assert f"rank {rank} failed: SIGKILL: the process was killed by a signal" in completed.stderr
+    assert f"restarting from {directory}/run/checkpoints/step-00000010" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert count_starts(directory) == 2
+
+
 @pytest.mark.system
 def test_restart_killed_rank_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
@@ -47,11 +59,7 @@ def test_restart_killed_rank_ends_with_the_same_bits(
     kill = ["--resilience.faults", '[{kind = "kill", passing = 12}]']
     command = [*arguments, *ONE_RANK, "--checkpoint.async_save", "false", *kill]
     completed = run_weft(command, tmp_path, timeout=100)
-    assert completed.returncode == 0, completed.stderr
-    assert "rank 0 failed: SIGKILL: the process was killed by a signal" in completed.stderr
-    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in completed.stderr
-    assert "Traceback" not in completed.stderr
-    assert count_starts(tmp_path) == 2
+    check_restarted(completed, tmp_path, rank=0)
     check_against_reference(tmp_path, store_path, 20, ranks=1)
 
 
@@ -68,11 +76,7 @@ def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
     # A synchronous save ends before the rank dies; an async save might not.
     command = [*arguments, "--checkpoint.async_save", "false", "--resilience.faults", faults]
     completed = run_weft(command, tmp_path, timeout=100)
-    assert completed.returncode == 0, completed.stderr
-    assert "rank 1 failed: SIGKILL: the process was killed by a signal" in completed.stderr
-    assert f"restarting from {tmp_path}/run/checkpoints/step-00000010" in completed.stderr
-    assert "Traceback" not in completed.stderr
-    assert count_starts(tmp_path) == 2
+    check_restarted(completed, tmp_path, rank=1)
     second_run, before = (
         records(tmp_path / "run")[11]["time"],
         records(tmp_path / "run")[10]["time"],

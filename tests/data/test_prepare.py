@@ -178,23 +178,24 @@ def test_prepare_beside_a_process_that_verifies_loses_no_file(
 ) -> None:
     """A second process opens the store at the moment when the first one marks it verified."""
     cache = tmp_path / "cache"
-    others: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
+    opened: list[Path] = []
     rename = os.replace
 
+    def open_too() -> None:
+        opened.append(prepare_store(section(text), cache).path)
+
     def rename_late(source: Path, target: Path) -> None:
-        if Path(target).name == "verified.json" and not others:
-            call = {"target": prepare_store, "args": (section(text), cache), "daemon": True}
-            others.append(threading.Thread(**call))
-            others[0].start()
-            others[0].join(timeout=1)  # it waits for the lock
+        if Path(target).name == "verified.json" and not threads:
+            threads.append(threading.Thread(target=open_too, daemon=True))
+            threads[0].start()
+            threads[0].join(timeout=1)  # the thread waits for the lock
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", rename_late)
     path = prepare_store(section(text), cache).path
-    (other,) = others
-    other.join(timeout=30)
-    assert not other.is_alive()
-    assert prepare_store(section(text), cache).path == path
+    threads[0].join(timeout=30)
+    assert opened == [path]
 
 
 def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: Path) -> None:

@@ -250,10 +250,8 @@ def first_comparison(
 @pytest.fixture(scope="module")
 def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
     """Add a second repeat, kill the comparison, interrupt it with Ctrl-C, and resume."""
-    directory, command = (
-        first_comparison["directory"],
-        [*first_comparison["command"], "--repeat", "2"],
-    )
+    directory = first_comparison["directory"]
+    command = [*first_comparison["command"], "--repeat", "2"]
     before = stamps(directory, "out/1-plain-repeat-1/**/*")
     process = start(command, directory)
     wait_for_text(directory / "out/2-seed-repeat-2/metrics.jsonl", '"step": 3', process)
@@ -310,10 +308,8 @@ def test_compare_crash_and_invalid_variant_are_rows(first_comparison: dict[str, 
 def test_compare_directory_of_another_comparison_is_refused(
     first_comparison: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipes, out = (
-        first_comparison["recipes"],
-        ["--out", str(first_comparison["directory"] / "out")],
-    )
+    recipes = first_comparison["recipes"]
+    out = ["--out", str(first_comparison["directory"] / "out")]
     (line,) = rejected(capsys, "compare", *recipes, *out, "--train.steps", "7")
     assert "holds another comparison: train.steps of plain was 12, and is 7" in line
     (line,) = rejected(capsys, "compare", *recipes[:2], *out)
