@@ -18,7 +18,8 @@ from tests.small import full_tensor
 from weft.models.family import TensorParallelSpec
 from weft.models.llama import SHARDING, Llama, LlamaConfig
 from weft.parallel.private import enable_async_tp
-from weft.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
+from weft.parallel.tensor_parallel import apply_tensor_parallel
+from weft.train.loss import vocab_parallel_cross_entropy
 
 
 def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
@@ -27,7 +28,7 @@ def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
     slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
     slice_BTV.requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        losses_BT = vocab_parallel_cross_entropy(slice_BTV, targets_BT, -100, dist.group.WORLD)
+        losses_BT = vocab_parallel_cross_entropy(slice_BTV, targets_BT, dist.group.WORLD)
         loss = weighted(losses_BT)
         loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]

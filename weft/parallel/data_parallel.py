@@ -39,30 +39,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, Shard
 
 from weft.config.schema import ParallelSection
-from weft.parallel.dtensor import to_local
+from weft.parallel.dtensor import is_dtensor, to_local
 from weft.parallel.hierarchical_gather import build_hierarchical_gather, check_divides
 from weft.parallel.private import (
     allow_integer_params,
+    is_fsdp_unit,
     move_fsdp_hooks,
     unflatten_axis,
     use_reshard_mesh,
     use_symmetric_memory,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 # --------------------------------------------------------------------------- sharding
 
@@ -104,6 +100,8 @@ def apply_fsdp(
             ``reshard_after_forward`` is a number and the blocks are tensor parallel, or the ranks
             of a shard group do not ascend along the mesh.
     """
+    from torch.distributed.fsdp import fully_shard
+
     assert mesh.mesh_dim_names is not None
     shard_mesh = mesh[mesh.mesh_dim_names[-1]]
     ranks = shard_mesh.mesh.tolist()
@@ -172,6 +170,8 @@ def apply_fsdp(
 def _fsdp_policies(
     parallel: ParallelSection, device: str, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
         reduce_dtype=reduce_dtype,
@@ -199,6 +199,7 @@ def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     are sharded by rows, because half of the shards would be padding otherwise.  It never splits a
     row, because 8-bit moments are quantized in blocks of a row.
     """
+    from torch.distributed.tensor import Shard
 
     def shard_placement_fn(param: nn.Parameter) -> Shard | None:
         even = [dim for dim, size in enumerate(to_local(param).shape[:-1]) if size % ranks == 0]
@@ -208,7 +209,7 @@ def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+    return (module for module in model.modules() if is_fsdp_unit(module))
 
 
 @contextmanager
@@ -226,7 +227,7 @@ def _reshard_context(
     if isinstance(ranks, bool):
         yield ranks
         return
-    if any(isinstance(param, DTensor) for block in blocks for param in block.parameters()):
+    if any(is_dtensor(param) for block in blocks for param in block.parameters()):
         rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
         raise ValueError(
             f"reshard_after_forward={ranks} is not possible: {rule}. Use True or False."
@@ -272,7 +273,7 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
             *microbatch*: every backward pass reduce-scatters inside the shard group, and the last
             one also all-reduces over the replicas (MiCS's two hops).
     """
-    if not isinstance(model, FSDPModule):
+    if not is_fsdp_unit(model):
         return
     model.set_requires_gradient_sync(last or mode == "microbatch")
     model.set_requires_all_reduce(last)

@@ -12,12 +12,13 @@ import importlib
 import inspect
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -499,11 +500,10 @@ def reduce_scatter_each_microbatch(stage: Any) -> None:
     stage.backward_maybe_with_nosync = backward_and_reduce
 
 
-def is_fsdp_unit(module: nn.Module) -> bool:
-    """Return True if `fully_shard` has sharded the module."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:
+    """Return True if `fully_shard` has sharded the module, without an import of FSDP."""
+    package = sys.modules.get("torch.distributed.fsdp")
+    return package is not None and isinstance(module, package.FSDPModule)
 
 
 def _fsdp_state(unit: nn.Module) -> Any:

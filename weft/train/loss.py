@@ -16,10 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.data.loader import IGNORE_INDEX
+from weft.parallel.private import run_function
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -149,3 +151,60 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         return None, (gradient * grad).to(ctx.dtype), None
+
+
+def vocab_parallel_cross_entropy(
+    logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Compute each token's cross-entropy in nats from vocabulary-sharded logits.
+
+    Communicates three numbers per token (maximum, sum of exponentials, logit of the target) instead
+    of logits.
+
+    Args:
+        logits_BTV: this rank's V / tp entries of the vocabulary, any floating dtype.
+        targets_BT: int64 ids of the full vocabulary, or `IGNORE_INDEX`.
+        group: the tensor-parallel ranks.
+
+    Returns:
+        float32 ``[B, T]``, equal on all ranks of ``group``; 0 for tokens without a loss.
+    """
+    return run_function(_VocabParallelCrossEntropy, logits_BTV, targets_BT, group)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_BTV: Tensor,
+        targets_BT: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        logits_NV = logits_BTV.float().flatten(0, 1)
+        first = group.rank() * logits_NV.shape[1]
+        valid_N = targets_BT.flatten() != IGNORE_INDEX
+        columns_N = targets_BT.flatten() - first
+        local_N = valid_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
+        columns_N = columns_N.masked_fill(~local_N, 0)
+
+        max_N = logits_NV.amax(dim=1)
+        dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
+        shifted_NV = logits_NV - max_N.unsqueeze(1)
+        target_N = shifted_NV.gather(1, columns_N.unsqueeze(1)).squeeze(1)
+        target_N = target_N.masked_fill(~local_N, 0.0)
+        exp_NV = shifted_NV.exp_()
+        sums_2N = torch.stack((exp_NV.sum(dim=1), target_N))
+        dist.all_reduce(sums_2N, group=group)
+        losses_N = sums_2N[0].log() - sums_2N[1]
+
+        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), columns_N, local_N, valid_N)
+        ctx.shape, ctx.dtype = logits_BTV.shape, logits_BTV.dtype
+        return losses_N.masked_fill(~valid_N, 0.0).view_as(targets_BT)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None]:
+        softmax_NV, columns_N, local_N, valid_N = ctx.saved_tensors
+        grad_N = grad_BT.flatten()
+        grad_NV = softmax_NV * (grad_N * valid_N).unsqueeze(1)
+        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad_N * local_N).unsqueeze(1))
+        return grad_NV.to(ctx.dtype).view(ctx.shape), None, None

@@ -30,9 +30,13 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order
 from weft.parallel.private_hooks import wrap_pipeline_actions
-from weft.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from weft.plan.plan import Plan
-from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
+from weft.train.loss import (
+    chunk_tokens,
+    cross_entropy,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from weft.train.objectives import SequenceLosses, build_objective
 
 
@@ -252,8 +256,7 @@ class TrainStep:
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
-            group = self.mesh.get_group("tp")
-            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, IGNORE_INDEX, group)
+            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, self.mesh.get_group("tp"))
         return cross_entropy(logits_BTV, targets_BT)
 
     def _reset_metrics(self) -> None:
