@@ -49,7 +49,15 @@ PRELOADED_MODULES = ("torch._dynamo", "torch.distributed.pipelining", "torch.dis
 
 
 class RanksFailed(WeftError):
-    """A rank raised, died or timed out; the message names rank and cause."""
+    """A rank raised, died or timed out; the message names rank and cause.
+
+    Attributes:
+        rank: the rank that failed first; None if the ranks ran out of time.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class RanksTimedOut(RanksFailed):
@@ -155,19 +163,20 @@ def _wait_for_results(ranks: list[_Rank], deadline: float, timeout: float) -> No
             time.sleep(DEATH_SECONDS)
             for rank in ranks:
                 rank.receive()
-            raise RanksFailed(_failure_message(ranks))
+            raise _first_failure(ranks)
 
 
-def _failure_message(ranks: list[_Rank]) -> str:
+def _first_failure(ranks: list[_Rank]) -> RanksFailed:
     for number, rank in enumerate(ranks):
         if rank.exit_code is not None:
             code = rank.exit_code
             cause = (
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             )
-            return f"rank {number} of {len(ranks)} {cause}" + _format_log(rank.log)
+            message = f"rank {number} of {len(ranks)} {cause}" + _format_log(rank.log)
+            return RanksFailed(message, number)
     (_, text), number = min((rank.error, n) for n, rank in enumerate(ranks) if rank.error)
-    return f"rank {number} of {len(ranks)} failed: {text}"
+    return RanksFailed(f"rank {number} of {len(ranks)} failed: {text}", number)
 
 
 def _timeout_message(ranks: list[_Rank], timeout: float) -> str:
@@ -203,6 +212,7 @@ def _rank_main(
     """Run the function in a forked rank, send its result, and wait to be killed."""
     try:
         die_with_parent(parent)
+        os.setsid()  # a signal that a rank sends to its group must not reach the others
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log_file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - while it lives
@@ -226,7 +236,8 @@ def _rank_main(
             )
             message = ("result", pickle.dumps(function(*args)))
         except BaseException as error:
-            message = ("error", time.monotonic(), _format_error(error))
+            output = "" if isinstance(error, WeftError) else _format_log(log)
+            message = ("error", time.monotonic(), _format_error(error) + output)
         pipe.send(message)
         pipe.poll(None)  # until the parent kills this rank
     finally:
