@@ -18,9 +18,9 @@ from weft.train.environment import (
     detect_environment,
     expand_counts,
     expand_hosts,
-    is_launched_rank,
     is_log_node,
 )
+from weft.train.machine import is_launched_rank
 
 TORCHRUN = {
     "LOCAL_RANK": "1",

@@ -79,8 +79,9 @@ def train(options: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.cluster.start import run_rank, start_training
     from weft.monitor.terminal import quiet_console
-    from weft.train.environment import is_launched_rank, is_log_node
+    from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
+    from weft.train.machine import is_launched_rank
 
     base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
@@ -505,7 +506,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.tools.generate import load_chat_format
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
     from weft.tools.multiple_choice import read_task, score_task
-    from weft.train.environment import is_launched_rank
+    from weft.train.machine import is_launched_rank
     from weft.train.setup import Rank
 
     problems, tasks = list(options.problems), []

@@ -20,7 +20,7 @@ from weft.data.prepare import prepare_data
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.plan.plan import Plan
 from weft.tools.inference_model import CheckpointRef
-from weft.train.environment import is_launched_rank
+from weft.train.machine import is_launched_rank
 from weft.train.setup import Rank, connect
 
 

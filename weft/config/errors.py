@@ -6,9 +6,13 @@ This module imports nothing of weft.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SHOWN = 10  # items of a list in a message
 
@@ -62,6 +66,24 @@ def suggest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+
+
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """Return ``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: the name is unknown, or the module cannot be imported.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("is not a known name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # of any type, from the user's module
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    return found
 
 
 def capitalize(sentence: str) -> str:

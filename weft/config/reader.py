@@ -13,7 +13,6 @@ This module does not import torch.
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import re
 import tomllib
@@ -51,24 +50,6 @@ def nearest_key(name: str, extra: Iterable[str] = ()) -> str:
         by_last = {key.rsplit(".", 1)[-1]: key for key in every}
         near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
     return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
-
-
-def lookup(name: str, table: Mapping[str, T]) -> T:
-    """Return ``table[name]``, or the attribute that ``module:attribute`` names.
-
-    Raises:
-        LookupError: the name is unknown, or the module cannot be imported.
-    """
-    if name in table:
-        return table[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise LookupError("is not a known name, and not of the form module:attribute")
-    try:
-        found: T = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # of any type, from the user's module
-        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
-    return found
 
 
 Tree = dict[str, dict[str, Any]]

@@ -16,8 +16,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.errors import ConfigError, InvalidConfig, suggest
-from weft.config.reader import lookup
+from weft.config.errors import ConfigError, InvalidConfig, lookup, suggest
 from weft.data.source_files import File
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from weft.config.errors import WeftError
-from weft.config.reader import lookup
+from weft.config.errors import WeftError, lookup
 from weft.config.schema import Job
 from weft.monitor.jsonl import JsonlFile
 from weft.monitor.log_buffer import LogBuffer

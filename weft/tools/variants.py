@@ -15,8 +15,8 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Plan
-from weft.train.environment import is_launched_rank
 from weft.train.job_checks import prepare_job
+from weft.train.machine import is_launched_rank
 
 Overrides = list[tuple[str, str]]
 

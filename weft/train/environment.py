@@ -514,8 +514,3 @@ def expand_counts(text: str) -> list[int]:
     if len(counts) > MAX_HOSTS:
         raise ValueError(f"lists more than {MAX_HOSTS:,} nodes")
     return counts
-
-
-def is_launched_rank() -> bool:
-    """Return True if a launcher such as torchrun has made this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

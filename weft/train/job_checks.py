@@ -23,9 +23,9 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.storage import open_directory
-from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.errors import ConfigError, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
-from weft.config.reader import lookup, read_job
+from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_chat
 from weft.data.dataset import Dataset
@@ -42,8 +42,8 @@ from weft.optim.schedule import SCHEDULES
 from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve_nodes
-from weft.train.environment import apply_environment, is_launched_rank
-from weft.train.machine import detect_machine
+from weft.train.environment import apply_environment
+from weft.train.machine import detect_machine, is_launched_rank
 from weft.train.objectives import OBJECTIVES
 from weft.train.state import checkpoint_dir
 

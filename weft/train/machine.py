@@ -1,4 +1,4 @@
-"""Detect the hardware of this host."""
+"""Detect the hardware of this host, and if a launcher has made this process a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import RunSection
 from weft.plan.plan import Machine
-from weft.train.environment import is_launched_rank
 
 
 def detect_machine(section: RunSection) -> Machine:
@@ -39,6 +38,11 @@ def detect_machine(section: RunSection) -> Machine:
         and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
         capability=_capability() if use_cuda else (0, 0),
     )
+
+
+def is_launched_rank() -> bool:
+    """Return True if a launcher such as torchrun has made this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _capability() -> tuple[int, int]:

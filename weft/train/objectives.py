@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.reader import lookup
+from weft.config.errors import lookup
 from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch
 

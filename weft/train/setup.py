@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
-from weft.config.reader import lookup
+from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, select_layers
@@ -36,7 +36,7 @@ from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import create_tcp_store
 from weft.parallel.private_hooks import configure_flight_recorder
 from weft.plan.plan import Plan
-from weft.train.environment import is_launched_rank
+from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep
 
 # --------------------------------------------------------------------------- the ranks
