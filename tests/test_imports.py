@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.lines import lines_of_code
+
 ROOT = Path(__file__).parent.parent / "weft"
 
 ORDER = (
@@ -24,6 +28,7 @@ ORDER = (
     "cluster",
     "cli",
 )
+MAX_CORE_LINES = 13_800  # without docstrings; a ratchet
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 
@@ -71,25 +76,46 @@ def modules_of_weft(path: Path, known: set[str]) -> set[str]:
     return results
 
 
-def test_imports_have_no_cycle() -> None:
-    """Imports, also those in functions, have no cycle of any length."""
-    names = {
+def modules() -> dict[str, Path]:
+    """Return the files of weft by module."""
+    return {
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(
             ".__init__"
         ): path
         for path in ROOT.rglob("*.py")
     }
+
+
+def test_imports_have_no_cycle() -> None:
+    """Imports, also those in functions, have no cycle of any length."""
+    names = modules()
     remaining = {name: modules_of_weft(path, set(names)) - {name} for name, path in names.items()}
     while free := {name for name, needs in remaining.items() if not needs & set(remaining)}:
         remaining = {name: needs for name, needs in remaining.items() if name not in free}
     assert remaining == {}
 
 
-def test_launcher_imports_neither_compiler_nor_dtensor() -> None:
-    """Their imports would delay every start by more than a second."""
-    heavy = {"torch._dynamo", "torch.distributed.tensor"}
-    probe = f"import sys, weft.cluster.start; sys.exit(bool({heavy} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+@pytest.mark.parametrize("module", ["weft.cluster.start", "weft.train.loop"])
+def test_start_imports_neither_compiler_nor_dtensor(module: str) -> None:
+    """Their imports would delay every start by a second; layouts that need them import them."""
+    heavy = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
+    probe = f"import sys, {module}; print({heavy} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_core_does_not_grow() -> None:
+    """The core is what the loop imports, directly or not, in functions too, except for types."""
+    names = modules()
+    core, remaining = set[str](), ["weft.train.loop"]
+    while remaining:
+        name = remaining.pop()
+        if name not in core:
+            core.add(name)
+            remaining += modules_of_weft(names[name], set(names))
+    assert sum(lines_of_code(names[name]) for name in core) <= MAX_CORE_LINES
+    assert not {name.split(".")[1] for name in core - {"weft"}} & {"estimate", "tools", "cluster"}
+    assert "weft.train.environment" not in core  # it knows launchers and schedulers
 
 
 def test_data_preparation_does_not_import_torch() -> None:
