@@ -1062,7 +1062,7 @@ class _Comparison:
         expected = torch.stack(columns).mean(1)
         off = float((sums[:, 0] / sums[:, 1] - expected).abs().max())
         if off > 1e-4:
-            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/objectives.py")
+            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/loss.py")
 
     def _theirs(
         self, model: nn.Module, rows: Rows, references: Tensor | None
@@ -1089,7 +1089,7 @@ class _Comparison:
         alike = max(factors) - min(factors) < 1e-3 * abs(max(factors))
         dpo = self.job.train.objective == "dpo"
         if loss_off:
-            return ("train/objectives.py" if dpo else "train/step.py"), "loss"
+            return ("train/loss.py" if dpo else "train/step.py"), "loss"
         if len(wrong) == len(grads) and alike:
             return "train/step.py", "gradients"
         if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):

@@ -25,8 +25,7 @@ from weft.monitor.event_log import EventLog, read_event_log
 from weft.monitor.jsonl import read_records
 from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.spans import SpanWriter, read_spans, span, spans_path
-from weft.monitor.tracker_backends import TensorBoard
-from weft.monitor.trackers import Jsonl
+from weft.monitor.trackers import Jsonl, TensorBoard
 from weft.train.loop import train
 
 MIB = 1 << 20

@@ -26,8 +26,7 @@ from weft.monitor.step_record import (
 )
 from weft.monitor.step_timer import StepTimes
 from weft.monitor.terminal import Terminal, format_duration
-from weft.monitor.tracker_backends import TensorBoard
-from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
+from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, TensorBoard, open_sinks
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 

@@ -404,7 +404,7 @@ TECHNIQUES: dict[str, Technique] = {
         model__ffn_dim="256",
     ),
     "dpo": _key(
-        "train/objectives.py",
+        "train/loss.py",
         data__format="preferences",
         data__tokenizer="none",
         train__objective="dpo",
@@ -526,7 +526,7 @@ BLAMED = (
     (r"validation loss differs", "train/step.py"),
 )
 # With an equal forward pass, only these can change the local loss; train/step.py sums over ranks.
-COMPUTES_LOSS = ("parallel/tensor_parallel.py", "train/loss.py", "train/objectives.py")
+COMPUTES_LOSS = ("parallel/tensor_parallel.py", "train/loss.py", "train/loss.py")
 
 
 def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:

@@ -34,7 +34,7 @@ ATTENTION = (
     "parallel/attention_ops.py",
 )
 EXPERTS = ("models/moe.py", "parallel/expert_parallel.py", "optim/balance.py")
-LOSS = ("train/step.py", "train/loss.py", "train/objectives.py")
+LOSS = ("train/step.py", "train/loss.py", "train/loss.py")
 SHARDS = (
     "parallel/data_parallel.py",
     "parallel/hierarchical_gather.py",
@@ -60,7 +60,7 @@ SAVED = (
 OPTIMIZER = ("optim/optimizer.py", "optim/lean.py", "optim/muon.py")
 RECORDS = (
     "train/metric_logger.py",
-    "monitor/source_losses.py",
+    "train/metric_logger.py",
     "monitor/step_record.py",
     "monitor/layer_grad_norms.py",
     "train/loop.py",
@@ -1073,7 +1073,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "the rejected answer is preferred",
-        "train/objectives.py",
+        "train/loss.py",
         "margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]",
         "margin_B = rewards_B2[:, 1] - rewards_B2[:, 0]",
         LOSS,
@@ -1081,7 +1081,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "beta does not scale the references",
-        "train/objectives.py",
+        "train/loss.py",
         "beta * (answer_logprobs(losses_BT, batch) - batch.references_B2)",
         "beta * answer_logprobs(losses_BT, batch) - batch.references_B2",
         LOSS,
@@ -1089,7 +1089,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "probabilities have the wrong sign",
-        "train/objectives.py",
+        "train/loss.py",
         "return -torch.stack(both, dim=1)",
         "return torch.stack(both, dim=1)",
         (*LOSS, "train/reference_logprobs.py"),
@@ -1097,7 +1097,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "pairs count as tokens",
-        "train/objectives.py",
+        "train/loss.py",
         ".any(1).long()",
         ".sum(1)",
         (*LOSS, "train/reference_logprobs.py"),
@@ -1105,7 +1105,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "rewards are not scaled",
-        "train/objectives.py",
+        "train/loss.py",
         "metrics = (margin_B, (margin_B > 0).float(), rewards_B2[:, 0], rewards_B2[:, 1])",
         "metrics = (margin_B, (margin_B > 0).float(), rewards_B2[:, 1], rewards_B2[:, 0])",
         LOSS,
@@ -1186,7 +1186,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "sources have equal shares",
-        "monitor/source_losses.py",
+        "train/metric_logger.py",
         "return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())",
         "return sum(losses.values()) / len(losses)",
         RECORDS,
@@ -1194,7 +1194,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "means of sources are one rank's",
-        "monitor/source_losses.py",
+        "train/metric_logger.py",
         "            dist.all_reduce(total)",
         "            pass",
         RECORDS,

@@ -930,11 +930,11 @@ def check_mixture_loop() -> None:
             expect(
                 is_close(record["loss"], mean, 1e-4),
                 "losses of sources",
-                "monitor/source_losses.py",
+                "train/metric_logger.py",
             )
         last = _records(home / "run")[-1]
         mean = 0.7 * last["eval_loss/a"] + 0.3 * last["eval_loss/b"]
-        expect(is_close(last["eval_loss"], mean, 1e-6), "evaluation", "monitor/source_losses.py")
+        expect(is_close(last["eval_loss"], mean, 1e-6), "evaluation", "train/metric_logger.py")
     finally:
         dist.barrier()
         if rank == 0:

@@ -15,7 +15,7 @@ from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
-from weft.train.epochs import MAX_EPOCHS, epoch_warnings
+from weft.train.run_dir import MAX_EPOCHS, epoch_warnings
 
 
 def list_warnings(job: Job, text: Dataset) -> list[str]:

@@ -43,7 +43,7 @@ from weft.data.prepare import prepare_data
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
-from weft.train.objectives import Objective, SequenceLosses, count_targets, dpo
+from weft.train.loss import Objective, SequenceLosses, count_targets, dpo
 from weft.train.reference_logprobs import log_probs
 from weft.train.setup import build
 

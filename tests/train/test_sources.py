@@ -26,7 +26,7 @@ from weft.config.schema import DataSection
 from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, build_mixture
 from weft.data.prepare import prepare_data
-from weft.monitor.source_losses import SourceLosses
+from weft.train.metric_logger import SourceLosses
 from weft.train.setup import build
 from weft.train.step import validation_batches
 

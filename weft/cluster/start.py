@@ -70,10 +70,9 @@ from weft.tools.run_report import (
     report_page,
     unwritten_message,
 )
-from weft.train.epochs import count_epochs, epoch_warnings
 from weft.train.job_checks import check_text
 from weft.train.machine import detect_machine
-from weft.train.run_dir import lock_directory, unwritable_error
+from weft.train.run_dir import count_epochs, epoch_warnings, lock_directory, unwritable_error
 from weft.train.state import checkpoint_dir
 
 if TYPE_CHECKING:

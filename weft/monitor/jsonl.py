@@ -296,7 +296,7 @@ class JsonlFile:
     Records of steps after ``step``, from an earlier start, are removed.
     """
 
-    def __init__(self, path: Path, step: int, warn: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, step: int, warn: Callable[[str], object] = print) -> None:
         self._path, self._step, self._warn = path, step, warn
         self._has_dropped = False
         self._buffer = LogBuffer[bytes](

@@ -37,7 +37,7 @@ from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify import read_recipe
-from weft.train.objectives import OBJECTIVES
+from weft.train.loss import OBJECTIVES
 
 RECIPE = "demo"
 OverrideMap = dict[str, str]  # key -> text, as on the command line

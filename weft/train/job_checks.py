@@ -43,8 +43,8 @@ from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
+from weft.train.loss import OBJECTIVES
 from weft.train.machine import detect_machine, is_launched_rank
-from weft.train.objectives import OBJECTIVES
 from weft.train.state import checkpoint_dir
 
 # Keys that a run cannot change: its weights or its data order depend on them.

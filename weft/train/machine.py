@@ -1,4 +1,4 @@
-"""Detect the hardware of this host, and if a launcher has made this process a rank."""
+"""Detect the hardware of this host, and whether this process is a rank."""
 
 from __future__ import annotations
 

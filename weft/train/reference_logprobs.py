@@ -23,7 +23,7 @@ from weft.config.files import write_durably
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.token_store import SplitName
-from weft.train.objectives import SequenceLosses, answer_logprobs, count_pairs
+from weft.train.loss import SequenceLosses, answer_logprobs, count_pairs
 from weft.train.setup import Built
 
 

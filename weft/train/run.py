@@ -33,11 +33,10 @@ from weft.monitor.spans import SpanWriter, spans_path
 from weft.monitor.step_timer import StepTimer
 from weft.parallel.compile import CompileLog
 from weft.plan.plan import Plan
-from weft.train.epochs import epoch_warnings
 from weft.train.metric_logger import MetricLogger
 from weft.train.reference_logprobs import with_references
 from weft.train.replica_groups import SingleReplica, join_replica_groups
-from weft.train.run_dir import write_plan
+from weft.train.run_dir import epoch_warnings, write_plan
 from weft.train.setup import Built, Rank, build, open_layer_stats
 from weft.train.state import TrainState, checkpoint_dir, resume
 

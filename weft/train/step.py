@@ -32,12 +32,13 @@ from weft.parallel.private import run_schedule, use_forward_only_order
 from weft.parallel.private_hooks import wrap_pipeline_actions
 from weft.plan.plan import Plan
 from weft.train.loss import (
+    SequenceLosses,
+    build_objective,
     chunk_tokens,
     cross_entropy,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from weft.train.objectives import SequenceLosses, build_objective
 
 
 class Microbatch(NamedTuple):

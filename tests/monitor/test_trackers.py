@@ -14,9 +14,9 @@ import pytest
 
 from tests.monitor.test_step_record import record
 from tests.small import small_job
-from weft.monitor import tracker_backends as trackers
+from weft.monitor import trackers
 from weft.monitor.step_record import to_scalars
-from weft.monitor.tracker_backends import MLflow, WeightsAndBiases
+from weft.monitor.trackers import MLflow, WeightsAndBiases
 
 
 def wandb_entries(file: Path) -> Iterator[bytes]:
