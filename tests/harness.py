@@ -21,9 +21,9 @@ Arguments and results are pickled.  The server never unpickles either, because t
 test modules and their imports into it.
 
 *Cleanup.*  After every world the server kills all processes that the ranks started: it is a
-subreaper, so it adopts orphans of any session.  The server gets SIGTERM at any end of the test process,
-and then kills the ranks.  If the server is killed, the ranks get the kernel's
-parent-death signal.
+subreaper, so it adopts orphans of any session.  The server gets SIGTERM at any end of the test
+process, and then kills the ranks.  If the server is killed, the ranks get the kernel's parent-death
+signal.
 """
 
 from __future__ import annotations

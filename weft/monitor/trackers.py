@@ -1,4 +1,4 @@
-"""Destinations of records, on rank 0: metrics.jsonl, terminal, experiment trackers.
+"""Destinations of records on rank 0: files, terminal, experiment trackers.
 
 The trackers are TensorBoard, Weights & Biases, and MLflow.  The standard environment variables
 configure them: WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and
