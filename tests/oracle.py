@@ -1294,8 +1294,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 def _module_of(name: str, job: Job) -> str:
     """Return the module of weft that computes with a parameter."""
     if "lora_" in name or (job.lora.rank and "proj" in name):
-        quantized = job.lora.quantize != "none" and "lora_" not in name
-        return "parallel/quantize.py" if quantized else "parallel/lora.py"
+        return "parallel/lora.py"
     if job.precision.float8 != "none" and "proj" in name:
         return "parallel/float8.py"
     if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp" in name):

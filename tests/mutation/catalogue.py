@@ -31,13 +31,12 @@ MODEL = ("models/llama.py", "models/layers.py", "models/qwen3.py")
 ATTENTION = (
     "parallel/context_parallel.py",
     "parallel/block_attention.py",
-    "parallel/attention_ops.py",
+    "parallel/collectives.py",
 )
 EXPERTS = ("models/moe.py", "parallel/expert_parallel.py", "optim/balance.py")
 LOSS = ("train/step.py", "train/loss.py", "train/objectives.py")
 SHARDS = (
     "parallel/data_parallel.py",
-    "parallel/hierarchical_gather.py",
     "parallel/apply.py",
     "parallel/private.py",
 )
@@ -48,7 +47,7 @@ STAGES = (
     "parallel/apply.py",
 )
 MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
-ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "parallel/quantize.py", "tools/peft_export.py")
+ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "tools/peft_export.py")
 DATA = ("data/loader.py", "data/packing.py", "data/order.py", "data/token_store.py")
 SAVED = (
     "checkpoint/state_dict.py",
@@ -486,30 +485,34 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "the mean of the ranks' parts",
-        "parallel/tensor_parallel.py",
+        "parallel/collectives.py",
         "return c10d_functional.wait_tensor(out)  #",
         "return c10d_functional.wait_tensor(out) / size  #",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
         "gradients of a copy are not added",
-        "parallel/tensor_parallel.py",
-        "return _all_reduce(grad_BTD, ctx.group), None",
-        "return grad_BTD.clone(), None",
+        "parallel/collectives.py",
+        "with_adjoint(_identity, _all_reduce)",
+        "with_adjoint(_identity, _identity)",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
         "gradients of slices are not added",
-        "parallel/tensor_parallel.py",
-        "return _reduce_scatter(grad_BTD, ctx.group), None",
-        "return grad_BTD.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None",
+        "parallel/collectives.py",
+        "with_adjoint(_all_gather, _reduce_scatter)",
+        "with_adjoint(_all_gather, lambda x, g: x.chunk(g.size(), 1)[g.rank()].contiguous())",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "double reduce",
         "parts are added twice",
-        "parallel/tensor_parallel.py",
-        "        return _all_reduce(x_BTD, group)",
-        "        return _all_reduce(_all_reduce(x_BTD, group), group)",
+        "parallel/collectives.py",
+        "with_adjoint(_all_reduce, _identity)",
+        "with_adjoint(lambda x, group: _all_reduce(_all_reduce(x, group), group), _identity)",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
@@ -536,8 +539,8 @@ FAULTS: list[Fault] = [
         "wrong offset",
         "every rank looks up the first ids",
         "parallel/tensor_parallel.py",
-        "_vocab_parallel_forward(rank * local.shape[0])",
-        "_vocab_parallel_forward(0)",
+        "_vocab_parallel_forward, module, rank * local.shape[0])",
+        "_vocab_parallel_forward, module, 0)",
     ),
     Fault(
         "double reduce",
@@ -674,8 +677,8 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "gradients are not exchanged back",
         "parallel/context_parallel.py",
-        "return run_function(AllToAll, grad_C, ctx.group), None",
-        "return grad_C.clone(), None",
+        "with_adjoint(swap_chunks, swap_chunks)",
+        "with_adjoint(swap_chunks, lambda grad_C, group: grad_C.clone())",
         ATTENTION,
     ),
     Fault(
@@ -690,14 +693,14 @@ FAULTS: list[Fault] = [
         "mask",
         "documents of a row in another order",
         "parallel/context_parallel.py",
-        "documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), load_balance)",
-        "documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), False)",
+        "sources = [unshard_sequence(documents_CBL, load_balance)]",
+        "sources = [unshard_sequence(documents_CBL, False)]",
         ATTENTION,
     ),
     Fault(
         "mask",
         "a query without a key counts",
-        "parallel/attention_ops.py",
+        "parallel/block_attention.py",
         "lse = lse.masked_fill(mask.no_keys_B1Q, -torch.inf)",
         "pass",
         ATTENTION,
@@ -705,7 +708,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "backward of a block is not causal",
-        "parallel/attention_ops.py",
+        "parallel/block_attention.py",
         "lse_BHQ, 0.0, causal, attn_mask=bias",
         "lse_BHQ, 0.0, False, attn_mask=bias",
         ATTENTION,
@@ -730,9 +733,9 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "gradients of rows are a mean",
-        "parallel/expert_parallel.py",
-        "return _all_to_all(grad_QD, sent, received, ctx.group), None",
-        "return _all_to_all(grad_QD, sent, received, ctx.group) / 2, None",
+        "parallel/collectives.py",
+        "return with_adjoint(there, back)(x_RD, group)",
+        "return with_adjoint(there, lambda grad, group: back(grad, group) / 2)(x_RD, group)",
         EXPERTS,
     ),
     Fault(
@@ -1678,7 +1681,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dequantization",
         "int8 over 128",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "codes.view(torch.int8) * (scales_ON1 / 127)",
         "codes.view(torch.int8) * (scales_ON1 / 128)",
         ADAPTERS,
@@ -1686,7 +1689,7 @@ FAULTS: list[Fault] = [
     Fault(
         "swapped tensors",
         "halves of a byte are exchanged",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "(halves[..., 0::2] << 4) | halves[..., 1::2]",
         "(halves[..., 1::2] << 4) | halves[..., 0::2]",
         ADAPTERS,
@@ -1694,7 +1697,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dequantization",
         "a level of nf4 is off",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "0.7229568362236023,",
         "0.7029568362236023,",
         ADAPTERS,
@@ -1702,7 +1705,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "half of a frozen matrix's gradient",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "return grad @ dequantize_matrix(packed, grad.dtype), None",
         "return grad @ dequantize_matrix(packed, grad.dtype) / 2, None",
         ADAPTERS,
@@ -1728,7 +1731,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "shards come from the wrong place",
-        "parallel/hierarchical_gather.py",
+        "parallel/data_parallel.py",
         "local_rank = self.intra_node.rank()",
         "local_rank = 0",
         SHARDS,
@@ -1817,7 +1820,7 @@ FAULTS: list[Fault] = [
         "shuffled order",
         "a shard that is cut twice",
         "parallel/dtensor.py",
-        "sorted(axes, key=lambda axis: is_strided_shard(param.placements[axis]))",
+        "sorted(axes, key=lambda axis: _is_strided(param.placements[axis]))",
         "sorted(axes)",
         GROUPS,
     ),

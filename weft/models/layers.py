@@ -276,12 +276,22 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     )
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Return True for a fake tensor, which has no values (a traced program)."""
+    return isinstance(tensor, FakeTensor)
+
+
+def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Call ``function.apply(*args)``, which is untyped in torch."""
+    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def group_sizes(counts_E: Tensor, total: int) -> list[int]:
     """Return the values of ``counts_E``, or equal shares of ``total`` if it is fake.
 
     A mixture of experts is therefore planned for perfect balance.
     """
-    if not isinstance(counts_E, FakeTensor):
+    if not is_fake(counts_E):
         sizes: list[int] = counts_E.tolist()
         return sizes
     share, remainder = divmod(total, len(counts_E))

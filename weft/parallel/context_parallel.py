@@ -46,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from weft.models.layers import run_function
 from weft.parallel.block_attention import (
     BlocksBySource,
     DocumentBlocks,
@@ -58,7 +59,8 @@ from weft.parallel.block_attention import (
     ring_blocks,
     zeros_float32,
 )
-from weft.parallel.private import all_gather, reduce_scatter, run_function
+from weft.parallel.collectives import with_adjoint
+from weft.parallel.private import all_gather, reduce_scatter
 
 CPMethod = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -109,15 +111,13 @@ def apply_context_parallel(
             "parallelism cannot replace its attention: see weft.models.layers.Attention"
         )
 
-    functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
-        "ring": (attend_ring, mask_ring),
-        "allgather": (attend_allgather, mask_allgather),
-        "ulysses": (attend_ulysses, mask_ulysses),
-    }
-    attend, mask = functions[method]
-
-    def replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        function = partial(function, getattr(module, name), group, load_balance)
+    def replace(module: nn.Module, name: str) -> None:
+        if method == "ulysses":
+            attend_or_mask = {"attend": attend_ulysses, "mask": mask_ulysses}[name]
+            function = partial(attend_or_mask, getattr(module, name), group, load_balance)
+        else:
+            attend_or_mask = {"attend": attend_blockwise, "mask": mask_blockwise}[name]
+            function = partial(attend_or_mask, method, group, load_balance)
         if compiled:
             # Dynamo cannot trace the communication; it compiles the code around it.
             disable: Any = torch.compiler.disable
@@ -125,9 +125,9 @@ def apply_context_parallel(
         setattr(module, name, function)
 
     for module in attentions:
-        replace(module, "attend", attend)
+        replace(module, "attend")
     if hasattr(model, "mask"):
-        replace(model, "mask", mask)
+        replace(model, "mask")
 
 
 # --------------------------------------------------------------------------- slices
@@ -246,33 +246,6 @@ class RingAttention(torch.autograd.Function):
         return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None
 
 
-def attend_ring(
-    _: Attend,
-    group: dist.ProcessGroup,
-    load_balance: bool,
-    q_BLHK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGK: Tensor,
-    mask: DocumentBlocks | None,
-) -> Tensor:
-    """Compute *ring* attention; see `apply_context_parallel`."""
-    if mask is None:
-        blocks = ring_blocks(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
-    else:
-        blocks = mask.blocks
-    return run_function(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
-
-
-def mask_ring(
-    _: MakeMask, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
-) -> DocumentBlocks:
-    """Return the blocks of `attend_ring`, restricted to documents."""
-    blocks = ring_blocks(group.rank(), group.size(), documents_BL.shape[1], load_balance)
-    return DocumentBlocks(
-        restrict_to_documents(blocks, documents_BL, list(all_gather_stacked(documents_BL, group)))
-    )
-
-
 # --------------------------------------------------------------------------- allgather
 
 
@@ -335,8 +308,11 @@ class AllGatherAttention(torch.autograd.Function):
         return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
 
 
-def attend_allgather(
-    _: Attend,
+# --------------------------------------------------------------------------- ring and allgather
+
+
+def attend_blockwise(
+    method: CPMethod,
     group: dist.ProcessGroup,
     load_balance: bool,
     q_BLHK: Tensor,
@@ -344,41 +320,45 @@ def attend_allgather(
     v_BLGK: Tensor,
     mask: DocumentBlocks | None,
 ) -> Tensor:
-    """Compute *allgather* attention; see `apply_context_parallel`."""
-    if mask is None:
-        blocks = allgather_blocks(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
-    else:
-        blocks = mask.blocks
+    """Compute *ring* or *allgather* attention; see `apply_context_parallel`."""
+    num_local = q_BLHK.shape[1]
+    blocks = mask.blocks if mask else _blocks(method, group, num_local, load_balance)
+    if method == "ring":
+        return run_function(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
     return run_function(AllGatherAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, load_balance)
 
 
-def mask_allgather(
-    _: MakeMask, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
+def mask_blockwise(
+    method: CPMethod, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
 ) -> DocumentBlocks:
-    """Return the blocks of `attend_allgather`, restricted to documents."""
-    blocks = allgather_blocks(group.rank(), group.size(), documents_BL.shape[1], load_balance)
-    documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), load_balance)
-    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, [documents_BT]))
+    """Return the blocks of `attend_blockwise`, restricted to documents."""
+    blocks = _blocks(method, group, documents_BL.shape[1], load_balance)
+    documents_CBL = all_gather_stacked(documents_BL, group)
+    if method == "ring":
+        sources = list(documents_CBL)
+    else:
+        sources = [unshard_sequence(documents_CBL, load_balance)]
+    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, sources))
+
+
+def _blocks(
+    method: CPMethod, group: dist.ProcessGroup, num_local: int, load_balance: bool
+) -> BlocksBySource:
+    blocks_of_rank = ring_blocks if method == "ring" else allgather_blocks
+    return blocks_of_rank(group.rank(), group.size(), num_local, load_balance)
 
 
 # --------------------------------------------------------------------------- ulysses
 
 
-class AllToAll(torch.autograd.Function):
-    """Swap chunk s of rank r and chunk r of rank s; its own inverse and backward."""
+def swap_chunks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Swap chunk s of rank r and chunk r of rank s, in dim 0; its own inverse."""
+    received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x_C.contiguous(), group=group)
+    return received
 
-    @staticmethod
-    def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchange the chunks of dim 0: chunk i goes to rank i."""
-        ctx.group = group
-        received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x_C.contiguous(), group=group)
-        return received
 
-    @staticmethod
-    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
-        """Exchange the chunks of the gradient back."""
-        return run_function(AllToAll, grad_C, ctx.group), None
+_exchange = with_adjoint(swap_chunks, swap_chunks)
 
 
 def attend_ulysses(
@@ -414,13 +394,13 @@ def attend_ulysses(
             for chunks in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
         ]
     )
-    heads_BThK = unshard_sequence(run_function(AllToAll, heads_CBLhK, group), load_balance)
+    heads_BThK = unshard_sequence(_exchange(heads_CBLhK, group), load_balance)
     q_BThK, k_BTgK, v_BTgK = torch.split(heads_BThK, [x.shape[2] // size for x in heads], dim=2)
     out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
     out_CBLhK = torch.stack(
         [shard_sequence(out_BThK, rank, size, load_balance) for rank in range(size)]
     )
-    out_CBLhK = run_function(AllToAll, out_CBLhK, group)
+    out_CBLhK = _exchange(out_CBLhK, group)
     return out_CBLhK.movedim(0, 2).flatten(2, 3)
 
 

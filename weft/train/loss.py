@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.data.loader import IGNORE_INDEX
-from weft.parallel.private import run_function
+from weft.models.layers import run_function
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
