@@ -419,7 +419,7 @@ TECHNIQUES: dict[str, Technique] = {
     "bfloat16 states": _key("optim/lean.py", optim__state_dtype="bfloat16"),
     "8bit states": _key("optim/lean.py", optim__state_dtype="8bit"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
-    "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
+    "qwen3": _key("models/layers.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert_parallel.py", parallel__ep="2"),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"

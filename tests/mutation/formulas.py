@@ -454,7 +454,7 @@ def check_conversations() -> None:
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"tied_embeddings": True}, "models/llama.py"),
     ("llama", {"tied_embeddings": False}, "models/llama.py"),
-    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/qwen3.py"),
+    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/llama.py"),
     (
         "moe",
         {
@@ -1111,19 +1111,10 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
     lean._update_packed(
         torch.zeros_like(grad),
         grad,
-        first,
-        second,
-        ranges,
+        (first, second, ranges),
         torch.zeros(()),
-        torch.zeros(()),
-        torch.tensor(1e-3),
-        0.9,
-        0.95,
-        1e-8,
-        0.0,
-        torch.tensor(3, dtype=torch.int32),
-        offsets,
-        (4, 64),
+        lean.AdamWOptions(torch.zeros(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0),
+        lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )
     return torch.cat([first.int(), second.int()], dim=1)
 

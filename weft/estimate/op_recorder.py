@@ -298,7 +298,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
         it runs eagerly.
         """
-        states = [arg for arg in args if isinstance(arg, Tensor)]
+        states = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         block = self._blocks[self.register(param)]
         if block is not None:
             for state in states:

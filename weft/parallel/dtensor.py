@@ -133,11 +133,20 @@ def iter_flat_indices(
     rows = max(1, max_elements // math.prod(local.shape[1:]))
     for begin in range(0, local.shape[0] if local.dim() else 1, rows):
         chunk = local[begin : begin + rows] if local.dim() else local
-        index = torch.zeros((), dtype=torch.int64, device=local.device)
-        stride = 1
-        for dim in reversed(range(chunk.dim())):
-            first = offsets[dim] + (begin if dim == 0 else 0)
-            steps = torch.arange(first, first + chunk.shape[dim], device=local.device) * stride
-            index = index + steps.view([-1 if d == dim else 1 for d in range(chunk.dim())])
-            stride *= shape[dim]
-        yield chunk, index
+        first = [offset + begin * (dim == 0) for dim, offset in enumerate(offsets)]
+        yield chunk, flat_indices(chunk.shape, first, shape, local.device)
+
+
+def flat_indices(
+    sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Return the flat indices, in a tensor of ``shape``, of a part at ``offsets``.
+
+    They are int64 and broadcast to ``sizes``.
+    """
+    index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in reversed(range(len(sizes))):
+        steps = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=device) * stride
+        index = index + steps.view([-1 if d == dim else 1 for d in range(len(sizes))])
+        stride *= shape[dim]
+    return index

@@ -112,10 +112,9 @@ def float32_buffer(param: Tensor) -> Tensor:
     if param.dtype == torch.float32:
         return param.data
     local = to_local(param)
-    shapes = param.shape, local.shape
+    shape, sizes = param.shape, local.shape
     if param.dtype == torch.uint8:
-        shapes = tuple(torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in shapes)
-    shape, sizes = shapes
+        shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
     buffer = torch.empty(sizes, dtype=torch.float32, device=local.device)
     return shard_like(param, buffer, shape)
 

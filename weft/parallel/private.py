@@ -17,8 +17,8 @@ not listed have no public counterpart that we know.
                         torch.compile), the gradients of `weft.parallel.collectives` (#168140)
     after torch 2.13    `run_schedule` (lists of microbatches: #188500), `set_max_active_stages`
                         (an argument of schedules: #193972)
-    open                `use_reshard_mesh` (#153302), `create_tcp_store` (#173909), `get_flat_group`
-                        and `unflatten_axis` (#169381), `set_activation_memory_budget` (#185171)
+    not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909), public names of
+                        `get_flat_group` and `unflatten_axis` (#169381)
 """
 
 from __future__ import annotations

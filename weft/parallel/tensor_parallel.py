@@ -139,7 +139,8 @@ def use_local_weight(
     sharded = from_local(local, mesh, placements, shape)
     module.register_parameter("weight", nn.Parameter(sharded, requires_grad=full.requires_grad))
     if not isinstance(module, LocalWeight):
-        module.__class__ = _with_local_weight(type(module))
+        module_class: Any = type(module)
+        module.__class__ = _with_local_weight(module_class)
 
 
 class LocalWeight:
@@ -166,7 +167,7 @@ class LocalWeight:
 
 
 @cache  # one subclass per class, so that the compiler sees that blocks are alike
-def _with_local_weight(module_class: type[nn.Module]) -> type[nn.Module]:
+def _with_local_weight(module_class: Any) -> Any:
     return type(module_class.__name__, (LocalWeight, module_class), {})
 
 

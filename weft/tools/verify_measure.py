@@ -56,8 +56,7 @@ from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
 from weft.monitor.layer_stats import hook_forward
 from weft.optim.lean import LowPrecisionAdamW
-from weft.optim.optimizer import clip_grad_norm, set_learning_rate
-from weft.optim.schedule import learning_rate
+from weft.optim.optimizer import clip_grad_norm, learning_rate, set_learning_rate
 from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Plan

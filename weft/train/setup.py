@@ -27,8 +27,7 @@ from weft.config.reader import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, select_layers
-from weft.optim.optimizer import OPTIMIZERS, build_optimizer
-from weft.optim.schedule import SCHEDULES, Decay
+from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
 from weft.parallel.lora import adapter_init
