@@ -26,8 +26,8 @@ from weft.config.schema import OptimSection
 from weft.models import load_family
 from weft.models.llama import LlamaConfig
 from weft.optim.optimizer import build_adamw, build_optimizer
+from weft.parallel.float8 import import_quietly
 from weft.parallel.initialization import init_params
-from weft.parallel.private import import_quietly
 
 CONFIG = LlamaConfig(
     num_layers=2,

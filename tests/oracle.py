@@ -48,10 +48,10 @@ from weft.data.token_store import Manifest, Shard, Split, Store
 from weft.optim.optimizer import (
     clip_grads_with_norm,
     compute_grad_norm,
+    learning_rate,
     masked_step,
     set_learning_rate,
 )
-from weft.optim.schedule import learning_rate
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train.reference_logprobs import log_probs
@@ -527,7 +527,7 @@ def has_weight_decay(name: str, value: Tensor) -> bool:
 
 
 def rate(step: int, job: Job) -> float:
-    """Return the learning rate of a step, counted from 1 (weft/optim/schedule.py)."""
+    """Return the learning rate of a step, counted from 1 (weft/optim/optimizer.py)."""
     optim, steps = job.optim, job.train.steps
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -924,7 +924,7 @@ class _Comparison:
                 yield Departure(
                     "learning rate",
                     f"step {step}: {lr} is not {rate(step, self.job)}",
-                    "optim/schedule.py",
+                    "optim/optimizer.py",
                 )
             set_learning_rate(self.built.optimizer, lr)
             masked_step(self.built.optimizer, torch.tensor(False))
@@ -1294,14 +1294,13 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 def _module_of(name: str, job: Job) -> str:
     """Return the module of weft that computes with a parameter."""
     if "lora_" in name or (job.lora.rank and "proj" in name):
-        quantized = job.lora.quantize != "none" and "lora_" not in name
-        return "parallel/quantize.py" if quantized else "parallel/lora.py"
+        return "parallel/lora.py"
     if job.precision.float8 != "none" and "proj" in name:
         return "parallel/float8.py"
     if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp" in name):
         return "models/moe.py"
     if "q_norm" in name or "k_norm" in name:
-        return "models/qwen3.py"
+        return "models/layers.py"
     if name.startswith(("embed", "lm_head")):
         return "models/llama.py"
     return "models/layers.py"

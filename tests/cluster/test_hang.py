@@ -28,7 +28,7 @@ from weft.cluster.hang import inspect_run, parse_flight_recorder
 from weft.cluster.watchdog import OpenCollective, RankState, diagnose_hang, write_evidence
 from weft.config.errors import InvalidConfig
 from weft.monitor.heartbeat import format_ranks, process_start_ticks
-from weft.parallel.private_hooks import configure_flight_recorder
+from weft.parallel.private import configure_flight_recorder
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

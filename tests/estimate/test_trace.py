@@ -21,6 +21,7 @@ from weft.estimate import trace as tracing
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers
 from weft.estimate.forecast import communication_by_axis
 from weft.estimate.op_recorder import OpTrace
+from weft.estimate.private_trace import clear_mesh_cache
 from weft.estimate.trace import (
     RankTrace,
     build_fake,
@@ -35,7 +36,6 @@ from weft.estimate.trace_memory import peak_live_bytes, simulate_memory
 from weft.models import llama
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
-from weft.parallel.private_hooks import clear_mesh_cache
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train.setup import Built, build

@@ -88,7 +88,7 @@ REPORTING = (
     "checkpoint/manifest.py:raise_first",
     "checkpoint/manifest.py:run_on_rank_0",
     "config/",
-    "parallel/private_hooks.py",
+    "parallel/private.py",
     "tools/local_ranks.py",
     "tools/shrink.py",
     "tools/verify",
@@ -381,7 +381,7 @@ TECHNIQUES: dict[str, Technique] = {
     "at the step's end": _key("parallel/data_parallel.py", parallel__gradient_sync="step"),
     "persist": _key("parallel/data_parallel.py", parallel__param_persistence_threshold="300"),
     "prefetch": _key("parallel/data_parallel.py", parallel__fsdp_prefetch="2"),
-    "two stages": _key("parallel/hierarchical_gather.py", parallel__hierarchical_gather="true"),
+    "two stages": _key("parallel/data_parallel.py", parallel__hierarchical_gather="true"),
     "replica outer": _key("plan/placement.py", parallel__mesh_order="replica-outer"),
     "cpu offload": _key("parallel/data_parallel.py", parallel__cpu_offload="true"),
     "full": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="full"),
@@ -395,7 +395,7 @@ TECHNIQUES: dict[str, Technique] = {
     "chunks": _key("train/loss.py"),
     "lora": _key("parallel/lora.py", lora__rank="4"),
     "nf4": _key(
-        "parallel/quantize.py",
+        "parallel/lora.py",
         lora__rank="4",
         lora__quantize="nf4",
         model__dim="256",
@@ -419,7 +419,7 @@ TECHNIQUES: dict[str, Technique] = {
     "bfloat16 states": _key("optim/lean.py", optim__state_dtype="bfloat16"),
     "8bit states": _key("optim/lean.py", optim__state_dtype="8bit"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
-    "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
+    "qwen3": _key("models/layers.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert_parallel.py", parallel__ep="2"),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"

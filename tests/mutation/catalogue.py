@@ -31,13 +31,12 @@ MODEL = ("models/llama.py", "models/layers.py", "models/qwen3.py")
 ATTENTION = (
     "parallel/context_parallel.py",
     "parallel/block_attention.py",
-    "parallel/attention_ops.py",
+    "parallel/collectives.py",
 )
 EXPERTS = ("models/moe.py", "parallel/expert_parallel.py", "optim/balance.py")
 LOSS = ("train/step.py", "train/loss.py", "train/loss.py")
 SHARDS = (
     "parallel/data_parallel.py",
-    "parallel/hierarchical_gather.py",
     "parallel/apply.py",
     "parallel/private.py",
 )
@@ -48,7 +47,7 @@ STAGES = (
     "parallel/apply.py",
 )
 MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
-ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "parallel/quantize.py", "tools/peft_export.py")
+ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "tools/peft_export.py")
 DATA = ("data/loader.py", "data/packing.py", "data/order.py", "data/token_store.py")
 SAVED = (
     "checkpoint/state_dict.py",
@@ -309,7 +308,7 @@ FAULTS: list[Fault] = [
     Fault(
         "model",
         "keys are not normalized",
-        "models/qwen3.py",
+        "models/layers.py",
         "return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK",
         "return self.q_norm(q_BTHK), k_BTGK, v_BTGK",
         MODEL,
@@ -317,7 +316,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "gains of heads are not added up",
-        "models/qwen3.py",
+        "models/llama.py",
         '"layers.*.self_attn.[qk]_norm": TensorParallelSpec("partial_grad")',
         '"layers.*.self_attn.[qk]_norm": TensorParallelSpec("replicated")',
         (*MODEL, "parallel/tensor_parallel.py"),
@@ -325,7 +324,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "one norm of queries and keys",
-        "models/qwen3.py",
+        "models/llama.py",
         "2 * config.num_layers * config.head_dim",
         "config.num_layers * config.head_dim",
         MODEL,
@@ -398,8 +397,8 @@ FAULTS: list[Fault] = [
         "experts",
         "a dense layer more",
         "models/moe.py",
-        "is_dense = index < config.dense_layers",
-        "is_dense = index <= config.dense_layers",
+        "is_dense = index < self.config.dense_layers",
+        "is_dense = index <= self.config.dense_layers",
         EXPERTS,
     ),
     Fault(
@@ -486,30 +485,34 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "the mean of the ranks' parts",
-        "parallel/tensor_parallel.py",
+        "parallel/collectives.py",
         "return c10d_functional.wait_tensor(out)  #",
         "return c10d_functional.wait_tensor(out) / size  #",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
         "gradients of a copy are not added",
-        "parallel/tensor_parallel.py",
-        "return _all_reduce(grad_BTD, ctx.group), None",
-        "return grad_BTD.clone(), None",
+        "parallel/collectives.py",
+        "with_adjoint(_identity, _all_reduce)",
+        "with_adjoint(_identity, _identity)",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
         "gradients of slices are not added",
-        "parallel/tensor_parallel.py",
-        "return _reduce_scatter(grad_BTD, ctx.group), None",
-        "return grad_BTD.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None",
+        "parallel/collectives.py",
+        "with_adjoint(_all_gather, _reduce_scatter)",
+        "with_adjoint(_all_gather, lambda x, g: x.chunk(g.size(), 1)[g.rank()].contiguous())",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "double reduce",
         "parts are added twice",
-        "parallel/tensor_parallel.py",
-        "        return _all_reduce(x_BTD, group)",
-        "        return _all_reduce(_all_reduce(x_BTD, group), group)",
+        "parallel/collectives.py",
+        "with_adjoint(_all_reduce, _identity)",
+        "with_adjoint(lambda x, group: _all_reduce(_all_reduce(x, group), group), _identity)",
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "missing reduce",
@@ -536,8 +539,8 @@ FAULTS: list[Fault] = [
         "wrong offset",
         "every rank looks up the first ids",
         "parallel/tensor_parallel.py",
-        "_vocab_parallel_forward(rank * local.shape[0])",
-        "_vocab_parallel_forward(0)",
+        "_vocab_parallel_forward, module, rank * local.shape[0])",
+        "_vocab_parallel_forward, module, 0)",
     ),
     Fault(
         "double reduce",
@@ -642,8 +645,8 @@ FAULTS: list[Fault] = [
         "wrong group",
         "backward takes one rank's blocks",
         "parallel/context_parallel.py",
-        "ctx.blocks[(rank - step) % size]",
-        "ctx.blocks[rank]",
+        "for block in ctx.blocks[source]:",
+        "for block in ctx.blocks[ctx.exchange.group.rank() % len(ctx.blocks)]:",
         ATTENTION,
     ),
     Fault(
@@ -658,7 +661,7 @@ FAULTS: list[Fault] = [
         "shuffled order",
         "gradients go to another's tokens",
         "parallel/context_parallel.py",
-        "shard_sequence(dkv_ETGK, rank, size, ctx.load_balance)",
+        "shard_sequence(dkv_ETGK, rank, size, self.load_balance)",
         "shard_sequence(dkv_ETGK, rank, size, False)",
         ATTENTION,
     ),
@@ -674,8 +677,8 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "gradients are not exchanged back",
         "parallel/context_parallel.py",
-        "return run_function(AllToAll, grad_C, ctx.group), None",
-        "return grad_C.clone(), None",
+        "with_adjoint(swap_chunks, swap_chunks)",
+        "with_adjoint(swap_chunks, lambda grad_C, group: grad_C.clone())",
         ATTENTION,
     ),
     Fault(
@@ -690,14 +693,14 @@ FAULTS: list[Fault] = [
         "mask",
         "documents of a row in another order",
         "parallel/context_parallel.py",
-        "documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), load_balance)",
-        "documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), False)",
+        "sources = [unshard_sequence(documents_CBL, load_balance)]",
+        "sources = [unshard_sequence(documents_CBL, False)]",
         ATTENTION,
     ),
     Fault(
         "mask",
         "a query without a key counts",
-        "parallel/attention_ops.py",
+        "parallel/block_attention.py",
         "lse = lse.masked_fill(mask.no_keys_B1Q, -torch.inf)",
         "pass",
         ATTENTION,
@@ -705,7 +708,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "backward of a block is not causal",
-        "parallel/attention_ops.py",
+        "parallel/block_attention.py",
         "lse_BHQ, 0.0, causal, attn_mask=bias",
         "lse_BHQ, 0.0, False, attn_mask=bias",
         ATTENTION,
@@ -730,9 +733,9 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "gradients of rows are a mean",
-        "parallel/expert_parallel.py",
-        "return _all_to_all(grad_QD, sent, received, ctx.group), None",
-        "return _all_to_all(grad_QD, sent, received, ctx.group) / 2, None",
+        "parallel/collectives.py",
+        "return with_adjoint(there, back)(x_RD, group)",
+        "return with_adjoint(there, lambda grad, group: back(grad, group) / 2)(x_RD, group)",
         EXPERTS,
     ),
     Fault(
@@ -836,35 +839,35 @@ FAULTS: list[Fault] = [
     Fault(
         "schedule",
         "warm-up begins a step late",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "return optim.lr * step / warmup_steps",
         "return optim.lr * (step - 1) / warmup_steps",
     ),
     Fault(
         "schedule",
         "decay is a step late",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "progress = (step - warmup_steps) /",
         "progress = (step - warmup_steps - 1) /",
     ),
     Fault(
         "schedule",
         "decay over all steps",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "max(0.0, 1.0 - progress) / optim.decay_fraction",
         "max(0.0, 1.0 - progress)",
     ),
     Fault(
         "schedule",
         "a quarter of a cosine",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "0.5 * (1.0 + math.cos(math.pi * progress))",
         "math.cos(math.pi * progress / 2)",
     ),
     Fault(
         "schedule",
         "the least rate is a floor",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "(optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * fraction)",
         "max(optim.min_lr_ratio, fraction)",
     ),
@@ -1678,7 +1681,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dequantization",
         "int8 over 128",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "codes.view(torch.int8) * (scales_ON1 / 127)",
         "codes.view(torch.int8) * (scales_ON1 / 128)",
         ADAPTERS,
@@ -1686,7 +1689,7 @@ FAULTS: list[Fault] = [
     Fault(
         "swapped tensors",
         "halves of a byte are exchanged",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "(halves[..., 0::2] << 4) | halves[..., 1::2]",
         "(halves[..., 1::2] << 4) | halves[..., 0::2]",
         ADAPTERS,
@@ -1694,7 +1697,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dequantization",
         "a level of nf4 is off",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "0.7229568362236023,",
         "0.7029568362236023,",
         ADAPTERS,
@@ -1702,7 +1705,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "half of a frozen matrix's gradient",
-        "parallel/quantize.py",
+        "parallel/lora.py",
         "return grad @ dequantize_matrix(packed, grad.dtype), None",
         "return grad @ dequantize_matrix(packed, grad.dtype) / 2, None",
         ADAPTERS,
@@ -1728,7 +1731,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "shards come from the wrong place",
-        "parallel/hierarchical_gather.py",
+        "parallel/data_parallel.py",
         "local_rank = self.intra_node.rank()",
         "local_rank = 0",
         SHARDS,
@@ -1817,7 +1820,7 @@ FAULTS: list[Fault] = [
         "shuffled order",
         "a shard that is cut twice",
         "parallel/dtensor.py",
-        "sorted(axes, key=lambda axis: is_strided_shard(param.placements[axis]))",
+        "sorted(axes, key=lambda axis: _is_strided(param.placements[axis]))",
         "sorted(axes)",
         GROUPS,
     ),
@@ -1922,7 +1925,7 @@ FAULTS: list[Fault] = [
         "stale buffer",
         "a skipped step changes the ranges of eight bits",
         "optim/lean.py",
-        "packed = [torch.empty_like(tensor) for tensor in (first_codes, second_codes, ranges)]",
+        "packed = [torch.empty_like(tensor) for tensor in moments]",
         "packed = [torch.empty_like(first_codes), torch.empty_like(second_codes), ranges]",
     ),
     Fault(
@@ -1950,8 +1953,8 @@ FAULTS: list[Fault] = [
         "wrong offset",
         "chance is of the place in a shard",
         "optim/lean.py",
-        "positions = torch.arange(like.shape[dim], device=like.device) + offsets[dim]",
-        "positions = torch.arange(like.shape[dim], device=like.device)",
+        "flat_indices(like.shape, position.offsets,",
+        "flat_indices(like.shape, [0] * like.dim(),",
     ),
     Fault(
         "weight decay",

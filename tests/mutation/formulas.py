@@ -454,7 +454,7 @@ def check_conversations() -> None:
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"tied_embeddings": True}, "models/llama.py"),
     ("llama", {"tied_embeddings": False}, "models/llama.py"),
-    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/qwen3.py"),
+    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/llama.py"),
     (
         "moe",
         {
@@ -1111,19 +1111,10 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
     lean._update_packed(
         torch.zeros_like(grad),
         grad,
-        first,
-        second,
-        ranges,
+        (first, second, ranges),
         torch.zeros(()),
-        torch.zeros(()),
-        torch.tensor(1e-3),
-        0.9,
-        0.95,
-        1e-8,
-        0.0,
-        torch.tensor(3, dtype=torch.int32),
-        offsets,
-        (4, 64),
+        lean.AdamWOptions(torch.zeros(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0),
+        lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )
     return torch.cat([first.int(), second.int()], dim=1)
 
@@ -1208,12 +1199,12 @@ def check_hierarchical_gather() -> None:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from weft.parallel import hierarchical_gather
+    from weft.parallel import data_parallel
 
-    module = "parallel/hierarchical_gather.py"
+    module = "parallel/data_parallel.py"
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-    gather = hierarchical_gather.HierarchicalAllGather(mesh, 2)
-    single, several = hierarchical_gather.all_gather, dist.all_gather
+    gather = data_parallel.HierarchicalAllGather(mesh, 2)
+    single, several = data_parallel.all_gather, dist.all_gather
 
     def is_inside(part: Tensor, full: Tensor, at: int) -> bool:
         begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
@@ -1231,7 +1222,7 @@ def check_hierarchical_gather() -> None:
         return several(outs, part, group, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hierarchical_gather, "all_gather", watch_single)
+        patch.setattr(data_parallel, "all_gather", watch_single)
         patch.setattr(dist, "all_gather", watch_several)
         for count, in_place, later in itertools.product((1, 7), (False, True), (False, True)):
             own = torch.arange(count) + 100.0 * dist.get_rank()

@@ -12,14 +12,15 @@ from torch import nn
 from weft.config.schema import OptimSection
 from weft.models import llama
 from weft.optim.optimizer import (
+    SCHEDULES,
     build_adamw,
     build_optimizer,
     clip_grad_norm,
     compute_grad_norm,
+    learning_rate,
     masked_step,
     set_learning_rate,
 )
-from weft.optim.schedule import SCHEDULES, learning_rate
 from weft.parallel.private import set_found_inf
 
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)

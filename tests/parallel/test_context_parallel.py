@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness import run_ranks
 from weft.models import layers
 from weft.models.llama import Llama, LlamaConfig
-from weft.parallel import attention_ops as ops
+from weft.parallel import block_attention as ops
 from weft.parallel.block_attention import BlocksBySource, allgather_blocks, ring_blocks
 from weft.parallel.context_parallel import (
     CPMethod,
@@ -131,7 +131,7 @@ def test_attend_block_query_without_keys_has_no_weight() -> None:
 
 
 def test_private_attention_operators_have_expected_schemas() -> None:
-    """If this fails, PyTorch changed: compare what `attention_ops` passes."""
+    """If this fails, PyTorch changed: compare what `block_attention` passes."""
     name = "_scaled_dot_product_"
     qkv = "Tensor query, Tensor key, Tensor value, "
     seq = "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "

@@ -23,8 +23,13 @@ from weft.models import load_family
 from weft.models.family import Init
 from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
-from weft.parallel.lora import LoraLinear
-from weft.parallel.quantize import NF4, dequantize_matrix, quantize_matrix, quantized_linear
+from weft.parallel.lora import (
+    NF4,
+    LoraLinear,
+    dequantize_matrix,
+    quantize_matrix,
+    quantized_linear,
+)
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve

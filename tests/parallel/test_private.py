@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor, placement_types
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.parallel import private, private_hooks
+from weft.estimate import private_trace
+from weft.parallel import dtensor, private
+from weft.parallel.collectives import c10d_functional
 from weft.parallel.private import disable_recompile_limit
 from weft.train.setup import build
 
@@ -39,7 +41,7 @@ def parameters(function: Any) -> list[str]:
 
 def test_traceable_collectives_have_expected_arguments() -> None:
     arguments = {
-        name: [a.name for a in getattr(private.c10d_functional, name).default._schema.arguments]
+        name: [a.name for a in getattr(c10d_functional, name).default._schema.arguments]
         for name in (
             "all_gather_into_tensor",
             "reduce_scatter_tensor",
@@ -65,8 +67,8 @@ def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
 
 def test_mesh_and_placement_names_are_as_expected() -> None:
     assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
-    assert private.is_strided_shard(placement_types._StridedShard(0, split_factor=2))
-    assert not private.is_strided_shard(placement_types.Shard(0))
+    assert dtensor._is_strided(placement_types._StridedShard(0, split_factor=2))
+    assert not dtensor._is_strided(placement_types.Shard(0))
     # `fully_shard` creates the mesh to reshard over by this name, in this module, once.
     assert _fsdp_init.DeviceMesh is DeviceMesh
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
@@ -172,7 +174,7 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
 def reductions(cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
     results = []
     for case in cases:
-        private_hooks.clear_mesh_cache()  # else DTensor uses the groups of the previous case
+        private_trace.clear_mesh_cache()  # else DTensor uses the groups of the previous case
         results.append(count_reductions(*case))
     return results
 
@@ -230,7 +232,7 @@ def test_collectives_new_names_are_those_of_torch_2_13() -> None:
     assert renamed == (torch.__version__ >= "2.13")
 
 
-def leave_one_pending() -> list[private_hooks.CollectiveRecord]:
+def leave_one_pending() -> list[private.CollectiveRecord]:
     """Rank 0 starts one collective more than rank 1."""
     dist.all_reduce(torch.zeros(2))
     group = dist.new_group([0, 1])
@@ -238,7 +240,7 @@ def leave_one_pending() -> list[private_hooks.CollectiveRecord]:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
     deadline = time.monotonic() + 10  # the recorder updates with a delay
-    while len(result := [c for c in private_hooks.read_flight_recorder() if c.is_pending]) > (
+    while len(result := [c for c in private.read_flight_recorder() if c.is_pending]) > (
         dist.get_rank() == 0
     ):
         assert time.monotonic() < deadline, result
@@ -271,7 +273,7 @@ def record_wrapped_collectives() -> list[list[int]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     value = torch.ones(2)
-    with private_hooks.wrap_collectives(mark):
+    with private.wrap_collectives(mark):
         dist.all_reduce(value)
         later = dist.all_reduce(value, group=pair, async_op=True)
         dist.barrier()
@@ -298,9 +300,9 @@ def test_wrap_collectives_includes_calls_and_waits() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "inside"),
     [
-        (dist.Work, "wait", lambda: private_hooks.observe_collective_waits(print)),
-        (dist.Work, "wait", lambda: private_hooks.wrap_collectives(nullcontext)),
-        (torch.UntypedStorage, "resize_", lambda: private_hooks.observe_storage_resizes(print)),
+        (dist.Work, "wait", lambda: private_trace.observe_collective_waits(print)),
+        (dist.Work, "wait", lambda: private.wrap_collectives(nullcontext)),
+        (torch.UntypedStorage, "resize_", lambda: private_trace.observe_storage_resizes(print)),
     ],
 )
 def test_patched_method_is_restored(owner: Any, name: str, inside: Any) -> None:

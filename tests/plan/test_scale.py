@@ -24,9 +24,9 @@ from tests.small import plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import RECIPES, recipe_names
 from weft.config.schema import Job
+from weft.estimate.private_trace import clear_mesh_cache
 from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
-from weft.parallel.private_hooks import clear_mesh_cache
 from weft.plan.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe

@@ -57,7 +57,7 @@ from weft.checkpoint.storage import CorruptData
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
-from weft.parallel.quantize import float32_buffer, store_float32
+from weft.parallel.initialization import float32_buffer, store_float32
 
 # Dtypes of optimizer state.  Their sizes differ, so none can be mistaken for another.
 OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
-from weft.parallel.private import is_quantized
+from weft.parallel.dtensor import is_dtensor, is_quantized, shard_offsets, to_local
 
 StateDict = dict[str, torch.Tensor]
 

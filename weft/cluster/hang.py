@@ -50,7 +50,7 @@ from weft.monitor.heartbeat import (
 )
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import read_run_job
-from weft.parallel.private_hooks import parse_collectives
+from weft.parallel.private import parse_collectives
 from weft.train.state import checkpoint_dir
 
 PROBE_SECONDS = 2.0  # between two reads of the heartbeats of live ranks

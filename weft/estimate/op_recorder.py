@@ -27,14 +27,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from weft.config.errors import WeftError
-from weft.parallel.private_hooks import (
+from weft.estimate.private_trace import (
     find_group_name,
-    is_in_backward,
     observe_collective_waits,
     observe_sharding_propagation,
     observe_storage_resizes,
-    wrap_pipeline_actions,
 )
+from weft.parallel.private import is_in_backward, wrap_pipeline_actions
 
 BlockIndex = tuple[int, int]
 OUTSIDE_BLOCKS = -1  # index of a stage's modules outside blocks
@@ -299,7 +298,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
         it runs eagerly.
         """
-        states = [arg for arg in args if isinstance(arg, Tensor)]
+        states = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         block = self._blocks[self.register(param)]
         if block is not None:
             for state in states:

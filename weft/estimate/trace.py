@@ -46,11 +46,12 @@ from weft.estimate.op_recorder import (
     group_index,
     track_locations,
 )
+from weft.estimate.private_trace import fake_process_group
 from weft.optim import lean
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
-from weft.parallel.private_hooks import fake_process_group, get_group_ranks
+from weft.parallel.private import get_group_ranks
 from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,

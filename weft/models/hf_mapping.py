@@ -154,6 +154,10 @@ def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
     }
 
 
+# The arguments of a `ConfigError`: field, value, rule, and remedy if there is one.
+Problem = tuple[Any, ...]
+
+
 def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigError]]:
     """Convert a ``config.json`` to the family's configuration.
 
@@ -162,22 +166,44 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
         that model; keys are ``config.json <field>``.
     """
     mapping = get_hf_mapping(family)
-
-    def make_error(name: str, value: object, rule: str, remedy: str = "") -> ConfigError:
-        remedy = remedy or f"no other value is supported by weft's {mapping.name}"
-        return ConfigError(f"config.json {printable(name)}", _short(value), rule, remedy)
-
     given = {name: value for name, value in hf_config.items() if value is not None}
     fields: Json = {}
-    scales_rope = "rope_scaling" in family.config.model_fields
-    has_head_dim = "head_dim" in family.config.model_fields
-    problems = [make_error(*args) for args in _read_rope(given, fields, scales_rope)]
     range_errors = list(_check_numbers(given))
-    problems += [make_error(*args) for args in range_errors]
-    out_of_range = {name for name, *_ in range_errors}
-    defaults = DEFAULTS | mapping.defaults
+    found = [
+        *_read_rope(given, fields, "rope_scaling" in family.config.model_fields),
+        *range_errors,
+        *_read_fields(family, hf_config, fields),
+        *_check_fixed_fields(mapping, given),
+        *_check_attention(mapping, hf_config, fields["max_seq_len"]),
+        *_check_unknown_fields(mapping, given),
+    ]
+    config_errors = check_section(family.config, "model", fields)
+    config_errors = [error for error in config_errors if error.value is not None]
+    config: Any = None
+    if not config_errors and not any(value is MISSING for _, value, *_ in found):
+        config = family.config.model_validate(fields)
+        config_errors = family.check(config)
+        if given.get("head_dim", config.head_dim) != config.head_dim and not config_errors:
+            rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
+            found.append(("head_dim", given["head_dim"], rule))
+    found += _rename_errors(config_errors, {name for name, *_ in range_errors})
+    problems = [_make_error(mapping, *problem) for problem in found]
+    return (None if problems else config), problems
+
+
+def _make_error(
+    mapping: HFMapping, name: str, value: object, rule: str, remedy: str = ""
+) -> ConfigError:
+    remedy = remedy or f"no other value is supported by weft's {mapping.name}"
+    return ConfigError(f"config.json {printable(name)}", _short(value), rule, remedy)
+
+
+def _read_fields(family: Family, hf_config: Json, fields: Json) -> Iterator[Problem]:
+    """Read the `FIELDS` into ``fields``, with the defaults of transformers."""
+    given = {name: value for name, value in hf_config.items() if value is not None}
+    defaults = DEFAULTS | get_hf_mapping(family).defaults
     for name, field in FIELDS.items():
-        if name == "head_dim" and not has_head_dim:
+        if name == "head_dim" and name not in family.config.model_fields:
             continue
         if name == "num_key_value_heads" and name not in given:
             # Even if the family has a default, null means as many as query heads.
@@ -190,65 +216,61 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
             if type(width) is type(heads) is int and heads > 0:
                 fields[field] = width // heads
         else:
-            problems.append(make_error(name, MISSING, "is missing", "add it; it has no default"))
+            yield name, MISSING, "is missing", "add it; it has no default"
+
+
+def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
+    """Yield a problem for each field that has another value than the one supported."""
     exact = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
     for name, only in {**exact, **mapping.fixed_fields}.items():
-        if name in exact or name in given:
-            value = given.get(name, MISSING)
-            if value != only:
-                problems.append(make_error(name, value, f"must be {json.dumps(only)}"))
-    known = {
-        *FIELDS,
-        *exact,
-        *mapping.fixed_fields,
-        *IGNORED_FIELDS,
-        *mapping.ignored_fields,
-        "layer_types",
-    }
+        value = given.get(name, MISSING)
+        if value != only and (name in exact or name in given):
+            yield name, value, f"must be {json.dumps(only)}"
+
+
+def _check_attention(mapping: HFMapping, hf_config: Json, max_seq_len: Any) -> Iterator[Problem]:
+    """Yield a problem for each kind of attention that weft lacks."""
     if mapping.default_sliding_window is not None:
-        known.add("sliding_window")
         window = hf_config.get("sliding_window", mapping.default_sliding_window)
-        max_seq_len = fields["max_seq_len"]
         if type(max_seq_len) is type(window) is int and window < max_seq_len:
             rule = f"is less than max_position_embeddings={max_seq_len}; weft has no sliding window"
             remedy = "set max_position_embeddings to the window; shorter sequences do not change"
-            problems.append(make_error("sliding_window", window, rule, remedy))
-    types = given.get("layer_types", ["full_attention"])
+            yield "sliding_window", window, rule, remedy
+    types = hf_config.get("layer_types")
     is_full = isinstance(types, list) and types and all(kind == "full_attention" for kind in types)
-    if not is_full:
-        problems.append(make_error("layer_types", types, 'must be "full_attention" for each layer'))
-    for name in given:
+    if types is not None and not is_full:
+        yield "layer_types", types, 'must be "full_attention" for each layer'
+
+
+def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
+    """Yield a problem for each field that may change what the model computes."""
+    known = {"architectures", "model_type", "layer_types"}
+    known |= {*FIELDS, *mapping.fixed_fields, *IGNORED_FIELDS, *mapping.ignored_fields}
+    if mapping.default_sliding_window is not None:
+        known.add("sliding_window")
+    for name, value in given.items():
         if name not in known and not name.startswith(("_", "rope_")):
             remedy = REMEDIES.get(name, "remove it if it does not change what the model computes")
-            rule = f"is not a known field of {mapping.name}"
-            problems.append(make_error(name, given[name], rule, remedy))
+            yield name, value, f"is not a known field of {mapping.name}", remedy
 
+
+def _rename_errors(errors: list[ConfigError], out_of_range: set[str]) -> Iterator[Problem]:
+    """Yield the errors of a configuration as problems of Hugging Face's fields."""
     hf_names = {f"model.{field}": name for name, field in FIELDS.items()}
     hf_names |= {
         f"model.{field}": f"rope_scaling.{name}" for name, field in ROPE_SCALING_FIELDS.items()
     }
-    config_errors = [
-        p for p in check_section(family.config, "model", fields) if p.value is not None
-    ]
-    config: Any = None
-    if not config_errors and not any(problem.value is MISSING for problem in problems):
-        config = family.config.model_validate(fields)
-        config_errors = family.check(config)
-    invalid_keys = {error.key for error in config_errors}
-    for error in config_errors:
-        key = hf_names.get(error.key, error.key.removeprefix("model."))
+    invalid_keys = {error.key for error in errors}
+    for error in errors:
+        name = hf_names.get(error.key, error.key.removeprefix("model."))
         # An error that depends on another error may be its consequence.
-        if invalid_keys.isdisjoint(error.depends) and key not in out_of_range:
+        if invalid_keys.isdisjoint(error.depends) and name not in out_of_range:
             rule = re.sub(r"model\.\w+", lambda m: hf_names.get(m[0], m[0]), error.rule)
-            problems.append(make_error(key, error.value, rule))
-    if config and given.get("head_dim", config.head_dim) != config.head_dim and not config_errors:
-        rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
-        problems.append(make_error("head_dim", given["head_dim"], rule))
-    return (None if problems else config), problems
+            yield name, error.value, rule
 
 
-def _check_numbers(given: Json) -> Iterator[tuple[Any, ...]]:
-    """Yield an error's arguments for each value that is not a number in its range."""
+def _check_numbers(given: Json) -> Iterator[Problem]:
+    """Yield a problem for each value that is not a number in its range."""
     scaling = given.get("rope_scaling") or given.get("rope_parameters")
     values = dict(given)
     for rope in (given.get("rope_parameters"), scaling):
@@ -266,11 +288,11 @@ def _check_numbers(given: Json) -> Iterator[tuple[Any, ...]]:
             yield name, value, f"must be a number from {low:g} to {high:g}", remedy
 
 
-def _read_rope(given: Json, fields: Json, scales_rope: bool) -> Iterator[tuple[Any, ...]]:
+def _read_rope(given: Json, fields: Json, scales_rope: bool) -> Iterator[Problem]:
     """Read rotary positions, in the fields of transformers 4 or 5.
 
-    transformers 5 replaced ``rope_theta`` and ``rope_scaling`` by ``rope_parameters``.  Yields an
-    error's arguments.
+    transformers 5 replaced ``rope_theta`` and ``rope_scaling`` by ``rope_parameters``.  Yields
+    problems.
 
     Args:
         given: fields of ``config.json`` that are not null.

@@ -200,11 +200,26 @@ class Attention(nn.Module):
 
     Source: Ainslie et al., arXiv:2305.13245.  Context parallelism replaces the attribute ``attend``
     by a function that also sees the keys and values of other ranks.
+
+    Args:
+        dim: model width.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
+        qk_norm_eps: epsilon of an RMSNorm of each head's queries and keys, as in Qwen3; None: no
+            norm.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor]
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.attend = attend
@@ -212,6 +227,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.has_qk_norm = qk_norm_eps is not None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps)
 
     def forward(
         self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
@@ -232,6 +251,8 @@ class Attention(nn.Module):
         q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.has_qk_norm:
+            return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
         return q_BTHK, k_BTGK, v_BTGK
 
 
@@ -276,12 +297,22 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     )
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Return True for a fake tensor, which has no values (a traced program)."""
+    return isinstance(tensor, FakeTensor)
+
+
+def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Call ``function.apply(*args)``, which is untyped in torch."""
+    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def group_sizes(counts_E: Tensor, total: int) -> list[int]:
     """Return the values of ``counts_E``, or equal shares of ``total`` if it is fake.
 
     A mixture of experts is therefore planned for perfect balance.
     """
-    if not isinstance(counts_E, FakeTensor):
+    if not is_fake(counts_E):
         sizes: list[int] = counts_E.tolist()
         return sizes
     share, remainder = divmod(total, len(counts_E))

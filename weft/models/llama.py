@@ -65,6 +65,11 @@ class DecoderConfig(Section):
         """Return the scaling that `rope_frequencies` takes, or None."""
         return None
 
+    @property
+    def has_qk_norm(self) -> bool:
+        """Return True if attention normalizes queries and keys (a key of some families)."""
+        return getattr(self, "qk_norm", False)
+
 
 class LlamaConfig(DecoderConfig):
     """Configuration of a Llama; defaults: Llama 3.1 8B (arXiv:2407.21783, table 3)."""
@@ -174,16 +179,19 @@ def _format_nearest(valid: list[int], value: int) -> str:
 
 
 class LlamaBlock(nn.Module):
-    """Decoder layer: attention and feed-forward, each with pre-normalization."""
+    """Decoder layer: attention and feed-forward, each with pre-normalization.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    ``mlp`` is the feed-forward layer; by default a `SwiGLU`.
+    """
+
+    def __init__(self, config: DecoderConfig, mlp: nn.Module | None = None) -> None:
         super().__init__()
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        qk_norm_eps = config.norm_eps if config.has_qk_norm else None
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(
-            config.dim, config.num_heads, config.num_kv_heads, config.head_dim
-        )
+        self.self_attn = Attention(config.dim, *heads, qk_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.ffn_dim)
+        self.mlp = SwiGLU(config.dim, config.ffn_dim) if mlp is None else mlp
 
     def forward(
         self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
@@ -406,6 +414,7 @@ SHARDING: dict[str, TensorParallelSpec] = {
     "layers.*.self_attn": TensorParallelSpec(input_comm="gather"),
     "layers.*.self_attn.q_proj": TensorParallelSpec("column"),
     "layers.*.self_attn.[kv]_proj": TensorParallelSpec("heads"),
+    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("partial_grad"),
     "layers.*.self_attn.o_proj": TensorParallelSpec("row", output_comm="scatter"),
     "layers.*.post_attention_layernorm": TensorParallelSpec("replicated"),
     "layers.*.mlp": TensorParallelSpec(input_comm="gather"),
@@ -458,18 +467,20 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
     A tied embedding's parameters count in the embedding, its product in the head.  Activations are
     those that autograd saves in this code.  Norm: its input in float32 and twice the normalized
     value.
-    Attention: q, k, v and twice its output.  SwiGLU: four widths.  Head: logits in bfloat16 and
+    Attention: q, k, v and twice its output; normalized queries and keys as other norms.  SwiGLU:
+    four widths.  Head: logits in bfloat16 and
         twice
     in float32.
     """
     dim, heads = config.dim, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     matrices = _block_matmul_params(config)
+    saved_bytes = 16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim
     block = UnitCost(
         "layers",
-        params=matrices + 2 * dim,
+        params=matrices + 2 * dim + 2 * config.head_dim * config.has_qk_norm,
         flops_per_token=6.0 * matrices + 12 * heads * seq_len,
-        activation_bytes_per_token=16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim,
+        activation_bytes_per_token=saved_bytes + 8 * (heads + kv_heads) * config.has_qk_norm,
     )
     table = config.vocab_size * dim
     embedding = UnitCost("embed_tokens", table, 0.0, 2 * dim)
@@ -501,6 +512,8 @@ def _block_matmul_params(config: DecoderConfig) -> int:
 def num_params(config: DecoderConfig) -> int:
     """Return the number of parameters, a tied embedding counted once."""
     norms = (2 * config.num_layers + 1) * config.dim
+    if config.has_qk_norm:
+        norms += 2 * config.num_layers * config.head_dim
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.dim
     return num_matmul_params(config) + norms + embedding
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -43,11 +44,10 @@ from torch import Tensor, nn
 
 from weft.config.errors import ConfigError
 from weft.config.schema import NonNegative, Positive, key
-from weft.models import llama, qwen3
-from weft.models.family import Family, Init, TensorParallelSpec, UnitCost
-from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
-from weft.models.llama import DecoderConfig, Llama, PositiveFloat
-from weft.models.qwen3 import QKNormAttention
+from weft.models import llama
+from weft.models.family import Init, TensorParallelSpec, UnitCost
+from weft.models.layers import SwiGLU, grouped_linear, run_function
+from weft.models.llama import DecoderConfig, Llama, LlamaBlock, PositiveFloat
 
 # --------------------------------------------------------------------------- configuration
 
@@ -244,11 +244,11 @@ class MoE(nn.Module):
         inverse_R = torch.empty_like(order_R).scatter_(
             0, order_R, torch.arange(len(order_R), device=order_R.device)
         )
-        tokens_RD = Unpermute.apply(x_ND, order_R, inverse_R)  # type: ignore[no-untyped-call]
+        tokens_RD = run_function(Unpermute, x_ND, order_R, inverse_R)
         tokens_RD = self.experts(tokens_RD, counts_E)
-        tokens_RD = Permute.apply(tokens_RD, inverse_R, order_R)  # type: ignore[no-untyped-call]
+        tokens_RD = run_function(Permute, tokens_RD, inverse_R, order_R)
         # bmm accumulates in float32, and does not save A scaled rows per token for backward.
-        outputs_NAD = tokens_RD.unflatten(0, (-1, chosen_NA.shape[1]))
+        outputs_NAD = tokens_RD.view(*chosen_NA.shape, x_ND.shape[1])
         out_ND = torch.bmm(weights_NA.to(x_ND.dtype).unsqueeze(1), outputs_NAD).squeeze(1)
         out_BTD = out_ND.view_as(x_BTD)
         return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
@@ -294,25 +294,8 @@ class Unpermute(torch.autograd.Function):
         return grad_RD.view(-1, ctx.active, grad_RD.shape[1]).sum(1), None, None
 
 
-class MoeBlock(nn.Module):
-    """Decoder layer: attention and feed-forward, each with pre-normalization."""
-
-    def __init__(self, config: MoeConfig, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        self.self_attn = (
-            QKNormAttention(config) if config.qk_norm else Attention(config.dim, *heads)
-        )
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        is_dense = index < config.dense_layers
-        self.mlp = SwiGLU(config.dim, config.ffn_dim) if is_dense else MoE(config)
-
-    forward = llama.LlamaBlock.forward
-
-
 class Moe(Llama):
-    """`Llama` with `MoeBlock` layers.
+    """`Llama` with experts in its layers, after the first ``dense_layers``.
 
     Raises:
         ValueError: if `check` rejects the configuration.
@@ -323,7 +306,8 @@ class Moe(Llama):
 
     def build_block(self, index: int) -> nn.Module:
         """Build layer ``index``."""
-        return MoeBlock(self.config, index)
+        is_dense = index < self.config.dense_layers
+        return LlamaBlock(self.config, None if is_dense else MoE(self.config))
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:
@@ -353,7 +337,6 @@ def get_init(name: str, config: MoeConfig) -> Init:
 # each rank routes all tokens identically, and holds a slice of each expert's width.
 SHARDING: dict[str, TensorParallelSpec] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("partial_grad"),
     "layers.*.mlp": TensorParallelSpec(input_comm="gather", output_comm="scatter"),
     "layers.*.mlp.router": TensorParallelSpec("partial_grad"),
     "layers.*.mlp.down_proj": TensorParallelSpec("row"),
@@ -366,11 +349,6 @@ TP_DIVIDED_FIELDS = ("num_heads", "ffn_dim", "expert_dim", "vocab_size")
 
 
 # --------------------------------------------------------------------------- arithmetic
-
-
-def _dense_family(config: MoeConfig) -> Family:
-    """Return the family that this one would be without experts."""
-    return qwen3.FAMILY if config.qk_norm else llama.FAMILY
 
 
 class FfnParams(NamedTuple):
@@ -398,8 +376,6 @@ def unit_costs(config: MoeConfig, seq_len: int) -> list[UnitCost]:
     An MoE layer saves per token and active expert its input and output rows, four widths, indices
     and weights; and per token twice the row, the scores, and four widths of the shared experts.
     """
-    dense_costs = _dense_family(config).unit_costs
-    assert dense_costs is not None
     ffn, active = count_ffn_params(config), config.active_experts
     experts = config.num_experts * ffn.expert
     saved_bytes = (
@@ -408,7 +384,7 @@ def unit_costs(config: MoeConfig, seq_len: int) -> list[UnitCost]:
         + 12 * config.num_experts
         + 8 * config.shared_experts * config.expert_dim
     )
-    embedding, *layers, head = dense_costs(config, seq_len)
+    embedding, *layers, head = llama.unit_costs(config, seq_len)
     moe = [
         unit._replace(
             params=unit.params - ffn.dense + ffn.router + experts + ffn.shared,
@@ -433,7 +409,7 @@ def num_params(config: MoeConfig) -> int:
 
 def num_active_params(config: MoeConfig) -> int:
     """Return the number of parameters that one token uses: all but its idle experts."""
-    return _dense_family(config).num_params(config) + _extra_active_params(config)
+    return llama.num_params(config) + _extra_active_params(config)
 
 
 def _extra_active_params(config: MoeConfig) -> int:
@@ -451,21 +427,19 @@ def flops_per_token(config: MoeConfig, seq_len: int) -> float:
     return llama.flops_per_token(config, seq_len) + 6.0 * _extra_active_params(config)
 
 
-FAMILY = Family(
+FAMILY = replace(
+    llama.FAMILY,
     config=MoeConfig,
     presets=PRESETS,
     build=Moe,
     check=check,
-    blocks=llama.blocks,
     get_init=get_init,
-    has_weight_decay=llama.has_weight_decay,
     num_params=num_params,
     flops_per_token=flops_per_token,
     sharding=SHARDING,
     tp_divided_fields=TP_DIVIDED_FIELDS,
     unit_costs=unit_costs,
-    prune_to_stage=llama.prune_to_stage,
-    enable_fused_loss=llama.enable_fused_loss,
     moe_layers=moe_layers,
     num_active_params=num_active_params,
+    hf_mapping=None,
 )

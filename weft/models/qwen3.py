@@ -1,26 +1,24 @@
 """Qwen3, dense: Llama with normalized queries and keys.
 
 Sizes are from ``config.json`` of Qwen/Qwen3-0.6B to Qwen/Qwen3-32B on the Hub; the technical report
-is arXiv:2505.09388.  This file holds only the differences from `weft.models.llama`.  K in shape
-suffixes is the head dimension, which need not be dim / num_heads.
+is arXiv:2505.09388.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-
-from torch import Tensor
+from typing import ClassVar
 
 from weft.config.schema import Positive, key
 from weft.models import llama
-from weft.models.family import FIXED_FIELDS, HFMapping, TensorParallelSpec, UnitCost
-from weft.models.layers import Attention, RMSNorm
+from weft.models.family import FIXED_FIELDS, HFMapping
 from weft.models.llama import DecoderConfig, PositiveFloat
 
 
 class Qwen3Config(DecoderConfig):
     """Configuration of a Qwen3; defaults: Qwen3 8B."""
 
+    qk_norm: ClassVar[bool] = True
     num_layers: Positive = key(36, "transformer blocks")
     head_dim: Positive = key(128, "width of one head; need not be dim / num_heads")
     ffn_dim: Positive = key(12288, "inner width of the feed-forward layer")
@@ -53,60 +51,6 @@ PRESETS: dict[str, Qwen3Config] = {
 }
 
 
-class QKNormAttention(Attention):
-    """Attention with RMSNorm over the head dimension of queries and keys."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values; normalize queries and keys per head."""
-        q_BTHK, k_BTGK, v_BTGK = super().project(x_BTD)
-        return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
-
-
-class Qwen3Block(llama.LlamaBlock):
-    """Decoder layer of Qwen3."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.self_attn = QKNormAttention(config)
-
-
-class Qwen3(llama.Llama):
-    """Decoder-only transformer as in Qwen3."""
-
-    block = Qwen3Block
-
-
-SHARDING: dict[str, TensorParallelSpec] = {
-    **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("partial_grad"),
-}
-
-
-def unit_costs(config: Qwen3Config, seq_len: int) -> list[UnitCost]:
-    """Return Llama's costs plus those of the two norms of each block."""
-    params, saved_bytes = 2 * config.head_dim, 8 * (config.num_heads + config.num_kv_heads)
-    return [
-        unit._replace(
-            params=unit.params + params,
-            activation_bytes_per_token=unit.activation_bytes_per_token
-            + saved_bytes * config.head_dim,
-        )
-        if unit.name.startswith("layers.")
-        else unit
-        for unit in llama.unit_costs(config, seq_len)
-    ]
-
-
-def num_params(config: Qwen3Config) -> int:
-    """Return the number of parameters, a tied embedding counted once."""
-    return llama.num_params(config) + 2 * config.num_layers * config.head_dim
-
-
 HF_MAPPING = HFMapping(
     name="Qwen3",
     architecture="Qwen3ForCausalLM",
@@ -117,13 +61,4 @@ HF_MAPPING = HFMapping(
 )
 
 
-FAMILY = replace(
-    llama.FAMILY,
-    config=Qwen3Config,
-    presets=PRESETS,
-    build=Qwen3,
-    num_params=num_params,
-    sharding=SHARDING,
-    unit_costs=unit_costs,
-    hf_mapping=HF_MAPPING,
-)
+FAMILY = replace(llama.FAMILY, config=Qwen3Config, presets=PRESETS, hf_mapping=HF_MAPPING)

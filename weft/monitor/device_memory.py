@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.config.errors import WeftError
 from weft.config.files import read_json
-from weft.parallel.private_hooks import dump_memory_snapshot
+from weft.parallel.private import dump_memory_snapshot
 from weft.plan.devices import GIB
 from weft.plan.plan import Plan
 

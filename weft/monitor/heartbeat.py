@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from weft.parallel.private_hooks import CollectiveRecord
+    from weft.parallel.private import CollectiveRecord
 
 # Phases of an ordinary step (`weft.monitor.step_timer.PHASES`).
 STEP_PHASES = ("data", "forward_backward", "update", "device", "log")
@@ -117,7 +117,7 @@ def _collective_status() -> dict[str, Any]:
         ``done``: the last completed number of each group.  ``recent``: the last collectives, and
         True for incomplete ones.
     """
-    from weft.parallel.private_hooks import read_flight_recorder
+    from weft.parallel.private import read_flight_recorder
 
     calls = read_flight_recorder()
     groups = {call.group: _describe_group(call.group, call.group_desc) for call in calls}
@@ -152,7 +152,7 @@ def pending_collectives(calls: Iterable[CollectiveRecord]) -> list[CollectiveRec
 
 def _describe_group(name: str, description: str) -> tuple[str, list[int]]:
     """Return a name of a process group for people, and its ranks, if torch knows them."""
-    from weft.parallel.private_hooks import get_group_ranks
+    from weft.parallel.private import get_group_ranks
 
     label = SAVE_GROUP if description == SAVE_GROUP else _axes.get(name, f"group {name}")
     try:

@@ -28,7 +28,7 @@ from weft.monitor.device_memory import read_prediction
 from weft.monitor.faults import fault_point
 from weft.monitor.profile_breakdown import COLLECTIVE_PREFIX, WORLD, compute_breakdown, find_axis
 from weft.monitor.step_timer import enter_phase
-from weft.parallel.private_hooks import dump_memory_snapshot, set_memory_history, wrap_collectives
+from weft.parallel.private import dump_memory_snapshot, set_memory_history, wrap_collectives
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 

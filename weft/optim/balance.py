@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.mesh import Mesh
-from weft.parallel.private_hooks import is_in_backward
+from weft.parallel.private import is_in_backward
 
 
 class ExpertBalancer:

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.parallel.compile import compile_label
-from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
+from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
 from weft.parallel.private import disable_recompile_limit
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 
@@ -88,43 +88,40 @@ class LowPrecisionAdamW(Optimizer):
         index, found_inf = 0, torch.zeros(()) if self.found_inf is None else self.found_inf
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.tensor(group["lr"]), group["betas"]
+            options = AdamWOptions(found_inf, lr, beta1, beta2, group["eps"], group["weight_decay"])
             names = group.get("names") or [None] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
                 index += 1
                 if param.grad is None:
                     continue
-                state, local = self.state[param], to_local(param).detach()
-                if not state:
-                    state["step"] = torch.zeros((), device=local.device)
-                    self._allocate(param, group, state)
-                if param not in self._offsets:
-                    self._offsets[param] = tuple(shard_offsets(param))
-                if local.numel() == 0:  # counts its steps as ranks with a shard do
-                    state["step"] += ~(found_inf.to(local.device) > 0)
-                    continue
-                first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
-                moments: tuple[Tensor, ...] = (first, second)
-                update: Callable[..., None] = _update
-                if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
-                    moments = (first.codes, second.codes, second.ranges)
-                    update = _update_packed
                 seed = index if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
-                run_update(
-                    update,
-                    local,
-                    to_local(param.grad),
-                    *moments,
-                    state["step"],
-                    found_inf.to(local.device),
-                    lr,
-                    beta1,
-                    beta2,
-                    group["eps"],
-                    group["weight_decay"],
-                    torch.tensor(seed, dtype=torch.int32),
-                    self._offsets[param],
-                    tuple(param.shape),
-                )
+                self._step_param(param, group, options, seed)
+
+    def _step_param(
+        self, param: Tensor, group: dict[str, Any], options: AdamWOptions, seed: int
+    ) -> None:
+        state, local = self.state[param], to_local(param).detach()
+        if not state:
+            state["step"] = torch.zeros((), device=local.device)
+            self._allocate(param, group, state)
+        if param not in self._offsets:
+            self._offsets[param] = tuple(shard_offsets(param))
+        options = options._replace(found_inf=options.found_inf.to(local.device))
+        if local.numel() == 0:  # counts its steps as ranks with a shard do
+            state["step"] += ~(options.found_inf > 0)
+            return
+        assert param.grad is not None
+        first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
+        moments: tuple[Tensor, ...] = (first, second)
+        update: Callable[..., None] = _update
+        if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
+            moments = (first.codes, second.codes, second.ranges)
+            update = _update_packed
+        position = ShardPosition(
+            torch.tensor(seed, dtype=torch.int32), self._offsets[param], tuple(param.shape)
+        )
+        grad, step = to_local(param.grad), state["step"]
+        run_update(update, local, grad, moments, step, options, position)
 
     def convert_loaded_state(self) -> None:
         """Convert loaded moments from the saved dtype and device, in place."""
@@ -178,22 +175,8 @@ class LowPrecisionAdamW(Optimizer):
             dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else local.dtype
             first, second = (torch.zeros_like(local, dtype=dtype) for _ in range(2))
         state["exp_avg"], state["exp_avg_sq"] = (
-            _shard_like(param, moment) for moment in (first, second)
+            shard_like(param, moment) for moment in (first, second)
         )
-
-
-def _shard_like(param: Tensor, local: Tensor) -> Tensor:
-    """Return this rank's shard as a DTensor with the layout of the parameter."""
-    if not is_dtensor(param):
-        return local
-    return type(param).from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
 
 
 def is_packed(shape: Sequence[int]) -> bool:
@@ -356,31 +339,39 @@ def run_update(update: Callable[..., None], param: Tensor, *args: Any) -> None:
         _compiled(update)(param, *args)
 
 
+class AdamWOptions(NamedTuple):
+    """Options of a parameter group, and whether to skip the step."""
+
+    found_inf: Tensor  # if true, the update changes nothing
+    lr: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class ShardPosition(NamedTuple):
+    """Position of a shard in its parameter; seeds the random bits of its elements."""
+
+    seed: Tensor  # int32, hash of the parameter's name
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # unsharded
+
+
 def _update(
     param: Tensor,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: tuple[Tensor, Tensor],
     step: Tensor,
-    found_inf: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: Tensor,
-    offsets: tuple[int, ...],
-    shape: tuple[int, ...],
+    options: AdamWOptions,
+    position: ShardPosition,
 ) -> None:
     """Update by AdamW in float32, in place; with ``found_inf`` all bits stay the same."""
-    skip = found_inf > 0
-    grad = grad.float().masked_fill(skip, 0.0)
-    first, second = exp_avg.float(), exp_avg_sq.float()
-    new_first, new_second = _adamw(
-        param, grad, first, second, step, skip, lr, beta1, beta2, eps, weight_decay
-    )
+    first, second = (moment.float() for moment in moments)
+    new_first, new_second = _adamw(param, grad, first, second, step, options)
+    exp_avg, exp_avg_sq = moments
     if exp_avg.dtype == torch.bfloat16:
-        random_bits = _random_bits(param, step, seed, offsets, shape)
+        random_bits = _random_bits(param, step, position)
         new_first = round_stochastic(new_first, random_bits & 0xFFFF)
         new_second = round_stochastic(new_second, random_bits >> 16 & 0xFFFF)
     exp_avg.copy_(new_first)
@@ -390,35 +381,24 @@ def _update(
 def _update_packed(
     param: Tensor,
     grad: Tensor,
-    first_codes: Tensor,
-    second_codes: Tensor,
-    ranges: Tensor,
+    moments: tuple[Tensor, Tensor, Tensor],
     step: Tensor,
-    found_inf: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: Tensor,
-    offsets: tuple[int, ...],
-    shape: tuple[int, ...],
+    options: AdamWOptions,
+    position: ShardPosition,
 ) -> None:
-    """Update as `_update` does, with moments in 8 bits."""
-    skip, limit = found_inf > 0, _max_ratio(beta1, beta2)
-    grad = grad.float().masked_fill(skip, 0.0)
+    """Update as `_update` does; moments in 8 bits: codes of both, and ranges."""
+    first_codes, second_codes, ranges = moments
+    limit = _max_ratio(options.beta1, options.beta2)
     second = unpack_second(second_codes, ranges)
     first = unpack_first(first_codes, second.sqrt(), limit)
-    new_first, new_second = _adamw(
-        param, grad, first, second, step, skip, lr, beta1, beta2, eps, weight_decay
-    )
-    random_bits = _random_bits(param, step, seed, offsets, shape)
-    packed = [torch.empty_like(tensor) for tensor in (first_codes, second_codes, ranges)]
+    new_first, new_second = _adamw(param, grad, first, second, step, options)
+    random_bits = _random_bits(param, step, position)
+    packed = [torch.empty_like(tensor) for tensor in moments]
     pack_second(new_second, random_bits >> 16 & 0xFFFF, packed[1], packed[2])
     root = unpack_second(packed[1], packed[2]).sqrt()
     pack_first(new_first, root, limit, random_bits & 0xFFFF, packed[0])
-    for old, new in zip((first_codes, second_codes, ranges), packed, strict=True):
-        old.copy_(torch.where(skip, old, new))
+    for old, new in zip(moments, packed, strict=True):
+        old.copy_(torch.where(options.found_inf > 0, old, new))
 
 
 def _adamw(
@@ -427,14 +407,12 @@ def _adamw(
     first: Tensor,
     second: Tensor,
     step: Tensor,
-    skip: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    options: AdamWOptions,
 ) -> tuple[Tensor, Tensor]:
     """Update a parameter and its step count in place; return the new float32 moments."""
+    found_inf, lr, beta1, beta2, eps, weight_decay = options
+    skip = found_inf > 0
+    grad = grad.float().masked_fill(skip, 0.0)
     step += ~skip
     old = param.float()
     new_first = torch.where(skip, first, first.lerp(grad, 1 - beta1))
@@ -463,26 +441,10 @@ def round_stochastic(value: Tensor, random_bits: Tensor) -> Tensor:
     return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
 
 
-def _random_bits(
-    like: Tensor, step: Tensor, seed: Tensor, offsets: Sequence[int], shape: Sequence[int]
-) -> Tensor:
-    """Return 32 random bits per element from its position, the step and a seed.
-
-    Args:
-        like: this rank's shard of the parameter.
-        step: optimizer step.
-        seed: hash of the parameter's name.
-        offsets: position of the shard in the unsharded parameter.
-        shape: unsharded shape.
-    """
-    index, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
-    for dim in reversed(range(like.dim())):
-        positions = torch.arange(like.shape[dim], device=like.device) + offsets[dim]
-        index = index + (positions * stride).view(
-            [-1 if d == dim else 1 for d in range(like.dim())]
-        )
-        stride *= shape[dim]
-    mixed = _hash(step.to(torch.int32) * 0x10001 + seed.to(step.device))
+def _random_bits(like: Tensor, step: Tensor, position: ShardPosition) -> Tensor:
+    """Return 32 random bits per element of ``like``, the shard at ``position``."""
+    index = flat_indices(like.shape, position.offsets, position.shape, like.device)
+    mixed = _hash(step.to(torch.int32) * 0x10001 + position.seed.to(step.device))
     return _hash(index.to(torch.int32) ^ mixed)
 
 

@@ -37,7 +37,7 @@ then values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from weft.models.layers import run_function
 from weft.parallel.block_attention import (
     BlocksBySource,
     DocumentBlocks,
@@ -58,7 +59,8 @@ from weft.parallel.block_attention import (
     ring_blocks,
     zeros_float32,
 )
-from weft.parallel.private import all_gather, reduce_scatter, run_function
+from weft.parallel.collectives import with_adjoint
+from weft.parallel.private import all_gather, reduce_scatter
 
 CPMethod = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -109,15 +111,15 @@ def apply_context_parallel(
             "parallelism cannot replace its attention: see weft.models.layers.Attention"
         )
 
-    functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
-        "ring": (attend_ring, mask_ring),
-        "allgather": (attend_allgather, mask_allgather),
-        "ulysses": (attend_ulysses, mask_ulysses),
+    is_ulysses = method == "ulysses"
+    functions: dict[str, Callable[..., Any]] = {
+        "attend": attend_ulysses if is_ulysses else attend_blockwise,
+        "mask": mask_ulysses if is_ulysses else mask_blockwise,
     }
-    attend, mask = functions[method]
 
-    def replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        function = partial(function, getattr(module, name), group, load_balance)
+    def replace(module: nn.Module, name: str) -> None:
+        replaced: Any = getattr(module, name)
+        function = partial(functions[name], replaced if is_ulysses else method, group, load_balance)
         if compiled:
             # Dynamo cannot trace the communication; it compiles the code around it.
             disable: Any = torch.compiler.disable
@@ -125,9 +127,9 @@ def apply_context_parallel(
         setattr(module, name, function)
 
     for module in attentions:
-        replace(module, "attend", attend)
+        replace(module, "attend")
     if hasattr(model, "mask"):
-        replace(model, "mask", mask)
+        replace(model, "mask")
 
 
 # --------------------------------------------------------------------------- slices
@@ -190,87 +192,32 @@ class RingShift:
         return self.received
 
 
-class RingAttention(torch.autograd.Function):
+class RingExchange:
     """At step i a rank has the keys and values of the rank i steps before it."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BLHK: Tensor,
-        k_BLGK: Tensor,
-        v_BLGK: Tensor,
-        blocks: BlocksBySource,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        """Compute the attention of this rank's queries to all keys of the sequence."""
-        rank, size = group.rank(), group.size()
-        out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
-        kv_ELGK = torch.cat((k_BLGK, v_BLGK))
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def iter_sources(self, kv_ELGK: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each source's index, keys and values; the next ones travel meanwhile."""
+        rank, size = self.group.rank(), self.group.size()
         for step in range(size):
-            kv_shift = RingShift(kv_ELGK, group) if step < size - 1 else None
-            for block in blocks[(rank - step) % size]:
-                accumulate_block(q_BLHK, kv_ELGK, block, out_BLHK, lse_BHL)
+            kv_shift = RingShift(kv_ELGK, self.group) if step < size - 1 else None
+            yield (rank - step) % size, kv_ELGK
             if kv_shift:
                 kv_ELGK = kv_shift.wait()
-        out_BLHK = out_BLHK.to(q_BLHK.dtype)
-        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
-        ctx.blocks, ctx.group = blocks, group
-        return out_BLHK
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
-        """Shift keys, values and their gradients once around the ring."""
-        q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
-        rank, size = ctx.group.rank(), ctx.group.size()
-        dq_BLHK = zeros_float32(q_BLHK)
-        kv_ELGK = torch.cat((k_BLGK, v_BLGK))
-        grad_BLHK = grad_BLHK.contiguous()
+    def reduce_gradients(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Shift each source's sum of gradients after its keys and values; return our own."""
         grad_shift: RingShift | None = None
-        for step in range(size):
-            kv_shift = RingShift(kv_ELGK, ctx.group) if step < size - 1 else None
-            dkv_ELGK = zeros_float32(kv_ELGK)
-            for block in ctx.blocks[(rank - step) % size]:
-                accumulate_block_grad(
-                    grad_BLHK, (q_BLHK, *saved), kv_ELGK, block, dq_BLHK, dkv_ELGK
-                )
+        for dkv_ELGK in gradients:
             # Add the previous ranks' sum of the same gradient, which arrived meanwhile.
             if grad_shift:
                 dkv_ELGK += grad_shift.wait()
-            grad_shift = RingShift(dkv_ELGK, ctx.group)
-            if kv_shift:
-                kv_ELGK = kv_shift.wait()
+            grad_shift = RingShift(dkv_ELGK, self.group)
         assert grad_shift
         # After a full round this is the gradient of this rank's own keys and values.
-        dk_BLGK, dv_BLGK = grad_shift.wait().to(k_BLGK.dtype).chunk(2)
-        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None
-
-
-def attend_ring(
-    _: Attend,
-    group: dist.ProcessGroup,
-    load_balance: bool,
-    q_BLHK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGK: Tensor,
-    mask: DocumentBlocks | None,
-) -> Tensor:
-    """Compute *ring* attention; see `apply_context_parallel`."""
-    if mask is None:
-        blocks = ring_blocks(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
-    else:
-        blocks = mask.blocks
-    return run_function(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
-
-
-def mask_ring(
-    _: MakeMask, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
-) -> DocumentBlocks:
-    """Return the blocks of `attend_ring`, restricted to documents."""
-    blocks = ring_blocks(group.rank(), group.size(), documents_BL.shape[1], load_balance)
-    return DocumentBlocks(
-        restrict_to_documents(blocks, documents_BL, list(all_gather_stacked(documents_BL, group)))
-    )
+        return grad_shift.wait()
 
 
 # --------------------------------------------------------------------------- allgather
@@ -284,15 +231,32 @@ def all_gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def all_gather_kv(
-    k_BLGK: Tensor, v_BLGK: Tensor, group: dist.ProcessGroup, load_balance: bool
-) -> Tensor:
-    """All-gather keys and values of full sequences: ``[2 B, T, G, K]``."""
-    return unshard_sequence(all_gather_stacked(torch.cat((k_BLGK, v_BLGK)), group), load_balance)
+class AllGatherExchange:
+    """All ranks have all keys and values, which backward gathers again."""
+
+    def __init__(self, group: dist.ProcessGroup, load_balance: bool) -> None:
+        self.group, self.load_balance = group, load_balance
+
+    def iter_sources(self, kv_ELGK: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the only source: keys and values of full sequences."""
+        yield 0, unshard_sequence(all_gather_stacked(kv_ELGK, self.group), self.load_balance)
+
+    def reduce_gradients(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return the gradients of this rank's tokens, summed in float32."""
+        (dkv_ETGK,), size = gradients, self.group.size()
+        chunks_CELGK = torch.stack(
+            [shard_sequence(dkv_ETGK, rank, size, self.load_balance) for rank in range(size)]
+        )
+        dkv_ELGK = torch.empty_like(chunks_CELGK[0])
+        reduce_scatter(dkv_ELGK, chunks_CELGK.flatten(0, 1), group=self.group)
+        return dkv_ELGK
 
 
-class AllGatherAttention(torch.autograd.Function):
-    """Attention to all-gathered keys and values, which backward gathers again."""
+# --------------------------------------------------------------------------- ring and allgather
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """Attention of this rank's queries to all keys, source by source."""
 
     @staticmethod
     def forward(
@@ -301,42 +265,42 @@ class AllGatherAttention(torch.autograd.Function):
         k_BLGK: Tensor,
         v_BLGK: Tensor,
         blocks: BlocksBySource,
-        group: dist.ProcessGroup,
-        load_balance: bool,
+        exchange: RingExchange | AllGatherExchange,
     ) -> Tensor:
-        """All-gather keys and values; compute this rank's attention to them."""
+        """Merge the attention to each block."""
         out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
-        kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, group, load_balance)
-        for block in blocks[0]:
-            accumulate_block(q_BLHK, kv_ETGK, block, out_BLHK, lse_BHL)
+        for source, kv_ESGK in exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
+            for block in blocks[source]:
+                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL)
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
         ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
-        ctx.blocks, ctx.group, ctx.load_balance = blocks, group, load_balance
+        ctx.blocks, ctx.exchange = blocks, exchange
         return out_BLHK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
-        """All-gather keys and values again; reduce-scatter their gradients."""
+        """Receive keys and values again; sum their gradients over the ranks."""
         q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
-        size = ctx.group.size()
-        kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, ctx.group, ctx.load_balance)
-        dq_BLHK, dkv_ETGK = zeros_float32(q_BLHK), zeros_float32(kv_ETGK)
+        dq_BLHK = zeros_float32(q_BLHK)
         grad_BLHK = grad_BLHK.contiguous()
-        for block in ctx.blocks[0]:
-            accumulate_block_grad(grad_BLHK, (q_BLHK, *saved), kv_ETGK, block, dq_BLHK, dkv_ETGK)
-        # Each rank gets the gradients of its tokens, summed in float32.
-        chunks_CELGK = torch.stack(
-            [shard_sequence(dkv_ETGK, rank, size, ctx.load_balance) for rank in range(size)]
-        )
-        dkv_ELGK = torch.empty_like(chunks_CELGK[0])
-        reduce_scatter(dkv_ELGK, chunks_CELGK.flatten(0, 1), group=ctx.group)
+
+        def iter_gradients() -> Iterator[Tensor]:
+            for source, kv_ESGK in ctx.exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
+                dkv_ESGK = zeros_float32(kv_ESGK)
+                for block in ctx.blocks[source]:
+                    accumulate_block_grad(
+                        grad_BLHK, (q_BLHK, *saved), kv_ESGK, block, dq_BLHK, dkv_ESGK
+                    )
+                yield dkv_ESGK
+
+        dkv_ELGK = ctx.exchange.reduce_gradients(iter_gradients())
         dk_BLGK, dv_BLGK = dkv_ELGK.to(k_BLGK.dtype).chunk(2)
-        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None
 
 
-def attend_allgather(
-    _: Attend,
+def attend_blockwise(
+    method: CPMethod,
     group: dist.ProcessGroup,
     load_balance: bool,
     q_BLHK: Tensor,
@@ -344,41 +308,44 @@ def attend_allgather(
     v_BLGK: Tensor,
     mask: DocumentBlocks | None,
 ) -> Tensor:
-    """Compute *allgather* attention; see `apply_context_parallel`."""
-    if mask is None:
-        blocks = allgather_blocks(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
-    else:
-        blocks = mask.blocks
-    return run_function(AllGatherAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, load_balance)
+    """Compute *ring* or *allgather* attention; see `apply_context_parallel`."""
+    num_local = q_BLHK.shape[1]
+    blocks = mask.blocks if mask else _blocks(method, group, num_local, load_balance)
+    exchange = RingExchange(group) if method == "ring" else AllGatherExchange(group, load_balance)
+    return run_function(BlockwiseAttention, q_BLHK, k_BLGK, v_BLGK, blocks, exchange)
 
 
-def mask_allgather(
-    _: MakeMask, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
+def mask_blockwise(
+    method: CPMethod, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
 ) -> DocumentBlocks:
-    """Return the blocks of `attend_allgather`, restricted to documents."""
-    blocks = allgather_blocks(group.rank(), group.size(), documents_BL.shape[1], load_balance)
-    documents_BT = unshard_sequence(all_gather_stacked(documents_BL, group), load_balance)
-    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, [documents_BT]))
+    """Return the blocks of `attend_blockwise`, restricted to documents."""
+    blocks = _blocks(method, group, documents_BL.shape[1], load_balance)
+    documents_CBL = all_gather_stacked(documents_BL, group)
+    if method == "ring":
+        sources = list(documents_CBL)
+    else:
+        sources = [unshard_sequence(documents_CBL, load_balance)]
+    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, sources))
+
+
+def _blocks(
+    method: CPMethod, group: dist.ProcessGroup, num_local: int, load_balance: bool
+) -> BlocksBySource:
+    blocks_of_rank = ring_blocks if method == "ring" else allgather_blocks
+    return blocks_of_rank(group.rank(), group.size(), num_local, load_balance)
 
 
 # --------------------------------------------------------------------------- ulysses
 
 
-class AllToAll(torch.autograd.Function):
-    """Swap chunk s of rank r and chunk r of rank s; its own inverse and backward."""
+def swap_chunks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Swap chunk s of rank r and chunk r of rank s, in dim 0; its own inverse."""
+    received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x_C.contiguous(), group=group)
+    return received
 
-    @staticmethod
-    def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchange the chunks of dim 0: chunk i goes to rank i."""
-        ctx.group = group
-        received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x_C.contiguous(), group=group)
-        return received
 
-    @staticmethod
-    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
-        """Exchange the chunks of the gradient back."""
-        return run_function(AllToAll, grad_C, ctx.group), None
+exchange_chunks = with_adjoint(swap_chunks, swap_chunks)
 
 
 def attend_ulysses(
@@ -414,13 +381,13 @@ def attend_ulysses(
             for chunks in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
         ]
     )
-    heads_BThK = unshard_sequence(run_function(AllToAll, heads_CBLhK, group), load_balance)
+    heads_BThK = unshard_sequence(exchange_chunks(heads_CBLhK, group), load_balance)
     q_BThK, k_BTgK, v_BTgK = torch.split(heads_BThK, [x.shape[2] // size for x in heads], dim=2)
     out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
     out_CBLhK = torch.stack(
         [shard_sequence(out_BThK, rank, size, load_balance) for rank in range(size)]
     )
-    out_CBLhK = run_function(AllToAll, out_CBLhK, group)
+    out_CBLhK = exchange_chunks(out_CBLhK, group)
     return out_CBLhK.movedim(0, 2).flatten(2, 3)
 
 

@@ -26,7 +26,7 @@ The third option is that of MiCS (arXiv:2205.00119): the smallest shard group th
 keeps gathers on fast links, for any cluster size.  MiCS adds two ideas.  *Two-hop gradient
 synchronization*: every microbatch reduce-scatters gradients inside the shard group, and only the
 last one of a step all-reduces them over the replicas.  *Hierarchical gathering*, for a shard group
-that spans nodes: see `weft.parallel.hierarchical_gather`.
+that spans nodes: see `HierarchicalAllGather`.
 
 Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already divided by
 the number of valid tokens of the step.
@@ -38,17 +38,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.config.schema import ParallelSection
 from weft.parallel.dtensor import is_dtensor, to_local
-from weft.parallel.hierarchical_gather import build_hierarchical_gather, check_divides
 from weft.parallel.private import (
+    all_gather,
     allow_integer_params,
     is_fsdp_unit,
     move_fsdp_hooks,
@@ -212,6 +214,12 @@ def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if is_fsdp_unit(module))
 
 
+def check_divides(name: str, number: int, degree: int) -> None:
+    """Raise ValueError if ``number`` does not divide a shard group of ``degree``."""
+    if degree % number:
+        raise ValueError(f"{name}={number} does not divide the {degree} ranks of a shard group")
+
+
 @contextmanager
 def _reshard_context(
     mesh: DeviceMesh, reshard_after_forward: bool | int, blocks: list[nn.Module]
@@ -291,3 +299,108 @@ def reshard(model: nn.Module) -> None:
     """
     for unit in _fsdp_modules(model):
         unit.reshard()
+
+
+# --------------------------------------------------------------------------- hierarchical gathering
+
+
+def build_hierarchical_gather(
+    mesh: DeviceMesh, node_size: int | None
+) -> HierarchicalAllGather | None:
+    """Return the all-gather of a shard group that spans nodes, else None.
+
+    Collective: every rank of the world calls this, with its own shard group.
+
+    Args:
+        mesh: the shard axis.
+        node_size: consecutive ranks on one node; None: all, or a varying number.
+
+    Raises:
+        ValueError: if ``node_size`` does not divide the group.
+    """
+    if node_size is None or node_size >= mesh.size():
+        return None
+    check_divides("node_size", node_size, mesh.size())
+    return HierarchicalAllGather(mesh, node_size) if node_size > 1 else None
+
+
+class HierarchicalAllGather:
+    """All-gather of one shard group: inter-node, then intra-node.
+
+    A group has N nodes with K ranks each.  Rank ``n * K + k`` is rank k of node n and has C
+    elements.  The result is ``[N, K, C]``.  First each rank gathers column k from its peers in the
+    other nodes; all K columns travel at the same time.  Then the ranks of a node gather the N rows
+    among themselves, one by one.  Each row lands in its final place, so the result equals a plain
+    all-gather without a reorder.
+
+    (N - 1) / N of the result enters a node, once, over all links of the node, in N - 1 steps.  In
+    the ring of a plain all-gather (NK - 1) / NK of the result passes the slowest link, in NK - 1
+    steps (MiCS, arXiv:2205.00119).
+
+    It has the methods of FSDP's private protocol ``AllGather``.
+    """
+
+    def __init__(self, mesh: DeviceMesh, node_size: int) -> None:
+        """Create the process groups; collective over all ranks of the world.
+
+        Args:
+            mesh: the shard axis.
+            node_size: K; divides the size of ``mesh``.
+        """
+        self.shape = (mesh.size() // node_size, node_size)
+        nodes = unflatten_axis(mesh, self.shape, ("node", "local_rank"))
+        self.group = mesh.get_group()
+        self.inter_node, self.intra_node = nodes.get_all_groups()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the output of the gather."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``[C]`` into ``[N * K * C]``, which may alias the input.
+
+        Returns:
+            With ``async_op`` a handle to wait for.  Without, None: both stages are done, or
+            ordered on the current stream, as with a plain all-gather.
+        """
+        if group.group_name != self.group.group_name:  # resharded over fewer ranks
+            work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
+            return work
+        rows_NKC = output_tensor.view(*self.shape, -1)
+        local_rank = self.intra_node.rank()
+
+        def gather_intra_node() -> None:
+            for row_KC in rows_NKC:
+                all_gather(row_KC.view(-1), row_KC[local_rank], self.intra_node)
+
+        column_NC = list(rows_NKC[:, local_rank])
+        inter_node_work = dist.all_gather(column_NC, input_tensor, self.inter_node, async_op)
+        if async_op:
+            return _ChainedWork(inter_node_work, gather_intra_node)
+        gather_intra_node()
+        return None
+
+
+class _ChainedWork(dist.Work):
+    """A pending operation, and a function that `wait` calls after it.
+
+    So the inter-node stage, the slow one, overlaps with the work until `wait`.
+    """
+
+    def __init__(self, work: dist.Work, continuation: Callable[[], None]) -> None:
+        super().__init__()
+        self.work = work
+        self.continuation: Callable[[], None] | None = continuation
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self.continuation is not None:
+            self.work.wait()
+            self.continuation()
+            self.continuation = None
+        return True

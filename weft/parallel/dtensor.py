@@ -28,6 +28,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
+def is_quantized(tensor: Tensor) -> bool:
+    """Return True for 8-bit moments and torchao's quantized tensors."""
+    return type(tensor) is not Tensor and hasattr(tensor, "codes")
+
+
 def to_local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local shard, sharing memory; other tensors as is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
@@ -71,13 +76,18 @@ def from_local(
     )
 
 
+def shard_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return ``local`` as a shard of a tensor that is sharded like ``param``."""
+    if not is_dtensor(param):
+        return local
+    return from_local(local, param.device_mesh, param.placements, shape or param.shape)
+
+
 def shard_offsets(param: torch.Tensor) -> list[int]:
     """Return the start of this rank's shard in the full parameter, per dim."""
     offsets = [0] * param.dim()
     if not is_dtensor(param):
         return offsets
-    from weft.parallel.private import is_strided_shard
-
     sizes = list(param.shape)
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
@@ -85,10 +95,10 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
     axes = [a for a, placement in enumerate(param.placements) if not placement.is_replicate()]
     # FSDP makes a strided shard of a dim that tensor parallelism has sharded before.  So strided
     # axes apply last, although they are to the left in the mesh.
-    for axis in sorted(axes, key=lambda axis: is_strided_shard(param.placements[axis])):
+    for axis in sorted(axes, key=lambda axis: _is_strided(param.placements[axis])):
         placement: Any = param.placements[axis]
         # Other placements need other arithmetic: fail rather than guess.
-        assert type(placement).__name__ == "Shard" or is_strided_shard(placement), (
+        assert type(placement).__name__ == "Shard" or _is_strided(placement), (
             f"unsupported placement {placement}"
         )
         dim = placement.dim
@@ -97,6 +107,11 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
         offsets[dim] += begin
         sizes[dim] = min(chunk, sizes[dim] - begin)
     return offsets
+
+
+def _is_strided(placement: Any) -> bool:
+    """Return True for FSDP's placement on a dim that is sharded twice."""
+    return type(placement).__name__ == "_StridedShard"
 
 
 def iter_flat_indices(
@@ -118,11 +133,20 @@ def iter_flat_indices(
     rows = max(1, max_elements // math.prod(local.shape[1:]))
     for begin in range(0, local.shape[0] if local.dim() else 1, rows):
         chunk = local[begin : begin + rows] if local.dim() else local
-        index = torch.zeros((), dtype=torch.int64, device=local.device)
-        stride = 1
-        for dim in reversed(range(chunk.dim())):
-            first = offsets[dim] + (begin if dim == 0 else 0)
-            steps = torch.arange(first, first + chunk.shape[dim], device=local.device) * stride
-            index = index + steps.view([-1 if d == dim else 1 for d in range(chunk.dim())])
-            stride *= shape[dim]
-        yield chunk, index
+        first = [offset + begin * (dim == 0) for dim, offset in enumerate(offsets)]
+        yield chunk, flat_indices(chunk.shape, first, shape, local.device)
+
+
+def flat_indices(
+    sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Return the flat indices, in a tensor of ``shape``, of a part at ``offsets``.
+
+    They are int64 and broadcast to ``sizes``.
+    """
+    index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in reversed(range(len(sizes))):
+        steps = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=device) * stride
+        index = index + steps.view([-1 if d == dim else 1 for d in range(len(sizes))])
+        stride *= shape[dim]
+    return index

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from weft.models.layers import group_sizes
+from weft.models.layers import group_sizes, is_fake, run_function
 from weft.models.moe import Experts, Permute
-from weft.parallel.dtensor import from_local
-from weft.parallel.private import c10d_functional, is_fake, run_function
-
-# FSDP gathers expert weights over all axes but these.
-EXPERT_WEIGHT_AXES = {"ep", "tp"}
+from weft.parallel.collectives import all_to_all_rows, exchange_rows
+from weft.parallel.tensor_parallel import use_local_weight
 
 
 def apply_expert_parallel(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
@@ -71,22 +68,7 @@ def _shard_expert_weight(module: nn.Module, mesh: DeviceMesh) -> None:
         placements += full.placements
         local, submesh = full.to_local().data, mesh["ep", "tp"]
     shard = local.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")].contiguous()
-    param = from_local(shard, submesh, placements, full.shape)
-    # `weight` replaces that of tensor parallelism's subclass, so derive from the original class.
-    module_class = type(module) if not isinstance(full, DTensor) else type(module).__mro__[1]
-    members = {"weight": property(_local_weight)}
-    module.__class__ = type(module_class.__name__, (module_class,), members)
-    module.register_parameter("weight", nn.Parameter(param, requires_grad=full.requires_grad))
-
-
-def _local_weight(self: Any) -> Tensor:
-    param = self._parameters["weight"]
-    if (
-        isinstance(param, DTensor)
-        and set(param.device_mesh.mesh_dim_names or ()) <= EXPERT_WEIGHT_AXES
-    ):
-        return param.to_local()
-    return cast(Tensor, param)  # FSDP has not gathered it
+    use_local_weight(module, shard, submesh, placements, full.shape)
 
 
 def _forward_with_all_to_all(
@@ -98,9 +80,9 @@ def _forward_with_all_to_all(
     """Apply the group's experts to this rank's rows; see `Experts.forward`."""
     size = group.size()
     experts_per_rank = [len(counts_E) // size] * size
-    counts_PL = _all_to_all(counts_E, experts_per_rank, experts_per_rank, group).view(size, -1)
+    counts_PL = all_to_all_rows(experts_per_rank, experts_per_rank, counts_E, group).view(size, -1)
     sent, received = _split_sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
-    rows_QD = run_function(_AllToAll, rows_RD, received, sent, group)
+    rows_QD = exchange_rows(rows_RD, received, sent, group)
     # Received rows are sorted by rank, then by expert: P x L groups.  The ends of the groups give
     # each row's group, and so its expert.
     ends = counts_PL.flatten().cumsum(0)
@@ -111,7 +93,7 @@ def _forward_with_all_to_all(
     rows_QD = run_function(Permute, rows_QD, order_Q, inverse_Q)
     rows_QD = forward(rows_QD, counts_PL.sum(0))
     rows_QD = run_function(Permute, rows_QD, inverse_Q, order_Q)
-    return run_function(_AllToAll, rows_QD, sent, received, group)
+    return exchange_rows(rows_QD, sent, received, group)
 
 
 def _split_sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -120,26 +102,3 @@ def _split_sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[in
         return group_sizes(sent_P, rows), group_sizes(received_P, rows)
     sent, received = torch.stack((sent_P, received_P)).tolist()
     return sent, received
-
-
-def _all_to_all(
-    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = c10d_functional.all_to_all_single(x.contiguous(), received, sent, group.group_name)
-    return cast(Tensor, c10d_functional.wait_tensor(out))
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send rows to the ranks of a group; backward returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_RD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
-        return _all_to_all(x_RD, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_QD: Tensor) -> tuple[Tensor, None, None, None]:
-        received, sent = ctx.sizes
-        return _all_to_all(grad_QD, sent, received, ctx.group), None, None, None

@@ -13,8 +13,8 @@ the numbers that share a scale:
     rowwise_with_gw_hp  like rowwise, with weight gradients in high precision
     mxfp8               32 numbers, a power-of-two scale (OCP Microscaling Formats, v1.0); SM100
 
-torchao does the matmuls: its `Float8Linear` replaces a linear layer and keeps the weight and its
-name; for mxfp8 see `weft.parallel.mxfp8`.  `weft.plan.float8_rules` chooses the layers.
+torchao does the matmuls: its `Float8Linear`, or for mxfp8 `MXLinear`, replaces a linear layer and
+keeps the weight and its name.  `weft.plan.float8_rules` chooses the layers.
 
 *Float8 all-gather.*  With one scale per weight, FSDP can gather shards that are already cast, which
 halves the bytes, if all ranks agree on the scale.  FSDP asks a shard for gather hooks.  torchao
@@ -38,6 +38,8 @@ torchao is imported only when a layer is converted, because the import takes sec
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -48,7 +50,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.parallel.private import import_quietly, iter_sharded_parameters, set_all_gather_hooks
+from weft.parallel.private import iter_sharded_parameters, set_all_gather_hooks
+
+MX_BLOCK_SIZE = 32
 
 
 def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate: bool) -> None:
@@ -64,18 +68,61 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
     convert = _get_converter(recipe, emulate)
     for name, module in list(model.named_modules()):
         if name in selected:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, convert(module))
+            model.set_submodule(name, convert(module))
 
 
 def _get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
     """Return a function that converts a linear layer and keeps its weight."""
     if recipe == "mxfp8":
-        return partial(import_quietly("weft.parallel.mxfp8").MXLinear, emulate=emulate)
+        return partial(MXLinear, emulate=emulate)
     float8 = import_quietly("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=emulate, round_scales_to_power_of_2=True)
     return partial(float8.convert_to_float8_training, config=config)
+
+
+def import_quietly(module: str) -> Any:
+    """Import a module of torchao, without its warnings about other hardware."""
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module(module)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class MXLinear(nn.Linear):
+    """A linear layer in MXFP8, with the weight and bias of ``module``.
+
+    It uses torchao's prototype, whose interface is not stable.  torchao's own module cannot be
+    emulated, because it always casts for the weight gradient with a CUDA kernel.  So this one calls
+    the matmul with an explicit choice of kernels.
+    """
+
+    def __init__(self, module: nn.Linear, emulate: bool) -> None:
+        prototype = import_quietly("torchao.prototype.moe_training.mxfp8_linear")
+        config = import_quietly("torchao.prototype.mx_formats.config")
+        preference = import_quietly(
+            "torchao.quantization.quantize_.common.kernel_preference"
+        ).KernelPreference
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.weight, self.bias = module.weight, module.bias
+        self.function = prototype.mx_mm
+        dim0, dim1 = config.MXFP8Dim0CastKernelChoice, config.MXFP8Dim1CastKernelChoice
+        kernels = (
+            (preference.EMULATED, dim0.TORCH, dim1.TORCH)
+            if emulate
+            else (preference.AUTO, dim0.TRITON, dim1.CUDA)
+        )
+        # e4m3 also for gradients: one scale per 32 numbers leaves enough range.
+        dtypes = (torch.float8_e4m3fn,) * 3
+        rounding = config.ScaleCalculationMode.RCEIL  # rounds scales up, so nothing saturates
+        self.options = (*dtypes, MX_BLOCK_SIZE, *kernels, rounding, False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply in MXFP8, and add the bias."""
+        out: Tensor = self.function.apply(input, self.weight, *self.options)
+        return out if self.bias is None else out + self.bias
 
 
 class Float8AllGather:

@@ -19,13 +19,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from weft.models.family import Init
-from weft.parallel.dtensor import iter_flat_indices, shard_offsets, to_local
-from weft.parallel.quantize import float32_buffer, store_float32
+from weft.parallel.dtensor import iter_flat_indices, shard_like, shard_offsets, to_local
+from weft.parallel.lora import quantize_matrix
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 # Elements computed at a time: limits temporaries to a few hundred MiB.
 CHUNK_ELEMENTS = 1 << 22
+QUANTIZE_ELEMENTS = 1 << 24
 TRUNCATE_AT = 3.0  # standard deviations
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -96,3 +99,37 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _mix_int(x: int) -> int:
     signed = (x + (1 << 63)) % (1 << 64) - (1 << 63)
     return int(_mix(torch.tensor(signed)).item())
+
+
+# --------------------------------------------------------------------------- float32 values
+
+
+def float32_buffer(param: Tensor) -> Tensor:
+    """Return a float32 buffer for a parameter's values, sharded like it.
+
+    It is the parameter itself if that is float32, else uninitialized memory for `store_float32`.
+    """
+    if param.dtype == torch.float32:
+        return param.data
+    local = to_local(param)
+    shape, sizes = param.shape, local.shape
+    if param.dtype == torch.uint8:
+        shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
+    buffer = torch.empty(sizes, dtype=torch.float32, device=local.device)
+    return shard_like(param, buffer, shape)
+
+
+@torch.no_grad()
+def store_float32(param: Tensor, buffer: Tensor) -> None:
+    """Cast or quantize ``float32_buffer(param)`` into ``param``."""
+    if param.dtype == torch.float32:
+        return
+    local, values = to_local(param), to_local(buffer)
+    if param.dtype != torch.uint8:
+        local.copy_(values)
+        return
+    kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[2])
+    rows = max(1, QUANTIZE_ELEMENTS // max(1, values.shape[1]))
+    for first in range(0, values.shape[0], rows):
+        chunk = slice(first, first + rows)
+        local[chunk] = quantize_matrix(values[chunk], kind)

@@ -1,12 +1,12 @@
-"""LoRA (arXiv:2106.09685): trained low-rank adapters of frozen matrices.
+"""LoRA (arXiv:2106.09685): trained adapters of frozen, maybe quantized matrices.
 
     out = x W^T + alpha / rank * (x A^T) B^T        A [rank, inputs], B [outputs, rank]
 
 Only A and B are trained.  As in PEFT, A starts uniform (Kaiming) and B with zeros, so the model
 starts unchanged.  All other weights are frozen in the compute dtype, because no optimizer
-accumulates small updates in them.  Those of the blocks may be quantized (`weft.parallel.quantize`).
+accumulates small updates in them.  Those of the blocks may be quantized.
 
-A linear layer gets the class `LoraLinear` and keeps its ``weight``.  A and B are its submodules
+A `LoraLinear` replaces a linear layer and keeps its ``weight``.  A and B are its submodules
 `lora_A` and `lora_B`, the names of PEFT.  So FSDP, checkpoints and the optimizer see ordinary
 parameters.
 
@@ -15,18 +15,40 @@ sharded by inputs, A is sharded like W and B is replicated.  This adds no collec
 after a *row* matmul is linear in the partial outputs, and the input of a *column* matmul is
 complete.  The gradient of the replicated factor is a partial sum on each rank: *partial_grad*
 (`weft.models.family.TensorParallelSpec`).
+
+*Quantized matrices* take 4 or 8 bits per number, in a format that shards on any layout.  As in
+QLoRA (arXiv:2305.14314), a block of 64 neighboring numbers of a row shares a scale, its
+largest magnitude.  *nf4* stores the nearest of 16 levels, which are equally likely under a normal
+distribution; *int8* the nearest of 255 equidistant levels.  A matrix ``[outputs, inputs]`` becomes
+one uint8 tensor,
+
+    [outputs, inputs / 64, 32 + 4]     nf4: two codes per byte, the first in the upper half
+    [outputs, inputs / 64, 64 + 4]     int8
+
+whose last 4 bytes are the float32 scale: 4.5 and 8.5 bits per number.  Its last size distinguishes
+nf4 and int8.  Sharding by outputs (FSDP, tensor-parallel *column*) shards dim 0, and sharding by
+inputs (*row*) shards dim 1.  No shard splits a block, and each rank quantizes its shard to the same
+bytes as one process does.  FSDP gathers the bytes like any other tensor.
+
+Forward and backward dequantize the matrix in the dtype of the activations, and do not keep it.
+
+torchao's `NF4Tensor` quantizes a flattened tensor, and its scales again over blocks of blocks.  So
+it shards by chunks only, never by inputs, and its shards have other bytes than the full tensor.
+The second quantization would reduce the 0.5 bits of scales to 0.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
-from weft.parallel.quantize import quantized_linear
+from weft.models.layers import is_fake, run_function
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
 from weft.plan.matrices import find_linear_layers
 
@@ -41,11 +63,27 @@ ADAPTER_SHARDING = {
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer; without an adapter if `lora_A` is None."""
+    """A frozen linear layer with an adapter.
+
+    Args:
+        layer: linear layer, of which this one takes the weight and the bias.
+        section: the section ``[lora]``; None: no adapter, the weight is only quantized.
+    """
 
     lora_A: nn.Linear | None
     lora_B: nn.Linear
     scaling: float
+
+    def __init__(self, layer: nn.Linear, section: LoraSection | None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_A = None
+        if section is not None:
+            options: Any = {"bias": False, "device": layer.weight.device}
+            self.lora_A = nn.Linear(self.in_features, section.rank, **options)
+            self.lora_B = nn.Linear(section.rank, self.out_features, **options)
+            self.scaling = lora_scaling(section)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., inputs]`` to ``[..., outputs]``."""
@@ -79,15 +117,8 @@ def apply_lora(
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     for name, layer in layers.items():
-        layer.__class__ = LoraLinear
-        assert isinstance(layer, LoraLinear)
-        layer.lora_A = None
-        if is_target(name, section):
-            rank, inputs, outputs = section.rank, layer.in_features, layer.out_features
-            device = layer.weight.device
-            layer.lora_A = nn.Linear(inputs, rank, bias=False, device=device)
-            layer.lora_B = nn.Linear(rank, outputs, bias=False, device=device)
-            layer.scaling = lora_scaling(section)
+        target = section if is_target(name, section) else None
+        model.set_submodule(name, LoraLinear(layer, target))
 
 
 def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
@@ -105,3 +136,93 @@ def adapter_init(name: str, get_init: Callable[[str], Init]) -> Init:
     """Return a parameter's initialization; ``get_init`` serves the base model."""
     module = name.split(".")[-2] if "." in name else name
     return ADAPTER_INIT[module] if module in ADAPTER_INIT else get_init(name)
+
+
+# --------------------------------------------------------------------------- quantized matrices
+
+SCALE_BYTES = 4  # bytes
+
+# Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def quantize_matrix(values_OI: Tensor, kind: str) -> Tensor:
+    """Quantize a matrix to uint8 ``[O, I / 64, block bytes]``.
+
+    Args:
+        values_OI: float32, finite; ``I`` is a multiple of 64.
+        kind: nf4 or int8.
+    """
+    blocks_ONB = values_OI.float().view(len(values_OI), -1, QUANT_BLOCK_SIZE)
+    scales_ON1 = blocks_ONB.abs().amax(dim=2, keepdim=True)
+    scaled_ONB = blocks_ONB / torch.where(scales_ON1 == 0, 1.0, scales_ON1)
+    if kind == "int8":
+        codes = (scaled_ONB * 127).round().to(torch.int8).view(torch.uint8)
+    else:
+        levels = torch.tensor(NF4, device=values_OI.device)
+        edges = (levels[1:] + levels[:-1]) / 2
+        halves = torch.bucketize(scaled_ONB, edges, out_int32=True).to(torch.uint8)
+        codes = (halves[..., 0::2] << 4) | halves[..., 1::2]
+    return torch.cat((codes, scales_ON1.contiguous().view(torch.uint8)), dim=2)
+
+
+def dequantize_matrix(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix ``[O, I]`` of quantized bytes, rounded to ``dtype``."""
+    codes = packed[..., :-SCALE_BYTES]
+    scales_ON1 = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    if packed.shape[2] == QUANT_BLOCK_BYTES["int8"]:
+        values_ONB = codes.view(torch.int8) * (scales_ON1 / 127)
+    else:
+        values_ONB = F.embedding(codes.int(), _nf4_table(packed.device)).flatten(2) * scales_ON1
+    matrix_OI: Tensor = values_ONB.flatten(1).to(dtype)
+    return matrix_OI
+
+
+_nf4_tables: dict[torch.device, Tensor] = {}
+
+
+def _nf4_table(device: torch.device) -> Tensor:
+    """Return the two numbers of each nf4 byte: float32 ``[256, 2]``."""
+    if device in _nf4_tables:  # cached, because a copy to the device would make each use wait
+        return _nf4_tables[device]
+    pairs = torch.tensor([[high, low] for high in NF4 for low in NF4], device=device)
+    if not torch.compiler.is_compiling() and not is_fake(pairs):
+        _nf4_tables[device] = pairs
+    return pairs
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return F.linear(x, dequantize_matrix(packed, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ dequantize_matrix(packed, grad.dtype), None
+
+
+def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply `F.linear` with a frozen weight, which may be quantized."""
+    if weight.dtype != torch.uint8:
+        return F.linear(x, weight, bias)
+    out = run_function(_QuantizedLinear, x, weight)
+    return out if bias is None else out + bias

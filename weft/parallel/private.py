@@ -1,22 +1,41 @@
 """PyTorch internals that weft uses, and names that differ between versions.
 
 Each function says what it does and why the public interface is not enough.  No other module of weft
-uses private parts of PyTorch, except `weft.parallel.attention_ops` (operators of attention) and
-`weft.parallel.private_hooks` (hooks that observe a step).  ``tests/parallel/test_private.py`` fails
-when one of them changes.
+uses private parts of PyTorch, except `weft.parallel.block_attention` and
+`weft.parallel.collectives` (operators), `weft.cluster.rendezvous`, and
+`weft.estimate.private_trace` (a fake world, for plans).
+``tests/parallel/test_private.py`` fails when one of them changes.
+
+*When can they go?*  Numbers are issues and pull requests of pytorch/pytorch.  Functions that are
+not listed have no public counterpart that we know.
+
+    with torch 2.11     `allow_integer_params` (#177844), `skip_self_p2p_init` (#160210 added the
+                        messages), `enable_recv_grad` (#162822 is of the same kind), the second
+                        halves of `use_symmetric_memory` and `_param_groups`
+    from torch 2.13 on  `all_gather` and `reduce_scatter` (renamed: #186123), `move_fsdp_hooks`
+                        (a mesh per parameter: #173509), `disable_recompile_limit` (an argument of
+                        torch.compile), the gradients of `weft.parallel.collectives` (#168140)
+    after torch 2.13    `run_schedule` (lists of microbatches: #188500), `set_max_active_stages`
+                        (an argument of schedules: #193972)
+    not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909), public names of
+                        `get_flat_group` and `unflatten_axis` (#169381)
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
+import os
+import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,6 +43,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+ContextFactory = Callable[..., AbstractContextManager[Any]]
 
 
 @contextmanager
@@ -43,10 +64,6 @@ def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 # torch 2.13 renamed these functions and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# Collectives that torch.compile can trace, as the pass for asynchronous tensor parallelism needs.
-# The public ones break the graph.
-c10d_functional = torch.ops._c10d_functional
 
 
 def register_compile_callbacks(start: Callable[[], None], end: Callable[[bool], None]) -> None:
@@ -194,46 +211,12 @@ def set_found_inf(optimizer: Any, found_inf: Tensor) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------- tensors and meshes
-
-
-def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Call ``function.apply(*args)``, which is untyped in torch."""
-    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return True for a fake tensor, which has no values (a traced program)."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-def import_quietly(module: str) -> Any:
-    """Import a module that imports torchao, without torchao's warnings.
-
-    It warns about kernels for other hardware, and about torch versions.
-    """
-    logging.disable(logging.WARNING)
-    try:
-        return importlib.import_module(module)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def is_quantized(tensor: Tensor) -> bool:
-    """Return True for 8-bit moments and torchao's quantized tensors."""
-    return type(tensor) is not Tensor and hasattr(tensor, "codes")
+# --------------------------------------------------------------------------- meshes and FSDP
 
 
 def get_flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """Return the group over several mesh axes; collective over all ranks."""
     return mesh[axes]._flatten().get_group()
-
-
-def is_strided_shard(placement: Any) -> bool:
-    """Return True for FSDP's placement on a dim that is sharded twice."""
-    return type(placement).__name__ == "_StridedShard"
 
 
 def unflatten_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -367,7 +350,7 @@ def run_schedule(
     Raises:
         Exception: the error of a stage, which torch wraps in one that hides its message and type.
     """
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    stages = _stages(schedule)
     has_backward = schedule._has_backward and torch.is_grad_enabled()
     with patch_attribute(schedule, "_has_backward", has_backward):
         for stage in stages:
@@ -379,6 +362,10 @@ def run_schedule(
             if error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
+
+
+def _stages(schedule: Any) -> list[Any]:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 @contextmanager
@@ -516,3 +503,164 @@ def _param_groups(unit: Any) -> list[Any]:
     if hasattr(unit, "_fsdp_param_groups"):
         return list(unit._fsdp_param_groups)
     return [unit._fsdp_param_group] if unit._fsdp_param_group else []  # torch 2.11
+
+
+def wrap_pipeline_actions(schedule: Any, make_context: ContextFactory) -> Callable[[], None]:
+    """Run each action of a pipeline schedule in a context.
+
+    Args:
+        schedule: a schedule of torch.distributed.pipelining.
+        make_context: takes the index of the stage among this rank's stages, the kind of the action
+            (F, B, I or W), and the microbatch.
+
+    Returns:
+        A function that removes the wrappers.
+    """
+    stages = _stages(schedule)
+    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    originals = [(stage, name, getattr(stage, name)) for stage in stages for name in names]
+
+    def wrap(index: int, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(microbatch: int, *args: Any, **options: Any) -> Any:
+            full = options.get("full_backward", True)
+            kind = {names[0]: "F", names[1]: "B" if full else "I", names[2]: "W"}[name]
+            with make_context(index, kind, microbatch):
+                return call(microbatch, *args, **options)
+
+        return run
+
+    for index, stage in enumerate(stages):
+        for name in names:
+            setattr(stage, name, wrap(index, name, getattr(stage, name)))
+
+    def restore() -> None:
+        for stage, name, call in originals:
+            setattr(stage, name, call)
+
+    return restore
+
+
+# --------------------------------------------------------------------------- observing a step
+
+
+def is_in_backward() -> bool:
+    """Return True if autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def wrap_collectives(make_context: ContextFactory) -> Iterator[None]:
+    """Run each collective that Python starts, and each wait, in a context.
+
+    Args:
+        make_context: takes the ranks of the process group.
+    """
+    owner: Any = dist.ProcessGroup
+    work: Any = dist.Work
+    # The methods that start a collective return its work; torch 2.13 renamed some.
+    collectives = [
+        name
+        for name, method in vars(owner).items()
+        if re.search(r"-> [\w.:]*Work\b", method.__doc__ or "")
+    ]
+    groups: dict[int, list[int]] = {}  # by id of the work; a reused id is overwritten
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(group: Any, *args: Any, **options: Any) -> Any:
+            ranks = dist.get_process_group_ranks(group)
+            with make_context(ranks):
+                result = call(group, *args, **options)
+            groups[id(result)] = ranks
+            return result
+
+        return run
+
+    def wait(self: Any, *args: Any, _call: Any = work.wait) -> Any:
+        with make_context(groups.get(id(self), [])):
+            return _call(self, *args)
+
+    with ExitStack() as stack:
+        for name in collectives:
+            stack.enter_context(patch_attribute(owner, name, wrap(getattr(owner, name))))
+        stack.enter_context(patch_attribute(work, "wait", wait))
+        yield
+
+
+def set_memory_history(enabled: bool) -> None:
+    """Start or stop to record the stack of each CUDA allocation."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write a CUDA memory snapshot for https://pytorch.org/memory_viz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def get_group_ranks(name: str) -> list[int]:
+    """Return the ranks of the process group of that name."""
+    from torch.distributed import distributed_c10d
+
+    private: Any = distributed_c10d
+    return dist.get_process_group_ranks(private._resolve_process_group(name))
+
+
+# --------------------------------------------------------------------------- the Flight Recorder
+
+
+class CollectiveRecord(NamedTuple):
+    """A started collective in the Flight Recorder."""
+
+    group: str
+    group_desc: str  # as passed to `torch.distributed.new_group`
+    seq_id: int  # counts collectives of the group; for p2p, this rank's messages in it
+    name: str  # 'all_reduce'
+    input_sizes: list[list[int]]
+    is_pending: bool
+    is_p2p: bool
+
+
+def read_flight_recorder() -> list[CollectiveRecord]:
+    """Return the last collectives (about 2,000) of this process, in order.
+
+    With gloo they include no point-to-point messages.  torch has no public function for this.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    records = []
+    # A CUDA build has one recorder for NCCL and one for other backends.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(c10d, name, None):
+            records += parse_collectives(json.loads(dump()))
+    return records
+
+
+def parse_collectives(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
+    """Return the collectives of a Flight Recorder dump, in order."""
+    records = []
+    for entry in dump.get("entries", []):
+        seq_id = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        name = entry["profiling_name"].partition(":")[2]
+        is_pending = not entry["retired"] and entry["state"] != "completed"
+        group, description = map(str, entry["process_group"])
+        sizes, is_p2p = entry["input_sizes"], entry["is_p2p"]
+        records.append(
+            CollectiveRecord(group, description, seq_id, name, sizes, is_pending, is_p2p)
+        )
+    return records
+
+
+def configure_flight_recorder(prefix: str) -> None:
+    """Enable the Flight Recorder, before any process group is created.
+
+    NCCL writes its dump to ``prefix`` + RANK when a collective times out.  Except for the path,
+    these are torch's defaults in 2.11 to 2.13.  Variables that the user has set are not changed; if
+    a variable has two names, torch prefers the first.
+    """
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    ):
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value

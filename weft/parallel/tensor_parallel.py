@@ -13,11 +13,11 @@ The model's table says where (`weft.models.llama.SHARDING`); this module applies
 
 * Every parameter becomes a DTensor on the axis ``tp``.  So checkpoints, gradient norm and FSDP know
   each rank's shard, and names and shapes remain those of the full model.
-* Forward computes with plain local tensors.  A module gets a subclass of its class, whose
-  ``weight`` is the local shard after FSDP has gathered it.  So forward never enters DTensor's
-  dispatch, which is costly per operator.  ``weight`` also sets the gradient's placement: a norm
-  whose rank saw only a slice of the sequence has a *partial* gradient, which FSDP sums over the
-  ranks of ``tp`` before it reduces it over the other ranks.
+* Forward computes with plain local tensors: `LocalWeight` is mixed into a module's class, as
+  `fully_shard` does with its own, and ``weight`` is the local shard after FSDP has gathered it.  So
+  forward never enters DTensor's dispatch, which is costly per operator.  ``weight`` also sets the
+  gradient's placement: a norm whose rank saw only a slice of the sequence has a *partial* gradient,
+  which FSDP sums over the ranks of ``tp`` before it reduces it over the other ranks.
 * Collectives are forward hooks on the modules that the table names.
 
 If there are more ranks than key/value heads, tp / num_kv_heads ranks share a head.  Then its weight
@@ -29,11 +29,11 @@ vocabulary, N = B T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,8 +41,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import TensorParallelSpec
+from weft.parallel.collectives import (
+    Collective,
+    copy_to_ranks,
+    gather_sequence,
+    scatter_sequence,
+    sum_over_ranks,
+)
 from weft.parallel.dtensor import from_local
-from weft.parallel.private import c10d_functional, run_function
+
+# FSDP gathers a weight over all axes but these.
+LOCAL_AXES = {"ep", "tp"}
 
 
 def apply_tensor_parallel(
@@ -64,14 +73,9 @@ def apply_tensor_parallel(
     Raises:
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
-    functions = (
-        (_GatherSequence, _ReduceScatterSequence)
-        if sequence_parallel
-        else (_CopyToTP, _ReduceFromTP)
-    )
-    enter_region, leave_region = (
-        _CollectiveHook(function, mesh.get_group()) for function in functions
-    )
+    group = mesh.get_group()
+    enter_region = _CollectiveHook(gather_sequence if sequence_parallel else copy_to_ranks, group)
+    leave_region = _CollectiveHook(scatter_sequence if sequence_parallel else sum_over_ranks, group)
     for name, module in list(model.named_modules()):
         spec = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
         if spec is None:
@@ -108,7 +112,7 @@ def _shard_weight(
         grad_placement, kind = Partial(), "replicated"
     elif kind == "partial_grad" or (kind == "replicated" and sequence_parallel):
         grad_placement, kind = Partial(), "replicated"
-    # The first dims are outputs and inputs (or blocks of inputs: `weft.parallel.quantize`).  The
+    # The first dims are outputs and inputs (or blocks of inputs: `weft.parallel.lora`).  The
     # stacked weight of experts has one more dim before them.
     output_dim = int(full.dim() == 3 and full.is_floating_point())
     outputs, inputs = Shard(output_dim), Shard(output_dim + 1)
@@ -116,25 +120,55 @@ def _shard_weight(
     local = full.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    sharded = from_local(local, mesh, [placement], full.shape)
-    module.register_parameter("weight", nn.Parameter(sharded, requires_grad=full.requires_grad))
+    use_local_weight(module, local, mesh, [placement], full.shape)
+    vars(module).update(grad_placement=grad_placement, head_rows=head_rows)
+    if spec.weight == "vocabulary":
+        module.forward = partial(_vocab_parallel_forward, module, rank * local.shape[0])
 
+
+def use_local_weight(
+    module: nn.Module,
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+) -> None:
+    """Replace a module's weight by a DTensor; forward uses the local shard."""
+    full = module._parameters["weight"]
+    assert full is not None
+    sharded = from_local(local, mesh, placements, shape)
+    module.register_parameter("weight", nn.Parameter(sharded, requires_grad=full.requires_grad))
+    if not isinstance(module, LocalWeight):
+        module_class: Any = type(module)
+        module.__class__ = _with_local_weight(module_class)
+
+
+class LocalWeight:
+    """Mixin of a module: ``weight`` is this rank's shard of the parameter."""
+
+    local_weight: Tensor | None = None  # see `materialize_local_weights`
+    grad_placement: Placement | None = None  # None: as the parameter
+    head_rows: slice | None = None  # of the rank's own head; None: all
+
+    @property
     def weight(self: Any) -> Tensor:
+        """Return the local shard, or the parameter if FSDP has not gathered it."""
         if self.local_weight is not None:
             return cast(Tensor, self.local_weight)
-        param: Tensor | None = self._parameters["weight"]
-        if not isinstance(param, DTensor) or param.device_mesh.ndim > 1:
-            assert isinstance(param, nn.Parameter)
-            return param  # FSDP has not gathered it
-        placements = None if grad_placement is None else [grad_placement]
+        param: Tensor = self._parameters["weight"]
+        if (
+            not isinstance(param, DTensor)
+            or not set(param.device_mesh.mesh_dim_names or ()) <= LOCAL_AXES
+        ):
+            return param
+        placements = None if self.grad_placement is None else [self.grad_placement]
         local: Tensor = param.to_local(grad_placements=placements)
-        return local if head_rows is None else local[head_rows]
+        return local if self.head_rows is None else local[self.head_rows]
 
-    module_class = type(module)
-    members: dict[str, Any] = {"weight": property(weight), "local_weight": None}
-    if spec.weight == "vocabulary":
-        members["forward"] = _vocab_parallel_forward(rank * local.shape[0])
-    module.__class__ = type(module_class.__name__, (module_class,), members)
+
+@cache  # one subclass per class, so that the compiler sees that blocks are alike
+def _with_local_weight(module_class: Any) -> Any:
+    return type(module_class.__name__, (LocalWeight, module_class), {})
 
 
 def materialize_local_weights(block: nn.Module) -> None:
@@ -143,7 +177,7 @@ def materialize_local_weights(block: nn.Module) -> None:
     So the compiled forward sees plain tensors.  With a DTensor it would also save the mesh, which
     fails with full recomputation in torch 2.13 ("to be Tensors, got types: DeviceMesh").
     """
-    sharded: list[Any] = [m for m in block.modules() if hasattr(type(m), "local_weight")]
+    sharded: list[Any] = [m for m in block.modules() if isinstance(m, LocalWeight)]
 
     def set_local_weights(_: nn.Module, args: Any) -> None:
         for module in sharded:
@@ -157,102 +191,23 @@ def materialize_local_weights(block: nn.Module) -> None:
     block.register_forward_hook(clear_local_weights, always_call=True)
 
 
-def _vocab_parallel_forward(first: int) -> Any:
-    """Return the forward of a shard from id ``first``: zeros for other ids."""
-
-    def forward(self: nn.Module, tokens_BT: Tensor) -> Tensor:
-        table = self.weight
-        assert isinstance(table, Tensor)
-        rows_BT = tokens_BT - first
-        outside_BT = (rows_BT < 0) | (rows_BT >= table.shape[0])
-        x_BTD = F.embedding(rows_BT.masked_fill(outside_BT, 0), table)
-        return x_BTD.masked_fill(outside_BT.unsqueeze(-1), 0)
-
-    return forward
-
-
-# --------------------------------------------------------------------------- collectives
+def _vocab_parallel_forward(embedding: nn.Module, first: int, tokens_BT: Tensor) -> Tensor:
+    """Look up ids in a shard that starts at id ``first``; zeros for other ids."""
+    table = embedding.weight
+    assert isinstance(table, Tensor)
+    rows_BT = tokens_BT - first
+    outside_BT = (rows_BT < 0) | (rows_BT >= table.shape[0])
+    x_BTD = F.embedding(rows_BT.masked_fill(outside_BT, 0), table)
+    return x_BTD.masked_fill(outside_BT.unsqueeze(-1), 0)
 
 
 class _CollectiveHook:
     """A hook that applies a collective to a module's output, or first argument."""
 
-    def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup) -> None:
-        self.function, self.group = function, group
+    def __init__(self, collective: Collective, group: dist.ProcessGroup) -> None:
+        self.collective, self.group = collective, group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> Any:
         if output is None:
-            return (run_function(self.function, args[0], self.group), *args[1:])
-        return run_function(self.function, output, self.group)
-
-
-def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
-    stacked = c10d_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
-    return torch.cat(c10d_functional.wait_tensor(stacked).chunk(size), dim=1)
-
-
-def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
-    stacked = torch.cat(x_BTD.chunk(size, dim=1))
-    out = c10d_functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
-    return c10d_functional.wait_tensor(out)  # type: ignore[no-any-return]
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name)
-    return c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
-
-
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.group = inputs[1]
-
-
-class _GatherSequence(_Collective):
-    """All-gather the sequence; reduce-scatter its gradient."""
-
-    @staticmethod
-    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_gather(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad_BTD, ctx.group), None
-
-
-class _ReduceScatterSequence(_Collective):
-    """Reduce-scatter partial sums over the sequence; all-gather the gradient."""
-
-    @staticmethod
-    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _reduce_scatter(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad_BTD, ctx.group), None
-
-
-class _CopyToTP(_Collective):
-    """Identity; all-reduce the gradient."""
-
-    @staticmethod
-    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return x_BTD.view_as(x_BTD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad_BTD, ctx.group), None
-
-
-class _ReduceFromTP(_Collective):
-    """All-reduce partial sums; identity for the gradient."""
-
-    @staticmethod
-    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return grad_BTD, None
+            return (self.collective(args[0], self.group), *args[1:])
+        return self.collective(output, self.group)

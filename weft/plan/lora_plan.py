@@ -17,7 +17,7 @@ from weft.plan.layout import ParallelDims
 from weft.plan.matrices import list_matrices, weight_split
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
-# Bytes of a block and its scale: see `weft.parallel.quantize`.
+# Bytes of a block and its scale: see `weft.parallel.lora`.
 QUANT_BLOCK_BYTES = {"nf4": 32 + 4, "int8": 64 + 4}
 
 

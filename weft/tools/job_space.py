@@ -30,7 +30,7 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import SECTIONS
 from weft.models import FAMILIES
 from weft.optim.optimizer import OPTIMIZERS
-from weft.optim.schedule import SCHEDULES as RATES
+from weft.optim.optimizer import SCHEDULES as RATES
 from weft.plan.float8_rules import required_multiple
 from weft.plan.lora_plan import QUANT_BLOCK_SIZE
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE

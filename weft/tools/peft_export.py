@@ -26,7 +26,7 @@ from weft.checkpoint.weight_files import (
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
 from weft.models.hf_mapping import get_hf_mapping
-from weft.parallel.quantize import dequantize_matrix, quantize_matrix
+from weft.parallel.lora import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
 from weft.plan.matrices import list_matrices
 from weft.tools.inference_model import CheckpointRef, find_base_checkpoint

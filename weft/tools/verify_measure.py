@@ -56,11 +56,9 @@ from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
 from weft.monitor.layer_stats import hook_forward
 from weft.optim.lean import LowPrecisionAdamW
-from weft.optim.optimizer import clip_grad_norm, set_learning_rate
-from weft.optim.schedule import learning_rate
-from weft.parallel.dtensor import shard_offsets, to_local
+from weft.optim.optimizer import clip_grad_norm, learning_rate, set_learning_rate
+from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
 from weft.parallel.mesh import Mesh
-from weft.parallel.private import is_quantized
 from weft.plan.plan import Plan
 from weft.train.setup import Built, Rank, build
 

@@ -37,8 +37,7 @@ from weft.data.user_source import is_user_function
 from weft.models import expand_preset
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
-from weft.optim.optimizer import OPTIMIZERS
-from weft.optim.schedule import SCHEDULES
+from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve_nodes

@@ -56,10 +56,10 @@ from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import (
     clip_grads_with_norm,
     compute_grad_norm,
+    learning_rate,
     masked_step,
     set_learning_rate,
 )
-from weft.optim.schedule import learning_rate
 from weft.parallel.compile import describe_graph_break
 from weft.plan.plan import Plan
 from weft.train.metric_logger import TrainingError, is_due

@@ -44,7 +44,7 @@ from torch import Tensor
 from weft.config.errors import lookup
 from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch
-from weft.parallel.private import run_function
+from weft.models.layers import run_function
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

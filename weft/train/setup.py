@@ -27,14 +27,12 @@ from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, select_layers
-from weft.optim.optimizer import OPTIMIZERS, build_optimizer
-from weft.optim.schedule import SCHEDULES, Decay
+from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
 from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
-from weft.parallel.private import create_tcp_store
-from weft.parallel.private_hooks import configure_flight_recorder
+from weft.parallel.private import configure_flight_recorder, create_tcp_store
 from weft.plan.plan import Plan
 from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep

@@ -28,8 +28,11 @@ from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
-from weft.parallel.private import run_schedule, use_forward_only_order
-from weft.parallel.private_hooks import wrap_pipeline_actions
+from weft.parallel.private import (
+    run_schedule,
+    use_forward_only_order,
+    wrap_pipeline_actions,
+)
 from weft.plan.plan import Plan
 from weft.train.loss import (
     SequenceLosses,

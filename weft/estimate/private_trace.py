@@ -1,0 +1,148 @@
+"""PyTorch internals that a trace uses: a fake world, and observers of a step.
+
+The rules of `weft.parallel.private` apply here too.  torch has no public interface for any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.parallel.private import patch_attribute
+
+OnChange = Callable[[bool], None]
+
+
+def observe_storage_resizes(
+    on_resize: Callable[[torch.UntypedStorage, int], None],
+) -> AbstractContextManager[None]:
+    """Call ``on_resize(storage, bytes before)`` at each resize, by which FSDP frees."""
+    storage: Any = torch.UntypedStorage
+    original = storage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = original(self, size)
+        on_resize(self, before)
+        return result
+
+    return patch_attribute(storage, "resize_", resize_)
+
+
+def observe_sharding_propagation(on_change: OnChange) -> AbstractContextManager[None]:
+    """Call ``on_change`` when metadata propagation starts (True) and ends (False).
+
+    DTensor then runs an operator on meta tensors of global shape, which are not part of the step.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return _observe_calls(ShardingPropagator, "_propagate_tensor_meta_non_cached", on_change)
+
+
+def observe_collective_waits(on_change: OnChange) -> AbstractContextManager[None]:
+    """Call ``on_change`` when a collective's wait starts (True) and ends (False)."""
+    return _observe_calls(dist.Work, "wait", on_change)
+
+
+def _observe_calls(owner: Any, name: str, on_change: OnChange) -> AbstractContextManager[None]:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        on_change(True)
+        try:
+            return original(*args, **options)
+        finally:
+            on_change(False)
+
+    return patch_attribute(owner, name, call)
+
+
+def find_group_name(args: Iterable[Any]) -> str:
+    """Return the group name in a collective's arguments: a group, or last string."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return str(dist.ProcessGroup.unbox(arg).group_name)
+    return str([arg for arg in args if isinstance(arg, str)][-1])
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[None]:
+    """Act as one rank of a fake process group, whose collectives return at once.
+
+    Args:
+        rank: the rank to be.
+        world_size: number of ranks.
+        keep_sent: keep a sent tensor alive as long as the handle of `isend`, as gloo does.  NCCL
+            was not tested.
+    """
+    from torch.distributed import distributed_c10d
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    pipelines: Any = schedules
+    # Stages first agree on their shapes, and read the answer from a received tensor, which has no
+    # data here.  So set each stage's shapes.  In torch 2.11 they send to their neighbors instead.
+    owner: Any = pipelines._PipelineSchedule
+    name = "_warmup_p2p"
+    replacement: Any = _set_static_shapes
+    if not hasattr(owner, name):
+        owner, name, replacement = PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops
+    isend = dist.isend
+
+    def isend_and_keep(tensor: Tensor, *args: Any, **options: Any) -> _PendingSend:
+        return _PendingSend(tensor, isend(tensor, *args, **options))
+
+    with ExitStack() as stack:
+        stack.callback(clear_mesh_cache)
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(patch_attribute(owner, name, replacement))
+        stack.enter_context(patch_attribute(dist, "all_gather_object", _all_gather_own_object))
+        if keep_sent:
+            for module in (dist, distributed_c10d):
+                stack.enter_context(patch_attribute(module, "isend", isend_and_keep))
+        yield
+
+
+class _PendingSend(NamedTuple):
+    """A pending send, and its tensor."""
+
+    tensor: Tensor
+    work: Any
+
+    def wait(self, *args: Any) -> Any:
+        return self.work.wait(*args)
+
+
+def _all_gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
+
+
+def _no_p2p_ops(stage: Any) -> list[Any]:
+    return []
+
+
+def _set_static_shapes(
+    schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool
+) -> None:
+    from torch.distributed.pipelining import schedules
+
+    modes: Any = schedules
+    for stage in stages:
+        assert not modes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+        stage._inference_mode = modes.InferenceMode.STATIC
+
+
+def clear_mesh_cache() -> None:
+    """Clear DTensor's caches of meshes.
+
+    DTensor treats equal meshes as one, and would communicate in the groups of the first.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -1,0 +1,101 @@
+"""Collectives with gradients, which forward passes use between local tensors.
+
+The backward pass of a collective is another one: of an all-gather, a reduce-scatter of the partial
+gradients.  `_Collective` takes both as functions, so that one autograd function serves all.  They
+are functional collectives, which torch.compile traces and can overlap with matmuls; the public ones
+would break its graph.  torch 2.13's have gradients too, but 2.11's have none.
+
+Shapes in names: B sequences, T tokens of a sequence, D model width, R rows to send, Q rows that a
+rank receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.models.layers import run_function
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+c10d_functional = torch.ops._c10d_functional
+
+
+class _Collective(torch.autograd.Function):
+    """Apply ``collective``; in backward, ``adjoint``."""
+
+    @staticmethod
+    def forward(
+        collective: Collective, adjoint: Collective, x: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        return collective(x, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.adjoint, _, ctx.group = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
+        return None, None, ctx.adjoint(grad, ctx.group), None
+
+
+def with_adjoint(collective: Collective, adjoint: Collective) -> Collective:
+    """Return ``collective`` with ``adjoint`` as its backward pass."""
+    return partial(run_function, _Collective, collective, adjoint)
+
+
+# --------------------------------------------------------------------------- without gradients
+
+
+def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    stacked = c10d_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
+    return torch.cat(c10d_functional.wait_tensor(stacked).chunk(size), dim=1)
+
+
+def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    stacked = torch.cat(x_BTD.chunk(size, dim=1))
+    out = c10d_functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    return c10d_functional.wait_tensor(out)  # type: ignore[no-any-return]
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name)
+    return c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
+
+
+def all_to_all_rows(
+    received: list[int], sent: list[int], x_RD: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Send ``sent[i]`` rows to rank i; return the received rows ``[Q, D]``."""
+    out_QD = c10d_functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
+    return c10d_functional.wait_tensor(out_QD)  # type: ignore[no-any-return]
+
+
+# --------------------------------------------------------------------------- with gradients
+
+# All-gather a sequence; reduce-scatter partial sums over the sequence.
+gather_sequence = with_adjoint(_all_gather, _reduce_scatter)
+scatter_sequence = with_adjoint(_reduce_scatter, _all_gather)
+
+# Identity whose gradients are summed; sum of partial results.
+copy_to_ranks = with_adjoint(_identity, _all_reduce)
+sum_over_ranks = with_adjoint(_all_reduce, _identity)
+
+
+def exchange_rows(
+    x_RD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Apply `all_to_all_rows`; backward sends the gradients back."""
+    there, back = partial(all_to_all_rows, received, sent), partial(all_to_all_rows, sent, received)
+    return with_adjoint(there, back)(x_RD, group)
