@@ -319,9 +319,8 @@ def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]
 def compare(options: argparse.Namespace) -> int:
     """Compare variants by repeated runs, or by their plans."""
     from weft.monitor.terminal import quiet_console
-    from weft.tools.comparison_dir import default_dir
     from weft.tools.comparison_result import ComparisonSettings
-    from weft.tools.experiment import compare
+    from weft.tools.experiment import compare, default_dir
     from weft.tools.variants import (
         parse_margin,
         parse_price,
@@ -359,7 +358,7 @@ def compare(options: argparse.Namespace) -> int:
     result, num_signals = compare(directory, variants, settings, log)
     log(f"\n{result.text()}\n\nall runs are in {directory}")
     if options.json:
-        print(json.dumps(result.document, indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     if num_signals:
         print("interrupted; the same command resumes the trial", file=sys.stderr)
         return REQUEUE if num_signals == 1 else INTERRUPTED

@@ -27,7 +27,7 @@ from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
 from weft.plan.stages import format_columns
-from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
+from weft.tools.experiment import COMPARISON, invalid_out, read_comparison
 from weft.tools.run_report import REPORT_FILE
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
