@@ -120,7 +120,7 @@ def read_dump(path: Path) -> None:
 
 def read_fuzz_log(path: Path) -> None:
     for tried in read_log(path, FuzzSettings(seed=7)):
-        assert tried.seed == 7
+        assert tried.job.seed == 7
 
 
 def read_comparison_file(path: Path) -> None:
@@ -137,7 +137,7 @@ def read_questions(path: Path) -> None:
     read_task(path.parent / "task.yaml")
 
 
-TRIED = FuzzResult(7, 0, {"parallel.tp": "2"}, {}, 2, Outcome("agreed"))
+TRIED = FuzzResult(FuzzSettings(seed=7).draw(0), Outcome("agreed"))
 TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "recipe.toml": (read_recipe_file, RECIPE),
     "clusters.toml": (read_device_file, DEVICES),

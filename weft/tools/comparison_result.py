@@ -63,7 +63,7 @@ class ComparisonSettings:
 
 
 class ComparisonSummary:
-    """Results of a comparison: the verdict, a row per variant, changes, failures and notes.
+    """Results of a comparison: verdict, table, changes, failures and notes.
 
     Args:
         directory: directory of the comparison.
