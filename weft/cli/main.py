@@ -500,10 +500,9 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.cluster.preparing import show_progress
     from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
     from weft.monitor.terminal import quiet_console
-    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
+    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources, read_task, score_task
     from weft.tools.generate import load_chat_format
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
-    from weft.tools.multiple_choice import read_task, score_task
     from weft.train.environment import is_launched_rank
     from weft.train.setup import Rank
 

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,19 +149,17 @@ class LayerGradNorms:
 # --------------------------------------------------------------------------- statistics
 
 
-class TensorSums(NamedTuple):
-    """Sums over the local elements of a tensor; float64 scalars on its device."""
-
-    num_elements: int  # all elements
-    total: Tensor  # of finite elements, like the next two
-    squares: Tensor
-    max_abs: Tensor
-    nonfinite: Tensor  # number of other elements
+TensorSums = tuple[int, Tensor]  # see `compute_sums`
 
 
 @torch.no_grad()
 def compute_sums(tensor: Tensor) -> TensorSums:
-    """Return the sums of a local floating-point tensor; the host does not wait."""
+    """Return the sums of a local floating-point tensor; the host does not wait.
+
+    Returns:
+        The number of elements, and float64 ``[4]`` on the tensor's device: sum, sum of squares and
+        largest absolute value of the finite elements, and the number of other elements.
+    """
     tensor = tensor.detach()
     nonfinite = (~tensor.isfinite()).sum()
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
@@ -169,7 +167,7 @@ def compute_sums(tensor: Tensor) -> TensorSums:
     total = finite.sum(dtype=torch.float64)
     # finite.square() would round to bfloat16 before the sum.
     squares = torch.linalg.vector_norm(finite, dtype=torch.float64).square()
-    return TensorSums(tensor.numel(), total, squares, max_abs.double(), nonfinite.double())
+    return tensor.numel(), torch.stack((total, squares, max_abs.double(), nonfinite.double()))
 
 
 class LayerStats:
@@ -313,10 +311,10 @@ def owns_shard(tensor: Tensor) -> bool:
 
 
 def reduce_sums(entries: Iterable[tuple[int, TensorSums]]) -> list[float]:
-    """Return the total tokens and fields of `TensorSums`; the host waits."""
+    """Return the total tokens, elements, and sums of `compute_sums`; the host waits."""
     tokens, sums = zip(*entries, strict=True)
-    counts, *columns = zip(*sums, strict=True)
-    total, squares, max_abs, bad = (torch.stack(column) for column in columns)
+    counts, columns = zip(*sums, strict=True)
+    total, squares, max_abs, bad = torch.stack(columns, dim=1)
     scalars = torch.stack((total.sum(), squares.sum(), max_abs.amax(), bad.sum())).tolist()
     return [sum(tokens), sum(counts), *scalars]
 

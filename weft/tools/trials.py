@@ -181,7 +181,7 @@ def validation_loss(records: Sequence[Record], tokens: float) -> float | None:
 
 
 def measure_losses(trials: Sequence[Trial]) -> tuple[list[Trial], TrialLosses]:
-    """Return the trials with their losses at the largest number of tokens that all reached."""
+    """Return the trials with their losses after the tokens that all have seen."""
     runs = [read_records(Path(trial.run_dir) / "metrics.jsonl") for trial in trials]
     tokens = min(trial.tokens for trial in trials)
 

@@ -193,19 +193,13 @@ def verify(
         WeftError: if a rank fails.
     """
     case = shrink(plan_for_recipe(job), ranks, steps, keep)
-    resume_case, save_step = case, 0
+    resume_plan, save_step = case.plan, 0
     if resume:
         if steps < 2:
             rule = "leaves no step after the checkpoint of --resume-layout"
             raise InvalidConfig([ConfigError("--steps", steps, rule, "use 2 or more")])
-        resume_case = replace(case, plan=plan_resume_layout(case, resume, ranks))
-        save_step = steps // 2
-    matched, excluded = match_float8([case.reference_plan, case.plan, resume_case.plan])
-    if excluded:
-        reference_plan, plan, resume_plan = matched
-        note = f"not in float8, because a shard has a size that float8 does not allow: {excluded}"
-        case = replace(case, plan=plan, reference_plan=reference_plan, notes=(*case.notes, note))
-        resume_case = replace(case, plan=resume_plan)
+        resume_plan, save_step = plan_resume_layout(case, resume, ranks), steps // 2
+    case, resume_plan = match_float8(case, resume_plan)
     log(format_case(case))
 
     def run(plan: Plan, **options: Any) -> list[RankMeasurement]:
@@ -219,12 +213,13 @@ def verify(
         measured = run(case.plan, corrupt=corrupt, save_step=save_step)
         report = compare_to_reference(case, reference, measured, limits)
         if resume and report.holds:
-            measured = run(resume_case.plan, resume_step=save_step)
+            measured = run(resume_plan, resume_step=save_step)
             tail = reference._replace(steps=reference.steps[save_step:])
+            resume_case = replace(case, plan=resume_plan)
             resumed = compare_to_reference(resume_case, tail, measured, limits)
             report = replace(report, resumed=resumed)
             if not resumed.holds:
-                name = format_layout(resume_case.plan.axis_sizes)
+                name = format_layout(resume_plan.axis_sizes)
                 reason = f"resumed from a checkpoint as {name}: {resumed.reason}"
                 report = replace(report, holds=False, reason=reason)
     log(format_report(report))

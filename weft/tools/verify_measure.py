@@ -128,68 +128,93 @@ def measure_rank(
     """
     if plan.is_compiled:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
-    rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    built = build(plan, rank)
-    params = dict(trainable_parameters(built.model_parts))
-    # Each step changes the biases of experts, too.
-    state: dict[str, Tensor] = params | dict(persistent_buffers(built.model_parts))
-    tensors = _ReferenceTensors(Path(directory) / "one.pt")
-    checkpoints = Path(directory) / "checkpoints"
-    if resume_step:
-        load_checkpoint(
-            checkpoint_path(checkpoints, resume_step), built.model_parts, built.optimizer
-        )
-        tensors.previous = f"params {resume_step}"
-    initial = tensors.compare(tensors.previous, state.items())
-    if corrupt is not None:
-        corrupt(built, plan)
-    noise_model = Noise(plan, noise_seed) if noise_seed else None
-    if noise_model is not None:
-        noise_model.register_hooks(built.model_parts)
-    blocks = {
-        name: module
-        for part in built.model_parts
-        for name, module in part.named_modules()
-        if module in plan.family.blocks(part)
-    }
-    loader = _loader(plan, built.mesh)
-    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-
+    training = _Training(plan, Path(directory), resume_step, noise_seed)
+    initial = training.compare_initial(corrupt)
     steps = []
     for step in range(resume_step + 1, plan.num_steps + 1):
-        samples = (step - 1) * plan.global_batch_size
-        batches = [_mask_targets(batch) for batch in loader.get_microbatches(samples)]
+        steps.append(training.measure_step(step))
+        if step == save_step:
+            training.save_checkpoint(step)
+    eval_loss = training.evaluate()
+    training.tensors.save()
+    return RankMeasurement(initial, steps, eval_loss, training.tensors.max_param_error)
+
+
+class _Training:
+    """The training of one rank; each step ends with the parameters of the reference."""
+
+    def __init__(self, plan: Plan, directory: Path, resume_step: int, noise_seed: int) -> None:
+        rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        self._plan, self._built = plan, build(plan, rank)
+        model_parts = self._built.model_parts
+        self._params = dict(trainable_parameters(model_parts))
+        # Each step changes the biases of experts, too.
+        self._state: dict[str, Tensor] = self._params | dict(persistent_buffers(model_parts))
+        self.tensors = _ReferenceTensors(directory / "one.pt")
+        self._checkpoints = directory / "checkpoints"
+        if resume_step:
+            path = checkpoint_path(self._checkpoints, resume_step)
+            load_checkpoint(path, model_parts, self._built.optimizer)
+            self.tensors.previous = f"params {resume_step}"
+        self._noise = Noise(plan, noise_seed) if noise_seed else None
+        self._blocks = {
+            name: module
+            for part in model_parts
+            for name, module in part.named_modules()
+            if module in plan.family.blocks(part)
+        }
+        self._loader = _loader(plan, self._built.mesh)
+
+    def compare_initial(self, corrupt: Corruption | None) -> dict[str, TensorError]:
+        """Return the errors of the initial parameters; then corrupt the layout."""
+        initial = self.tensors.compare(self.tensors.previous, self._state.items())
+        if corrupt is not None:
+            corrupt(self._built, self._plan)
+        if self._noise is not None:
+            self._noise.register_hooks(self._built.model_parts)
+        return initial
+
+    def measure_step(self, step: int) -> StepMeasurement:
+        """Train one step and compare it with the reference."""
+        plan, built, noise, params = self._plan, self._built, self._noise, self._params
+        microbatches = self._loader.get_microbatches((step - 1) * plan.global_batch_size)
+        batches = [_mask_targets(batch) for batch in microbatches]
         batch_sizes = [len(batch.tokens_BT) for batch in batches]
-        with note_errors(f"in step {step}"), record_fingerprints(blocks, batch_sizes) as forward:
+        with note_errors(f"in step {step}"), record_fingerprints(self._blocks, batch_sizes) as sums:
             loss = built.train_step.forward_backward(batches)
         dist.all_reduce(loss)
-        if noise_model is not None:
-            noise_model.perturb_gradients(params.values(), noise_model.reduce_eps)
-        gradients = tensors.compare(f"gradients {step}", _named_gradients(params))
-        tensors.load_gradients(f"gradients {step}", params)
-        if noise_model is not None:  # rounding in the optimizer, which Muon amplifies
-            noise_model.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
+        if noise is not None:
+            noise.perturb_gradients(params.values(), noise.reduce_eps)
+        gradients = self.tensors.compare(f"gradients {step}", _named_gradients(params))
+        self.tensors.load_gradients(f"gradients {step}", params)
+        if noise is not None:  # rounding in the optimizer, which Muon amplifies
+            noise.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
+        stages = built.mesh.get_group("pp") if plan.pp > 1 else None
         norm = clip_grad_norm(params.values(), plan.job.optim.max_grad_norm, stages)
         lr = learning_rate(step, plan.num_steps, plan.job.optim, built.lr_decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
-        if noise_model is not None:
-            noise_model.perturb_optimizer_states(built.optimizer)
+        if noise is not None:
+            noise.perturb_optimizer_states(built.optimizer)
         built.train_step.balance.reduce_loads()
         built.train_step.balance.step()
         built.optimizer.zero_grad()
-        updates = tensors.compare_updates(f"params {step}", state)
-        steps.append(StepMeasurement(loss.item(), norm.item(), forward, gradients, updates))
-        if step == save_step:
-            with note_errors("in the checkpoint"):
-                manager = CheckpointManager(checkpoints, keep_latest=1)
-                samples = step * plan.global_batch_size
-                manager.save(built.model_parts, built.optimizer, {"step": step, "samples": samples})
-                manager.wait()
-    with note_errors("during evaluation"):
-        eval_loss = built.train_step.evaluate(_validation_batches(plan, built.mesh))
-    tensors.save()
-    return RankMeasurement(initial, steps, eval_loss, tensors.max_param_error)
+        updates = self.tensors.compare_updates(f"params {step}", self._state)
+        return StepMeasurement(loss.item(), norm.item(), sums, gradients, updates)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save a checkpoint after a step."""
+        with note_errors("in the checkpoint"):
+            manager = CheckpointManager(self._checkpoints, keep_latest=1)
+            position = {"step": step, "samples": step * self._plan.global_batch_size}
+            manager.save(self._built.model_parts, self._built.optimizer, position)
+            manager.wait()
+
+    def evaluate(self) -> float:
+        """Return the validation loss."""
+        with note_errors("during evaluation"):
+            batches = _validation_batches(self._plan, self._built.mesh)
+            return self._built.train_step.evaluate(batches)
 
 
 @contextmanager
