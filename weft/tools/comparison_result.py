@@ -213,8 +213,8 @@ class ComparisonSummary:
                 steps = f" (half of a run's steps were within {spread} of its median)"
             sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
             if (claim := comparison.per_device) is not None:
-                per_device = (" per device", num_device_tests, steps)
-                sentences.append(speed_sentence(claim, *names, *per_device))
+                sentence = speed_sentence(claim, *names, " per device", num_device_tests, steps)
+                sentences.append(sentence)
             kind = self._losses.kind
             sentences.append(loss_sentence(comparison, kind, *names, self.baseline_loss))
             lines.append("; ".join(sentences))

@@ -119,7 +119,10 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
         raise InvalidConfig([ConfigError("run_b", str(run_b), rule, remedy)])
     # A stable sort: the statistics of a step are more specific than its record, and come first.
     locations = sorted(
-        [*_compare_statistics(*rows, common), *_compare_records(*records, steps)],
+        [
+            *_compare_statistics(rows[0], rows[1], common),
+            *_compare_records(records[0], records[1], steps),
+        ],
         key=lambda location: location.step,
     )
     part = next((location for location in locations if location.distance > tolerance), None)

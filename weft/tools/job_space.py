@@ -19,7 +19,7 @@ import math
 import random
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -38,7 +38,7 @@ from weft.plan.lora_plan import QUANT_BLOCK_SIZE
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
-from weft.tools.verify import read_recipe
+from weft.tools.verify import format_layout, read_recipe
 from weft.train.objectives import OBJECTIVES
 
 RECIPE = "demo"
@@ -141,12 +141,8 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
 # Probability of a key, in thousandths.  Floats are in no goal, because they interact with other
 # keys in one place only.
 DEFAULT_CHANCE, NUMBER_CHANCE = 120, 60
-CHANCE = {
-    "compile.enable": 4,
-    "precision.float8": 60,
-    "lora.rank": 60,
-    "train.world_size_invariant": 60,
-}
+RARE_KEYS = ("precision.float8", "lora.rank", "train.world_size_invariant")
+CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 
@@ -249,12 +245,8 @@ def list_techniques() -> dict[str, tuple[str, tuple[str, ...]]]:
 @cache
 def list_goals(seed: int) -> list[tuple[str, str]]:
     """Return every pair of techniques of different keys, shuffled by the seed."""
-    names = [name for name, (key, _) in list_techniques().items() if not _is_number(key)]
-    pairs = [
-        pair
-        for pair in itertools.combinations(names, 2)
-        if list_techniques()[pair[0]][0] != list_techniques()[pair[1]][0]
-    ]
+    keys = {name: key for name, (key, _) in list_techniques().items() if not _is_number(key)}
+    pairs = [(a, b) for a, b in itertools.combinations(keys, 2) if keys[a] != keys[b]]
     random.Random(f"goals {seed}").shuffle(pairs)
     return pairs
 
@@ -278,9 +270,7 @@ class RandomJob:
     @property
     def name(self) -> str:
         """Layout and goal of the job."""
-        degrees = [f"{axis} {n}" for axis in AXES if (n := self.overrides.get(f"parallel.{axis}"))]
-        layout = " x ".join(text for text in degrees if not text.endswith(" 1")) or "one rank"
-        return f"{layout}; {', '.join(self.goal)}"
+        return f"{format_layout(_degrees(self.overrides, AXES))}; {', '.join(self.goal)}"
 
     @property
     def command(self) -> str:
@@ -324,7 +314,7 @@ def draw_job(
     overrides = dict(required)
     _add_layout(overrides, ranks, rng)
     _add_random_keys(overrides, _chance, rng)
-    shards = math.prod(int(overrides.get(f"parallel.{axis}", 1)) for axis in ("dp_shard", "cp"))
+    shards = math.prod(_degrees(overrides, ("dp_shard", "cp")).values())
     if overrides.get("model.kind") == "moe" and shards % 2 == 0 and rng.random() < 0.5:
         overrides.setdefault("parallel.ep", "2")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides
@@ -336,6 +326,10 @@ def draw_job(
 
 FIXED = {"run.device": "cpu", "train.seed": "1"}  # keys that every job sets
 DEGREES = tuple(f"parallel.{axis}" for axis in (*AXES, "ep"))
+
+
+def _degrees(overrides: Mapping[str, str], axes: Iterable[str]) -> dict[str, int]:
+    return {axis: int(overrides.get(f"parallel.{axis}", 1)) for axis in axes}
 
 
 def _chance(key: str) -> int:
@@ -381,7 +375,7 @@ def _add_override(
 def _add_layout(overrides: OverrideMap, ranks: int, rng: random.Random) -> None:
     """Distribute a random number of ranks over the axes that are not set."""
     world_size = rng.choice([n for n in (2, 2, 3, 4, 4, 4, 4, 6, 8, 8) if n <= ranks])
-    size = math.prod(int(overrides.get(f"parallel.{axis}", 1)) for axis in AXES)
+    size = math.prod(_degrees(overrides, AXES).values())
     while size * 2 <= world_size:
         axis = rng.choice([axis for axis in AXES if f"parallel.{axis}" not in overrides] or [""])
         if not axis:
@@ -408,17 +402,16 @@ def _make_valid(
         rng: random generator of the job.
         refusals: gets an entry for each rejected job.
     """
-    attempt = 0
+    attempts = itertools.count(1)
     while True:
         job = _draw_sizes(overrides, random.Random(f"{rng.random()}"))
         try:
             return job, make_case(job, ranks)
         except InvalidConfig as error:
             problem = error.problems[0]
-            attempt += 1
-            named = [key for key in (problem.key, *problem.depends) if key in overrides]
-            if attempt % 4 and SIZED_KEYS.intersection((problem.key, *problem.depends)):
+            if next(attempts) % 4 and _named_keys(problem, SIZED_KEYS):
                 continue  # other sizes may be valid
+            named = _named_keys(problem, overrides)
             rule = re.sub(r"\d+", "N", problem.rule)  # without the numbers of this job
             refused = {key: overrides[key] for key in named}
             refusals.append({"key": problem.key, "with": refused, "rule": rule})
@@ -462,11 +455,14 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
         try:
             plan_resume_layout(case, list(overrides.items()), ranks)
         except InvalidConfig as error:
-            problem = error.problems[0]
-            named = [key for key in (problem.key, *problem.depends) if key in overrides]
+            named = _named_keys(error.problems[0], overrides)
             del overrides[rng.choice(named or list(overrides))]
         else:
             return overrides or {"parallel.dp_shard": "1"}
+
+
+def _named_keys(problem: ConfigError, overrides: Iterable[str]) -> list[str]:
+    return [key for key in (problem.key, *problem.depends) if key in overrides]
 
 
 # --------------------------------------------------------------------------- sizes
@@ -476,7 +472,7 @@ def _draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
     """Add small, odd sizes of model and batch that fit the layout."""
     kind = overrides.get("model.kind", "llama")
     family = FAMILIES[kind]
-    degrees = {name: int(overrides.get(f"parallel.{name}", 1)) for name in (*AXES, "ep")}
+    degrees = _degrees(overrides, (*AXES, "ep"))
     tp, pp, cp, ep = (degrees[name] for name in ("tp", "pp", "cp", "ep"))
     width, unit, ffn_unit = _draw_width(overrides, degrees, rng)
     several = overrides.get("pipeline.schedule", "1F1B") not in ("GPipe", "1F1B")
@@ -534,8 +530,7 @@ def _draw_width(
     unit = 1 if float8 == "none" else required_multiple(float8)
     quantized = overrides.get("lora.quantize", "none") != "none"
     kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
-    uses_ulysses = overrides.get("parallel.cp_method") == "ulysses"
-    head_ranks = tp * (degrees["cp"] if uses_ulysses else 1)
+    head_ranks = tp * (degrees["cp"] if overrides.get("parallel.cp_method") == "ulysses" else 1)
     heads = kv_heads * rng.choice([n for n in range(1, 17) if kv_heads * n % head_ranks == 0][:3])
     head_dim = unit if unit > 1 else rng.choice((2, 4, 6, 8, 10, 16))
     dim, ffn_unit = heads * head_dim, unit

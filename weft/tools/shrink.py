@@ -141,6 +141,8 @@ def _shrink_keys(
 ) -> Job:
     """Return the job with all keys but the sizes of model and batch."""
     job = plan.job
+    parallel = {**sizes, **_shrink_parallel(plan, sizes, unchanged, notes)}
+    pipeline = {} if unchanged else _shrink_pipeline(plan, sizes, notes)
     kept = {name: value for name, value in job.precision if f"precision.{name}" in keep}
     if plan.float8 != "none":
         if "float8" in kept:
@@ -157,8 +159,8 @@ def _shrink_keys(
         # Verification reads no text, but the rules require a tokenizer that fits.
         data={"tokenizer": "train", "vocab_size": 257},
         optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
-        parallel={**sizes, **_shrink_parallel(plan, sizes, unchanged, notes)},
-        pipeline={} if unchanged else _shrink_pipeline(plan, sizes, notes),
+        parallel=parallel,
+        pipeline=pipeline,
         precision=PrecisionSection(compute_dtype="float32").model_dump() | kept,
         compile={} if compiles else {"enable": False},
     )

@@ -91,7 +91,7 @@ def import_student_t() -> Any:
         WeftError: if SciPy is not installed.
     """
     try:
-        from scipy.stats import t
+        from scipy.stats import t  # type: ignore[import-untyped]
     except ImportError as error:
         raise WeftError("comparing runs needs SciPy: pip install 'weft[compare]'") from error
     return t
