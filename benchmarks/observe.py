@@ -42,7 +42,7 @@ from weft.config.schema import Job
 from weft.monitor.spans import SpanWriter, read_spans, span, spans_path
 from weft.monitor.step_record import StepRecord
 from weft.monitor.step_timer import PHASES
-from weft.tools.statistics import confidence_interval
+from weft.tools.verdict import confidence_interval
 
 WARM = 40  # warm-up steps, which are not measured
 TICKS = os.sysconf("SC_CLK_TCK")

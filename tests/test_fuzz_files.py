@@ -28,10 +28,11 @@ from weft.config.files import read_json
 from weft.config.reader import read_job
 from weft.data.prepared_cache import read_scans, write_scans
 from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
-from weft.tools.comparison_dir import COMPARISON, TrialResult, comparison_record, open_comparison
+from weft.tools.evaluate import read_task
+from weft.tools.experiment import COMPARISON, comparison_record, open_comparison
 from weft.tools.generate import read_prompts
 from weft.tools.hf_convert import import_model
-from weft.tools.multiple_choice import read_task
+from weft.tools.trials import TrialResult
 from weft.tools.variants import Variant
 from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 
@@ -119,7 +120,7 @@ def read_dump(path: Path) -> None:
 
 def read_fuzz_log(path: Path) -> None:
     for tried in read_log(path, FuzzSettings(seed=7)):
-        assert tried.seed == 7
+        assert tried.job.seed == 7
 
 
 def read_comparison_file(path: Path) -> None:
@@ -136,7 +137,7 @@ def read_questions(path: Path) -> None:
     read_task(path.parent / "task.yaml")
 
 
-TRIED = FuzzResult(7, 0, {"parallel.tp": "2"}, {}, 2, Outcome("agreed"))
+TRIED = FuzzResult(FuzzSettings(seed=7).draw(0), Outcome("agreed"))
 TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "recipe.toml": (read_recipe_file, RECIPE),
     "clusters.toml": (read_device_file, DEVICES),

@@ -20,7 +20,6 @@ from weft.cli.main import main
 from weft.cluster.rank_exit import log_path, read_error_reports, write_error
 from weft.cluster.start import describe_changes, last_logged_step, write_run_files
 from weft.config.errors import WeftError
-from weft.config.files import read_json
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
 from weft.estimate.memory_check import RunPrediction
@@ -96,7 +95,7 @@ def read_all(directory: Path, intact_run: Path) -> None:
     read_error_reports(directory)
     for read in (
         lambda: read_records(directory / "metrics.jsonl"),
-        lambda: measure_trial(0, 0, 0, directory, read_json(directory / "plan.json")),
+        lambda: measure_trial(0, 0, 0, directory),
     ):
         reason = ""
         try:

@@ -21,9 +21,9 @@ from weft.monitor.layer_stats import (
     find_first_nonfinite,
     hook_forward,
     make_row,
+    name_layers,
     read_statistics,
     reduce_sums,
-    select_layers,
 )
 
 MODEL: Overrides = [
@@ -162,7 +162,8 @@ def test_error_names_the_first_nonfinite_tensor(
 
 def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
     def row(kind: str, name: str, bad: int) -> dict[str, Any]:
-        return {"kind": kind, "name": name, "nonfinite": bad, "count": 8}
+        order = "abc".index(name[0])
+        return {"kind": kind, "name": name, "order": order, "nonfinite": bad, "count": 8}
 
     rows = [row("activation", "a", 0), row("activation", "b", 2), row("activation", "c", 8)]
     grads = [row("gradient", "a.w", 8), row("gradient", "c.w", 1), row("parameter", "a.w", 8)]
@@ -193,8 +194,9 @@ def test_rows_of_finite_values_are_merged_over_ranks() -> None:
 
 def test_hooks_are_removed_afterwards() -> None:
     part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
-    layers = select_layers(part, {part[0]})
-    assert list(layers) == ["0", "1"]
+    layers = name_layers(part, {part[0]})
+    assert list(layers) == ["0", "1", "2"]
+    del layers["2"]
     received: list[tuple[str, int]] = []
     x = torch.ones(4, 2)
     with hook_forward(

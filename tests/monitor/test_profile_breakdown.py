@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.monitor import spans
-from weft.monitor.profile_breakdown import (
+from weft.monitor.profiler import (
     COLLECTIVE_PREFIX,
     compute_breakdown,
     merge_intervals,

@@ -17,8 +17,7 @@ from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
 from weft.config.errors import InvalidConfig
 from weft.data.dataset import open_dataset
 from weft.monitor import profiler as profiling
-from weft.monitor.profile_breakdown import STEP, find_axis
-from weft.monitor.profiler import format_table
+from weft.monitor.profiler import STEP, find_axis, format_table
 from weft.monitor.spans import spans_path
 from weft.monitor.step_timer import PHASES
 from weft.plan.plan import Machine

@@ -61,7 +61,7 @@ RECORDS = (
     "train/metric_logger.py",
     "train/metric_logger.py",
     "monitor/step_record.py",
-    "monitor/layer_grad_norms.py",
+    "monitor/layer_stats.py",
     "train/loop.py",
 )
 GROUPS = (
@@ -1221,9 +1221,9 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "shards count as copies",
-        "monitor/layer_grad_norms.py",
-        "[_num_shards(param) / num_ranks for param in self._params]",
-        "[1 / num_ranks for param in self._params]",
+        "monitor/layer_stats.py",
+        "[float(owns_shard(param)) for param in self._params]",
+        "[1.0 for param in self._params]",
         RECORDS,
     ),
     Fault(

@@ -789,16 +789,14 @@ def check_loop() -> None:
             of_layers = math.sqrt(
                 sum(v * v for k, v in record.items() if k.startswith("grad_norm/"))
             )
-            expect(
-                is_close(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_grad_norms.py"
-            )
+            expect(is_close(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_stats.py")
             block = math.sqrt(
                 sum(float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1."))
             )
             expect(
                 is_close(record["grad_norm/layers.1"], block, 1e-3),
                 "a layer's norm",
-                "monitor/layer_grad_norms.py",
+                "monitor/layer_stats.py",
             )
             with torch.no_grad():
                 for n, p in updates.params.items():
@@ -919,7 +917,7 @@ def check_mixture_loop() -> None:
             expect(
                 is_close(record["grad_norm"], of_layers, 1e-4),
                 "norms of layers",
-                "monitor/layer_grad_norms.py",
+                "monitor/layer_stats.py",
             )
             rate_told = record["tokens_per_second"] * record["step_seconds"]
             expect(

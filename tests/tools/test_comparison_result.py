@@ -12,10 +12,10 @@ from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
-from weft.tools.comparison_dir import TrialResult, trial_dir
 from weft.tools.comparison_page import write_page
-from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary, summarize_comparison
+from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary
 from weft.tools.run_report import REPORT_FILE
+from weft.tools.trials import TrialResult, trial_dir
 from weft.tools.variants import Variant
 
 LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
@@ -46,7 +46,7 @@ def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSum
             run = make_run(trial_dir(directory, v, LABELS[v], r), lines)
             (run / "plan.json").write_text(json.dumps(plan()))
             results.append(TrialResult(v, r, 0, "", 1.0))
-    result = summarize_comparison(directory, variants, results, ComparisonSettings(repeats))
+    result = ComparisonSummary(directory, variants, results, ComparisonSettings(repeats))
     messages: list[str] = []
     write_page(directory, result, messages.append)
     assert messages == []
@@ -97,7 +97,9 @@ def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> 
     )
     assert len(plots) == 2
     (zero, *lines), means, texts, rights, edge = plots[0]
-    percents = [json.loads(json.dumps(comparison)) for comparison in result.document["comparisons"]]
+    percents = [
+        json.loads(json.dumps(comparison)) for comparison in result.to_dict()["comparisons"]
+    ]
     ends = [percent["speed"]["percent"] for percent in percents]
     scale = (means[1] - means[0]) / (ends[1][1] - ends[0][1])  # pixels of a percent
     for line, mean, (low, middle, high) in zip(lines, means, ends, strict=True):

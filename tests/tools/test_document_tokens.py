@@ -23,10 +23,10 @@ from weft.data.document_tokens import (
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress
 from weft.data.tokenizer import load_tokenizer, required_vocab_size, train_tokenizer
+from weft.tools.evaluate import encode_pair
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_local_model
-from weft.tools.multiple_choice import encode_pair
 
 PROMPTS = ["def parse", "x = 1", "some words, and more"]
 

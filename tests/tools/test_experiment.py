@@ -23,8 +23,8 @@ from weft.cluster import REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.plan.plan import Plan
-from weft.tools.comparison_dir import trial_seed
 from weft.tools.experiment import failure_reason, trial_order
+from weft.tools.trials import trial_seed
 from weft.tools.variants import Variant, parse_vary, prepare_variant, read_variants, split_values
 
 WEFT = [sys.executable, "-m", "weft.cli"]
@@ -144,6 +144,16 @@ def test_compare_under_torchrun_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "1")
     (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2")
     assert "Run it outside torchrun" in line
+
+
+def test_compare_without_scipy_fails_before_any_trial(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    command = ["compare", "demo", "--vary", "train.seed=1,2", "--out", str(tmp_path / "out")]
+    assert main(command) == 1
+    assert "comparing runs needs SciPy: pip install 'weft[compare]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_compare_directory_with_other_files_is_refused(

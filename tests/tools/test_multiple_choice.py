@@ -16,10 +16,10 @@ from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
+from weft.tools.evaluate import compute_log_probs, encode_pair, read_task, score_task
 from weft.tools.generate import load_chat_format
 from weft.tools.hf_convert import export_checkpoint
 from weft.tools.inference_model import find_checkpoint, load_local_model, load_model, plan_inference
-from weft.tools.multiple_choice import compute_log_probs, encode_pair, read_task, score_task
 
 TASK = """
 task: continue_it

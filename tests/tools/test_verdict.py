@@ -12,14 +12,19 @@ import pytest
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Job, replace
-from weft.tools.comparison_dir import TrialResult, trial_dir
 from weft.tools.comparison_result import (
     ComparisonSettings,
     ComparisonSummary,
     completed_trials,
-    summarize_comparison,
 )
-from weft.tools.trials import measure_trial, split_warm_up, train_loss, validation_loss
+from weft.tools.trials import (
+    TrialResult,
+    measure_trial,
+    split_warm_up,
+    train_loss,
+    trial_dir,
+    validation_loss,
+)
 from weft.tools.variants import Variant
 from weft.tools.verdict import percent
 
@@ -58,7 +63,7 @@ def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
     """Two of 20 records are warm-up; an outlier does not change the median."""
     seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
     write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
-    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run")
     assert (trial.records, trial.warm_up, trial.step_seconds) == (18, 2, 0.5)
     assert trial.tokens_per_second == 512
     assert trial.device_hours == pytest.approx(1e9 / 512 / 3600)
@@ -76,7 +81,7 @@ def test_warm_up_each_start_has_its_own() -> None:
 
 def test_speed_of_one_step_is_none(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [record(1, 1.0, 3.0)])
-    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run")
     assert trial.step_seconds is trial.tokens_per_second is trial.device_hours is None
 
 
@@ -119,9 +124,7 @@ def outcome(
             write_run(run, steps, (devices or {}).get(label, 1))
             results.append(TrialResult(v, r, 0, "", 1.0))
     repeats = max(map(len, speeds.values()))
-    return summarize_comparison(
-        directory, variants, results, ComparisonSettings(repeats, **settings)
-    )
+    return ComparisonSummary(directory, variants, results, ComparisonSettings(repeats, **settings))
 
 
 def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
@@ -271,12 +274,12 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
     ]
     results = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]
     assert completed_trials(tmp_path, variants, results) == []
-    result = summarize_comparison(tmp_path, variants, results, ComparisonSettings(1))
+    result = ComparisonSummary(tmp_path, variants, results, ComparisonSettings(1))
     assert result.verdict == ["no trial has finished, so there is nothing to compare"]
     assert result.failures[0] == "A: cannot be run: parallel.tp=3 does not divide."
     assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in result.failures[1]
     assert "no trial has finished" in result.text()
-    json.dumps(result.document, allow_nan=False)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
@@ -285,7 +288,7 @@ def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
     result = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
     assert "no repeat has a loss of both variants" in result.verdict[0]
     assert result.rows[0][7] == "-"
-    json.dumps(result.document, allow_nan=False)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_judge_baseline_is_the_first_variant_that_ran(tmp_path: Path) -> None:

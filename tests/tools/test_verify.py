@@ -758,8 +758,7 @@ def test_fingerprints_are_independent_of_the_split() -> None:
     def sums(*chunks: Tensor, rows: int = 99) -> measure.ActivationSums:
         block = nn.Module()
         block.block = nn.Identity()
-        prints = measure.Fingerprints([block], lambda part: [part.block])
-        with prints.record([rows] * len(chunks)) as result:
+        with measure.record_fingerprints({"block": block.block}, [rows] * len(chunks)) as result:
             for chunk in chunks:
                 block.block(chunk)
         assert list(result) == ["before block", "in block"]

@@ -30,6 +30,7 @@ from weft.tools.job_space import (
     REQUIREMENTS,
     SIZES,
     VALUES,
+    RandomJob,
     candidate_values,
     draw_job,
     exclusion_reason,
@@ -41,7 +42,7 @@ from weft.tools.job_space import (
     technique_name,
 )
 from weft.tools.verify import VerifyReport, read_recipe, verify
-from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, fuzz, read_log, shrink_failure
+from weft.tools.verify_fuzz import FuzzSettings, Outcome, fuzz, read_log, shrink_failure
 from weft.train.setup import Built
 
 # --------------------------------------------------------------------------- the space
@@ -132,13 +133,11 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
-    settings = FuzzSettings(ranks=2, steps=2, corrupt=break_tensor_parallel)
-    changes = dict(overrides(words.split()))
-    result = shrink_failure(
-        FuzzResult(0, 0, changes, {}, 2, Outcome("failed", "gradients first differ")), settings
-    )
-    assert result.outcome.status == "failed"
-    assert result.outcome.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
+    job = RandomJob(0, 0, (), dict(overrides(words.split())), {}, ranks=2, steps=2)
+    failure = Outcome("failed", "gradients first differ")
+    result = shrink_failure(job, failure, break_tensor_parallel)
+    assert result.status == "failed"
+    assert result.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
     command = shlex.split(result.command)
     assert command[:3] == ["weft", "verify", "demo"]
     assert command[command.index("--parallel.tp") + 1] == "2"
@@ -173,6 +172,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert second_run["failures"] == first["failures"]
     assert len(read_log(log, settings)) == 2
     assert read_log(log, FuzzSettings(seed=7)) == []
+    assert read_log(log, FuzzSettings(seed=6, ranks=2, steps=1)) == []  # draws other jobs
 
 
 def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:

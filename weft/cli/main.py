@@ -320,9 +320,8 @@ def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]
 def compare(options: argparse.Namespace) -> int:
     """Compare variants by repeated runs, or by their plans."""
     from weft.monitor.terminal import quiet_console
-    from weft.tools.comparison_dir import default_dir
     from weft.tools.comparison_result import ComparisonSettings
-    from weft.tools.experiment import compare
+    from weft.tools.experiment import compare, default_dir
     from weft.tools.variants import (
         parse_margin,
         parse_price,
@@ -360,7 +359,7 @@ def compare(options: argparse.Namespace) -> int:
     result, num_signals = compare(directory, variants, settings, log)
     log(f"\n{result.text()}\n\nall runs are in {directory}")
     if options.json:
-        print(json.dumps(result.document, indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     if num_signals:
         print("interrupted; the same command resumes the trial", file=sys.stderr)
         return REQUEUE if num_signals == 1 else INTERRUPTED
@@ -502,10 +501,9 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.cluster.preparing import show_progress
     from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
     from weft.monitor.terminal import quiet_console
-    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
+    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources, read_task, score_task
     from weft.tools.generate import load_chat_format
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
-    from weft.tools.multiple_choice import read_task, score_task
     from weft.train.machine import is_launched_rank
     from weft.train.setup import Rank
 

@@ -1,7 +1,11 @@
-"""Statistics of activations, gradients and parameters in chosen steps.
+"""Names, statistics and gradient norms of a model's layers.
 
-They locate the first NaN, and the first tensor in which two runs differ.  Each output of the
-embedding, a block and the last norm, each gradient before clipping and each parameter after the
+A *layer* is a block, or a module with parameters outside the blocks: the embedding, the last norm,
+the head.  `LayerGradNorms` computes the gradient norm of each layer.  `LayerStats` computes
+statistics of activations, gradients and parameters in chosen steps.
+
+The statistics locate the first NaN, and the first tensor in which two runs differ.  Each output of
+the embedding, a block and the last norm, each gradient before clipping and each parameter after the
 update has a row: the number of elements, and the mean, RMS and largest absolute value of the finite
 ones.  Statistics cover the unsharded tensor, and for activations the global batch: ranks add up
 their shards, and count replicated values once.  So runs with different layouts agree to rounding,
@@ -17,8 +21,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +32,7 @@ from torch import Tensor, nn
 
 from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile, is_number, read_records
-from weft.parallel.dtensor import is_dtensor, to_local
+from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 
 # In the order of a step.
 KINDS = ("activation", "gradient", "parameter")
@@ -60,34 +66,100 @@ def hook_forward(
             handle.remove()
 
 
-def select_layers(part: nn.Module, blocks: Collection[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules of a model part that have statistics, in forward order.
-
-    These are the blocks and the modules outside them, without the head, because the fused loss
-    never has all logits at once.
-    """
+def name_layers(part: nn.Module, blocks: Collection[nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers of a model part by name, in forward order."""
     inner = {module for block in blocks for module in block.modules()}
-    layers = {}
-    for name, module in part.named_modules():
-        is_outside = module not in inner and any(True for _ in module.parameters(recurse=False))
-        if module in blocks or (is_outside and name and not isinstance(module, nn.Linear)):
-            layers[name] = module
-    return layers
+    return {
+        name: module
+        for name, module in part.named_modules()
+        if module in blocks
+        or (name and module not in inner and any(True for _ in module.parameters(recurse=False)))
+    }
 
 
-class TensorSums(NamedTuple):
-    """Sums over the local elements of a tensor; float64 scalars on its device."""
+def find_layer(name: str, layers: Iterable[str]) -> str:
+    """Return the layer of a parameter; the parent module's name if it is in none."""
+    return next((each for each in layers if name.startswith(f"{each}.")), name.rpartition(".")[0])
 
-    num_elements: int  # all elements
-    total: Tensor  # of finite elements, like the next two
-    squares: Tensor
-    max_abs: Tensor
-    nonfinite: Tensor  # number of other elements
+
+def computation_order(row: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return the key that sorts a step's rows: forward, backward, update."""
+    is_gradient = row["kind"] == "gradient"
+    return KINDS.index(row["kind"]), -row["order"] if is_gradient else row["order"], row["name"]
+
+
+def safe_ratio(a: float, b: float) -> float:
+    """Return ``a / b``; 0 / 0 is 0, and NaN becomes Inf."""
+    if a == 0 and math.isfinite(b):
+        return 0.0
+    return finite_or_inf(a / b) if b else math.inf
+
+
+def finite_or_inf(value: float) -> float:
+    """Return the value if it is finite, else Inf."""
+    return value if math.isfinite(value) else math.inf
+
+
+# --------------------------------------------------------------------------- gradient norms
+
+
+class LayerGradNorms:
+    """L2 norms of the gradients of each layer of the unsharded model.
+
+    ``names`` lists the layers of all ranks, in the order of the model.  Every rank creates this
+    object.
+    """
+
+    def __init__(
+        self, model_parts: Iterable[nn.Module], blocks: Callable[[Any], list[nn.Module]]
+    ) -> None:
+        layers: list[str] = []
+        self._params: list[nn.Parameter] = []
+        for part in model_parts:
+            part_layers = name_layers(part, set(blocks(part)))
+            for name, param in part.named_parameters():
+                layers.append(find_layer(name, part_layers))
+                self._params.append(param)
+        all_layers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_layers, list(dict.fromkeys(layers)))
+        self.names = list(dict.fromkeys(name for names in all_layers for name in names))
+        device = self._params[0].device if self._params else torch.device("cpu")
+        # Several ranks have the same shard, which one of them counts.
+        weights = [float(owns_shard(param)) for param in self._params]
+        self._weights = torch.tensor(weights, device=device)
+        self._layer = torch.tensor([self.names.index(name) for name in layers], device=device)
+        self._zero = torch.zeros(1, device=device)
+
+    @torch.no_grad()
+    def compute_norms(self) -> Tensor:
+        """Return the norms of the current gradients: float32 (layers,); a collective.
+
+        The tensor is on the device, the same on all ranks; the host does not wait for it.
+        """
+        grads = [self._zero if param.grad is None else param.grad for param in self._params]
+        squares = torch.zeros(len(self.names), device=self._zero.device)
+        if grads:
+            norms = l2_norms([to_local(grad) for grad in grads])
+            squares.index_add_(0, self._layer, norms.square() * self._weights)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(squares)
+        return squares.sqrt()
+
+
+# --------------------------------------------------------------------------- statistics
+
+
+TensorSums = tuple[int, Tensor]  # see `compute_sums`
 
 
 @torch.no_grad()
 def compute_sums(tensor: Tensor) -> TensorSums:
-    """Return the sums of a local floating-point tensor; the host does not wait."""
+    """Return the sums of a local floating-point tensor; the host does not wait.
+
+    Returns:
+        The number of elements, and float64 ``[4]`` on the tensor's device: sum, sum of squares and
+        largest absolute value of the finite elements, and the number of other elements.
+    """
     tensor = tensor.detach()
     nonfinite = (~tensor.isfinite()).sum()
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
@@ -95,7 +167,7 @@ def compute_sums(tensor: Tensor) -> TensorSums:
     total = finite.sum(dtype=torch.float64)
     # finite.square() would round to bfloat16 before the sum.
     squares = torch.linalg.vector_norm(finite, dtype=torch.float64).square()
-    return TensorSums(tensor.numel(), total, squares, max_abs.double(), nonfinite.double())
+    return tensor.numel(), torch.stack((total, squares, max_abs.double(), nonfinite.double()))
 
 
 class LayerStats:
@@ -104,7 +176,7 @@ class LayerStats:
     Args:
         steps: the value of ``debug.layer_stats_steps``.
         path: path of statistics.jsonl, which rank 0 writes.
-        layers: for each pipeline stage of this rank, its number and its `select_layers`.
+        layers: for each pipeline stage of this rank, its number and its `name_layers`.
         params: this rank's parameters, by name.
         tokens: number of tokens of the global batch.
     """
@@ -118,10 +190,13 @@ class LayerStats:
         tokens: int,
     ) -> None:
         self._steps, self._path, self._tokens = steps_of(steps), path, tokens
-        self.layers = {name: m for _, modules in layers for name, m in modules.items()}
-        self._positions = {
-            name: (stage, index) for stage, modules in layers for index, name in enumerate(modules)
-        }
+        self.layers: dict[str, nn.Module] = {}
+        self._positions: dict[str, tuple[int, int]] = {}
+        for stage, modules in layers:
+            for index, (name, module) in enumerate(modules.items()):
+                # The fused loss never has all logits of the head at once.
+                if not isinstance(module, nn.Linear):
+                    self.layers[name], self._positions[name] = module, (stage, index)
         self._params = params
         # For each kind and name: the number of tokens, and sums.
         self._sums: dict[tuple[str, str], list[tuple[int, TensorSums]]] = {}
@@ -203,15 +278,19 @@ class LayerStats:
             values.setdefault((kind, name), []).append(sums)
             if kind == "activation":
                 positions[name] = position
-        layers = sorted(positions, key=positions.__getitem__)
-        order = {("activation", name): n for n, name in enumerate(layers)}
-        for kind in KINDS[1:]:
-            names = [name for other, name in values if other == kind]
-            order |= {(kind, name): n for n, name in enumerate(sort_parameters(names, layers))}
+        layers = {n: i for i, n in enumerate(sorted(positions, key=positions.__getitem__))}
+
+        def forward_order(key: tuple[str, str]) -> tuple[int, int]:
+            kind, name = key
+            layer = name if kind == "activation" else find_layer(name, layers)
+            return KINDS.index(kind), layers.get(layer, len(layers))
+
+        keys = sorted(values, key=forward_order)
         return [
-            {"step": step, "kind": kind, "name": name, "order": order[kind, name]}
+            {"step": step, "kind": kind, "name": name, "order": order}
             | make_row(values[kind, name], self._tokens)
-            for kind, name in sorted(values, key=lambda key: (KINDS.index(key[0]), order[key]))
+            for kind, group in groupby(keys, key=itemgetter(0))
+            for order, (_, name) in enumerate(group)
         ]
 
     def locate_nonfinite(self, step: int) -> str:
@@ -232,10 +311,10 @@ def owns_shard(tensor: Tensor) -> bool:
 
 
 def reduce_sums(entries: Iterable[tuple[int, TensorSums]]) -> list[float]:
-    """Return the total tokens and fields of `TensorSums`; the host waits."""
+    """Return the total tokens, elements, and sums of `compute_sums`; the host waits."""
     tokens, sums = zip(*entries, strict=True)
-    counts, *columns = zip(*sums, strict=True)
-    total, squares, max_abs, bad = (torch.stack(column) for column in columns)
+    counts, columns = zip(*sums, strict=True)
+    total, squares, max_abs, bad = torch.stack(columns, dim=1)
     scalars = torch.stack((total.sum(), squares.sum(), max_abs.amax(), bad.sum())).tolist()
     return [sum(tokens), sum(counts), *scalars]
 
@@ -262,30 +341,19 @@ def make_row(ranks: Sequence[Sequence[float]], tokens: int) -> dict[str, Any]:
     }
 
 
-def sort_parameters(names: Iterable[str], layers: Sequence[str]) -> list[str]:
-    """Return names of parameters in the order of their layers, others last."""
-    order = {layer: n for n, layer in enumerate(layers)}
-
-    def key(name: str) -> int:
-        return next((n for layer, n in order.items() if name.startswith(f"{layer}.")), len(order))
-
-    return sorted(names, key=key)
-
-
-def find_first_nonfinite(rows: Sequence[Mapping[str, Any]]) -> str:
+def find_first_nonfinite(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the first computed tensor with a NaN or Inf; empty if there is none."""
     bad = [row for row in rows if row["nonfinite"]]
-    for row in bad:
-        if row["kind"] == "activation":
-            return f"output of {row['name']} in forward ({_format_share(row)})"
-    for row in reversed(bad):
-        if row["kind"] == "gradient":
-            return f"gradient of {row['name']} in backward ({_format_share(row)})"
-    return f"parameter {bad[0]['name']} ({_format_share(bad[0])})" if bad else ""
-
-
-def _format_share(row: Mapping[str, Any]) -> str:
-    return f"{row['nonfinite']} of {row['count']} elements"
+    if not bad:
+        return ""
+    first = min(bad, key=computation_order)
+    places = {
+        "activation": "output of {name} in forward",
+        "gradient": "gradient of {name} in backward",
+        "parameter": "parameter {name}",
+    }
+    size = f"{first['nonfinite']} of {first['count']} elements"
+    return f"{places[first['kind']].format(name=first['name'])} ({size})"
 
 
 def read_statistics(run_dir: Path) -> list[dict[str, Any]]:

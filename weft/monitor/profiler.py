@@ -1,19 +1,40 @@
 """Profile chosen steps with torch.profiler, and summarize their time by cause.
 
 ``profile.steps = "10-12"`` writes ``traces/step-10-12/rank-N.json.gz`` for each rank, a trace for
-Perfetto with a range for each span (`weft.monitor.spans`), and the `profile_breakdown` of all ranks
-to ``summary.json`` and ``summary.txt``.  A run that ends within these steps summarizes those that
+Perfetto with a range for each span (`weft.monitor.spans`), and the breakdown of all ranks to
+``summary.json`` and ``summary.txt``.  A run that ends within these steps summarizes those that
 it has; one that fails writes the traces only.
 
 Profiling slows a step down, on a CPU by tens of percent: shares are more reliable than seconds.
+
+`compute_breakdown` attributes the seconds of a step to causes.  A step consists of its phases
+(`STEP`), as in a record's ``step_seconds``: evaluating, saving and logging are not part of it.
+Each instant has one cause, the first that applies:
+
+on a GPU  a kernel computes ("compute"); else a kernel communicates; else memory is copied to or
+          from the host ("offload"); else nothing runs on the device, and the host waits for data
+          ("data") or does something else ("host").
+on a CPU  the main thread starts a collective or waits for one; or waits for data; or is in an
+          operator of torch ("compute"); or in none ("host").
+
+So the causes add up to the step, and communication counts only where computation does not hide it.
+Its cause is the mesh axis along which the ranks of its process group differ, or "world" for several
+axes.  NCCL's kernels carry their group.  Gloo's work does not: on CPUs a profile marks the
+collectives that Python starts (`COLLECTIVE_PREFIX`), and functional collectives, which C++ starts,
+are those of tensor parallelism, their only user in weft.
+
+A rank that waits in a collective waits for the network or for a late rank.  In a pipeline most of
+"pp" is the bubble.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,11 +47,14 @@ from weft.config.schema import steps_of
 from weft.monitor import spans
 from weft.monitor.device_memory import read_prediction
 from weft.monitor.faults import fault_point
-from weft.monitor.profile_breakdown import COLLECTIVE_PREFIX, WORLD, compute_breakdown, find_axis
-from weft.monitor.step_timer import enter_phase
+from weft.monitor.step_timer import PHASES, enter_phase
 from weft.parallel.private import dump_memory_snapshot, set_memory_history, wrap_collectives
-from weft.plan.placement import AXES
+from weft.plan.placement import AXES, rank_to_coordinates
 from weft.plan.plan import Plan
+
+STEP = ("sync", "data", "forward_backward", "update", "device")  # keys of `PHASES`
+COLLECTIVE_PREFIX = "communication: "  # followed by the axis
+WORLD = "world"
 
 LABELS = {
     "compute": "compute",
@@ -40,6 +64,9 @@ LABELS = {
     "host": "host overhead",
     WORLD: "exposed, several axes",
 }
+
+Interval = tuple[float, float]  # start and end, in microseconds
+Event = Mapping[str, Any]
 
 
 class Profiler:
@@ -191,3 +218,124 @@ def format_table(
         column = "" if not expected else f"{'-':>12}" if value is None else f"{value:12.4f}"
         lines.append(f"{label:{width}}{mean:10.4f}{maximum:10.4f}{rank:9}{column}")
     return lines
+
+
+# --------------------------------------------------------------------------- breakdown
+
+
+def compute_breakdown(
+    trace: Mapping[str, Any], axis_of: Callable[[Sequence[int]], str]
+) -> tuple[int, dict[str, float]]:
+    """Return the number of steps in a rank's trace, and their total seconds by cause.
+
+    Args:
+        trace: a trace of torch.profiler, with ranges named as in `PHASES`.
+        axis_of: returns the mesh axis along which ranks differ.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    names = {PHASES[name].activity for name in STEP}
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    phases = [event for event in ranges if event["name"] in names]
+    data = [event for event in phases if event["name"] == PHASES["data"].activity]
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    if on_gpu:
+        groups = trace.get("distributedInfo", {}).get("pg_config", [])
+        ranks_of = {str(group["pg_name"]): group["ranks"] for group in groups}
+        find_cause: Callable[[Event], str] = partial(_gpu_cause, ranks_of, axis_of)
+    else:
+        main = {event["tid"] for event in phases}
+        events = [event for event in events if event["tid"] in main]
+        find_cause = _cpu_cause
+    causes: dict[str, list[Interval]] = {"data": list(map(event_interval, data))}
+    for event in events:
+        if cause := find_cause(event):
+            causes.setdefault(cause, []).append(event_interval(event))
+    axes = [cause for cause in causes if cause not in ("compute", "offload", "data")]
+    order = ["compute", *axes, "offload", "data"] if on_gpu else [*axes, "data", "compute"]
+    remaining = merge_intervals(event_interval(event) for event in phases)
+    seconds: dict[str, float] = {}
+    for cause in order:
+        size, remaining = split_intervals(remaining, merge_intervals(causes.get(cause, [])))
+        seconds[cause] = size / 1e6
+    seconds["host"] = sum(end - start for start, end in remaining) / 1e6
+    return len(data), seconds
+
+
+def _gpu_cause(
+    ranks_of: Mapping[str, Sequence[int]], axis_of: Callable[[Sequence[int]], str], event: Event
+) -> str:
+    """Return the cause of a kernel or copy, empty for other events."""
+    name, kind, args = event["name"], event.get("cat"), event.get("args", {})
+    if kind == "kernel" and name.startswith(("nccl", "rccl")):
+        ranks = ranks_of.get(args.get("Process Group Name", ""))
+        if ranks is None:  # text, without the middle of a long list
+            text = str(args.get("Process Group Ranks", ""))
+            ranks = [int(rank) for rank in re.findall(r"\d+", text)]
+        return axis_of(ranks)
+    if kind == "gpu_memcpy" and not ("DtoD" in name or "Device -> Device" in name):
+        return "offload"
+    return "compute" if kind in ("kernel", "gpu_memcpy", "gpu_memset") else ""
+
+
+def _cpu_cause(event: Event) -> str:
+    """Return the cause of a collective or operator, empty for other events."""
+    name, kind = event["name"], event.get("cat")
+    if kind == "user_annotation" and name.startswith(COLLECTIVE_PREFIX):
+        return str(name.removeprefix(COLLECTIVE_PREFIX))
+    if kind != "cpu_op":
+        return ""
+    if name.startswith("_c10d_functional::"):
+        return "tp"
+    # An autograd node may do anything; the operators in it have their own events.  Compiled code
+    # has only the event of its region.
+    is_operator = "::" in name and not name.startswith(("autograd::", "c10d::", "profiler::"))
+    is_compiled = name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph"))
+    return "compute" if is_operator or is_compiled else ""
+
+
+def event_interval(event: Event) -> Interval:
+    """Return the interval of an event."""
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals as sorted intervals that do not touch."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def split_intervals(a: Sequence[Interval], b: Sequence[Interval]) -> tuple[float, list[Interval]]:
+    """Return the size of ``a`` inside ``b``, and the rest of ``a``.
+
+    Both are results of `merge_intervals`.
+    """
+    size, rest, index = 0.0, [], 0
+    for start, end in a:
+        while index < len(b) and b[index][1] <= start:
+            index += 1
+        current = index
+        while current < len(b) and b[current][0] < end:
+            first, last = max(start, b[current][0]), min(end, b[current][1])
+            if start < first:
+                rest.append((start, first))
+            size += last - first
+            start = last
+            current += 1
+        if start < end:
+            rest.append((start, end))
+    return size, rest
+
+
+def find_axis(ranks: Sequence[int], plan: Plan) -> str:
+    """Return the single mesh axis along which ranks differ; `WORLD` for several."""
+    coordinates = [rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order) for rank in ranks]
+    axes = {axis for axis in AXES if len({each[axis] for each in coordinates}) > 1}
+    if axes == {"dp_shard", "cp"}:
+        return "dp_shard"  # parameters are sharded over both
+    return axes.pop() if len(axes) == 1 else WORLD

@@ -10,26 +10,30 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from weft.config.files import read_json
 from weft.config.schema import difference, flatten
 from weft.monitor.terminal import display_path
-from weft.plan.placement import AXES
 from weft.plan.stages import format_columns
-from weft.tools.comparison_dir import TrialResult, log_path, trial_dir, trial_seed
 from weft.tools.report_charts import loss_unit
-from weft.tools.trials import Trial, TrialLosses, collect_losses, mean_loss, measure_trial
+from weft.tools.trials import (
+    TrialLosses,
+    TrialResult,
+    log_path,
+    measure_losses,
+    measure_trial,
+    trial_dir,
+    trial_seed,
+)
 from weft.tools.variants import TRIAL_KEYS, Variant
 from weft.tools.verdict import (
     Claim,
-    ComparisonResult,
     compare_variants,
     loss_sentence,
+    mean_loss,
     percent,
     percents,
     speed_sentence,
     to_dict,
 )
-from weft.tools.verify import format_layout
 
 # Keys that change the meaning of a loss; runs that differ in one cannot be compared.
 LOSS_KEYS = (
@@ -58,22 +62,56 @@ class ComparisonSettings:
     price: float | None = None  # of a device-hour
 
 
-@dataclass(frozen=True)
 class ComparisonSummary:
-    """Results of a comparison, the most important first."""
+    """Results of a comparison: verdict, table, changes, failures and notes.
 
-    title: str
-    verdict: list[str]
-    head: list[str]
-    rows: list[list[str]]
-    changes: list[str]
-    failures: list[str]
-    notes: list[str]
-    runs: list[Path]  # one of each variant
-    comparisons: list[ComparisonResult]
-    labels: list[str]
-    baseline_loss: float | None
-    document: dict[str, Any]
+    Args:
+        directory: directory of the comparison.
+        variants: all variants, also those that cannot run.
+        results: of the trials so far.
+        settings: number of repeats, margin of equivalence, and price.
+        looks: numbers of trials after which a verdict was given.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        variants: Sequence[Variant],
+        results: Sequence[TrialResult],
+        settings: ComparisonSettings,
+        looks: Sequence[int] = (),
+    ) -> None:
+        self._directory, self._variants, self._results = directory, variants, results
+        self._settings = settings
+        self.labels = [variant.label for variant in variants]
+        self.title = f"comparison of {'; '.join(self.labels)}"
+        trials = sorted(
+            (
+                measure_trial(
+                    result.variant,
+                    result.repeat,
+                    trial_seed(variants, result.variant, result.repeat),
+                    _run_dir(directory, variants, result),
+                )
+                for result in completed_trials(directory, variants, results)
+            ),
+            key=lambda trial: (trial.variant, trial.repeat),
+        )
+        self._losses: TrialLosses | None = None
+        if trials:
+            trials, self._losses = measure_losses(trials)
+        self._trials = [[t for t in trials if t.variant == v] for v in range(len(variants))]
+        self._base = trials[0].variant if trials else 0
+        self.baseline_loss = mean_loss(self._trials[self._base])
+        loss_configs = [_loss_config(variant) for variant in variants]
+        others = [v for v, c in enumerate(loss_configs) if c != loss_configs[self._base]]
+        self.comparisons = compare_variants(trials, settings.margin, settings.relative, others)
+        self.runs = [Path(trials[0].run_dir) for trials in self._trials if trials]
+        self.verdict = self._make_verdict()
+        self.head, self.rows = self._make_table()
+        self.changes = self._format_changes()
+        self.failures = self._format_failures()
+        self.notes = self._make_notes(looks)
 
     def text(self) -> str:
         """Format for a terminal."""
@@ -82,6 +120,181 @@ class ComparisonSummary:
         for title, items in (("", self.failures), ("changes", self.changes)):
             lines += ["", *([f"{title}:"] if title else []), *items] if items else []
         return "\n".join([*lines, "", *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON record."""
+        return {
+            "verdict": self.verdict,
+            "variants": [self._variant_record(v) for v in range(len(self._variants))],
+            "failures": self.failures,
+            "comparisons": [to_dict(comparison, self.labels) for comparison in self.comparisons],
+            "losses": None if self._losses is None else self._loss_curves(self._losses),
+            "settings": asdict(self._settings),
+            "notes": self.notes,
+        }
+
+    def _variant_record(self, v: int) -> dict[str, Any]:
+        variant = self._variants[v]
+        return {
+            "label": variant.label,
+            "recipe": variant.recipe,
+            "problems": [str(problem) for problem in variant.problems],
+            "changes": self._changed_keys(variant),
+            "trials": [
+                asdict(trial) | {"device_hours_per_billion_tokens": trial.device_hours}
+                for trial in self._trials[v]
+            ],
+        }
+
+    def _loss_curves(self, losses: TrialLosses) -> dict[str, Any]:
+        """Return train losses, averaged over each variant's trials."""
+        owners = [trial.variant for trials in self._trials for trial in trials]
+        curve = []
+        for tokens, values in losses.curve:
+            by_label: dict[str, list[float]] = {}
+            for v, loss in zip(owners, values, strict=True):
+                if loss is not None:
+                    by_label.setdefault(self.labels[v], []).append(loss)
+            means = {label: fmean(values) for label, values in by_label.items()}
+            curve.append({"tokens": tokens, "train_loss": means})
+        return {"tokens": losses.tokens, "kind": losses.kind, "curve": curve}
+
+    def _changed_keys(self, variant: Variant) -> dict[str, list[Any]]:
+        """Return the keys that differ from the baseline, with both values."""
+        return {
+            key: json.loads(json.dumps([before, after], default=str))
+            for key, (after, before) in difference(
+                variant.job, self._variants[self._base].job
+            ).items()
+            if key not in TRIAL_KEYS
+        }
+
+    def _format_changes(self) -> list[str]:
+        lines = []
+        for v, variant in enumerate(self._variants):
+            if v != self._base:
+                keys = [
+                    f"{key} {_truncate(before)} -> {_truncate(after)}"
+                    for key, (before, after) in self._changed_keys(variant).items()
+                ]
+                lines.append(f"  {variant.label}: {', '.join(keys) or 'nothing'}")
+        return lines
+
+    def _format_failures(self) -> list[str]:
+        lines = [
+            f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.problems)}"
+            for variant in self._variants
+            if variant.plan is None
+        ]
+        for result in self._results:
+            if result.status:
+                label = self.labels[result.variant]
+                log = display_path(log_path(_run_dir(self._directory, self._variants, result)))
+                failure = f"repeat {result.repeat} failed: {result.reason}"
+                lines.append(f"{label}: {failure}; log: {log}")
+        return lines
+
+    def _make_verdict(self) -> list[str]:
+        if self._losses is None:
+            return ["no trial has finished, so there is nothing to compare"]
+        if not self.comparisons:
+            label = self.labels[self._base]
+            return [f"only {label} has finished trials, so nothing is compared"]
+        lines = []
+        num_tests = _count_tests([comparison.speed for comparison in self.comparisons])
+        num_device_tests = _count_tests([comparison.per_device for comparison in self.comparisons])
+        for comparison in self.comparisons:
+            pair = (comparison.variant, comparison.baseline)
+            names = (self.labels[comparison.variant], self.labels[comparison.baseline])
+            spreads = [t.spread for v in pair for t in self._trials[v] if t.spread is not None]
+            steps = ""
+            if spreads:
+                spread = percent(max(spreads))
+                steps = f" (half of a run's steps were within {spread} of its median)"
+            sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
+            if (claim := comparison.per_device) is not None:
+                sentence = speed_sentence(claim, *names, " per device", num_device_tests, steps)
+                sentences.append(sentence)
+            kind = self._losses.kind
+            sentences.append(loss_sentence(comparison, kind, *names, self.baseline_loss))
+            lines.append("; ".join(sentences))
+        if len(self.comparisons) > 1:
+            lines.append(
+                f"{len(self.comparisons)} variants were compared with {self.labels[self._base]}, "
+                "not with each other; Holm's procedure corrects the p-values for their number"
+            )
+        return lines
+
+    def _make_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return a row per variant: means over its trials, geometric ones for speeds."""
+        speedups = {c.variant: _format_speedup(c.speed) for c in self.comparisons}
+        head = ["variant", "runs", "layout", "parameters", "s/step", "tokens/s", "MFU", "GiB"]
+        head += [f"{self._losses.kind} loss" if self._losses else "loss", "speed"]
+        head.append("device-h/1e9 tokens")
+        price = self._settings.price
+        if price is not None:
+            head.append("cost/1e9 tokens")
+        rows = []
+        for v, (label, trials) in enumerate(zip(self.labels, self._trials, strict=True)):
+            if not trials:
+                rows.append([label, "0", *["-"] * (len(head) - 2)])
+                continue
+            hours = [t.device_hours for t in trials if t.device_hours is not None]
+            cells = [
+                label,
+                str(len(trials)),
+                trials[0].layout,
+                f"{trials[0].num_params:,}",
+                _format_mean([t.step_seconds for t in trials], ".4g", geometric_mean),
+                _format_mean([t.tokens_per_second for t in trials], ",.0f", geometric_mean),
+                _format_mean([t.mfu for t in trials], ".1%"),
+                _format_mean([t.memory_peak_gib for t in trials], ".2f"),
+                _format_mean([t.loss for t in trials], ".4f"),
+                speedups.get(v, "baseline"),
+                _format_mean(hours, ",.1f", geometric_mean),
+            ]
+            if price is not None:
+                cells.append(_format_mean([price * h for h in hours], ",.2f", geometric_mean))
+            rows.append(cells)
+        if all(row[6] == "-" for row in rows):
+            for row in [head, *rows]:
+                del row[6]
+        return head, rows
+
+    def _make_notes(self, looks: Sequence[int]) -> list[str]:
+        """Describe how speed and loss were measured."""
+        notes = []
+        if self._losses is not None:
+            trials = [trial for trials in self._trials for trial in trials]
+            num_variants = sum(variant.plan is not None for variant in self._variants)
+            num_trials = num_variants * self._settings.repeats
+            if len(trials) < num_trials:
+                notes.append(f"{len(trials)} of {num_trials} trials have finished so far")
+            warm_up_counts = sorted({trial.warm_up for trial in trials})
+            notes.append(
+                "speed: median step of each run, without the warm-up (first "
+                f"{' or '.join(map(str, warm_up_counts))} record{'s' * (warm_up_counts != [1])}); "
+                "pairs are runs of one repeat"
+            )
+            window = (
+                "" if self._losses.kind == "validation" else ", mean over the last tenth of them"
+            )
+            objectives = [self._variants[t.variant].job.train.objective for t in trials]
+            notes.append(
+                f"loss: {self._losses.kind}, {loss_unit(objectives)} after "
+                f"{self._losses.tokens:,} tokens{window}"
+            )
+            if len({t.tokens for t in trials}) > 1:
+                notes.append(
+                    "runs trained on different numbers of tokens; losses are compared at the "
+                    "smallest"
+                )
+        if len(looks) > 1:
+            notes.append(
+                f"{len(looks)} verdicts were given, after {', '.join(map(str, looks))} "
+                "trials: adding runs until a difference is found makes false claims likelier"
+            )
+        return notes
 
 
 def completed_trials(
@@ -100,117 +313,9 @@ def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -
     return trial_dir(directory, trial.variant, variants[trial.variant].label, trial.repeat)
 
 
-def summarize_comparison(
-    directory: Path,
-    variants: Sequence[Variant],
-    results: Sequence[TrialResult],
-    settings: ComparisonSettings,
-) -> ComparisonSummary:
-    """Measure the completed trials and compare the variants."""
-    trials = []
-    for result in completed_trials(directory, variants, results):
-        run = _run_dir(directory, variants, result)
-        plan = read_json(run / "plan.json")
-        seed = trial_seed(variants, result.variant, result.repeat)
-        trials.append(measure_trial(result.variant, result.repeat, seed, run, plan))
-    trials.sort(key=lambda trial: (trial.variant, trial.repeat))
-    labels = [variant.label for variant in variants]
-    losses = collect_losses(trials) if trials else None
-    base = trials[0].variant if trials else 0
-    other_losses = [
-        v for v in range(len(variants)) if _loss_config(variants[v]) != _loss_config(variants[base])
-    ]
-    comparisons = compare_variants(trials, losses, settings.margin, settings.relative, other_losses)
-    baseline_loss = None if losses is None else mean_loss(losses, base)
-    verdict = _make_verdict(comparisons, losses, labels, trials, baseline_loss)
-    head, rows = _make_table(trials, losses, labels, comparisons, settings)
-    failures = _format_failures(directory, variants, results)
-    notes = _make_notes(variants, trials, losses, settings)
-    first = {trial.variant: Path(trial.run_dir) for trial in reversed(trials)}
-    return ComparisonSummary(
-        title=f"comparison of {'; '.join(labels)}",
-        verdict=verdict,
-        head=head,
-        rows=rows,
-        changes=_format_changes(variants, base),
-        failures=failures,
-        notes=notes,
-        runs=[first[v] for v in sorted(first)],
-        comparisons=comparisons,
-        labels=labels,
-        baseline_loss=baseline_loss,
-        document={
-            "verdict": verdict,
-            "variants": [
-                _variant_record(
-                    variant, variants[base], losses, [t for t in trials if t.variant == v]
-                )
-                for v, variant in enumerate(variants)
-            ],
-            "failures": failures,
-            "comparisons": [to_dict(comparison, labels) for comparison in comparisons],
-            "losses": None if losses is None else _loss_curves(losses, labels),
-            "settings": asdict(settings),
-            "notes": notes,
-        },
-    )
-
-
-def _variant_record(
-    variant: Variant, base: Variant, losses: TrialLosses | None, trials: Sequence[Trial]
-) -> dict[str, Any]:
-    """Return the JSON record of a variant and its trials."""
-    return {
-        "label": variant.label,
-        "recipe": variant.recipe,
-        "problems": [str(problem) for problem in variant.problems],
-        "changes": _changed_keys(variant, base),
-        "trials": [
-            asdict(trial)
-            | {
-                "device_hours_per_billion_tokens": trial.device_hours,
-                "loss": losses.final.get((trial.variant, trial.repeat)) if losses else None,
-            }
-            for trial in trials
-        ],
-    }
-
-
-def _loss_curves(losses: TrialLosses, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON record of train losses, averaged over each variant's trials."""
-    curve = []
-    for tokens, by_trial in losses.curve:
-        values = {
-            v: [loss for (w, _), loss in by_trial.items() if w == v] for v in range(len(labels))
-        }
-        means = {labels[v]: fmean(losses_v) for v, losses_v in values.items() if losses_v}
-        curve.append({"tokens": tokens, "train_loss": means})
-    return {"tokens": losses.tokens, "kind": losses.kind, "curve": curve}
-
-
 def _loss_config(variant: Variant) -> list[Any]:
     flat, train = flatten(variant.job), variant.job.train
     return [*(flat[key] for key in LOSS_KEYS), train.dpo_beta * (train.objective == "dpo")]
-
-
-def _changed_keys(variant: Variant, base: Variant) -> dict[str, list[Any]]:
-    return {
-        key: json.loads(json.dumps([before, after], default=str))
-        for key, (after, before) in difference(variant.job, base.job).items()
-        if key not in TRIAL_KEYS
-    }
-
-
-def _format_changes(variants: Sequence[Variant], base: int) -> list[str]:
-    """List the keys in which each variant differs from the baseline."""
-    lines = []
-    for variant in (*variants[:base], *variants[base + 1 :]):
-        keys = [
-            f"{key} {_truncate(before)} -> {_truncate(after)}"
-            for key, (before, after) in _changed_keys(variant, variants[base]).items()
-        ]
-        lines.append(f"  {variant.label}: {', '.join(keys) or 'nothing'}")
-    return lines
 
 
 def _truncate(value: Any) -> str:
@@ -218,103 +323,9 @@ def _truncate(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _format_failures(
-    directory: Path, variants: Sequence[Variant], results: Sequence[TrialResult]
-) -> list[str]:
-    lines = [
-        f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.problems)}"
-        for variant in variants
-        if variant.plan is None
-    ]
-    for result in results:
-        if result.status:
-            label = variants[result.variant].label
-            log = display_path(log_path(_run_dir(directory, variants, result)))
-            lines.append(f"{label}: repeat {result.repeat} failed: {result.reason}; log: {log}")
-    return lines
-
-
-def _make_verdict(
-    comparisons: Sequence[ComparisonResult],
-    losses: TrialLosses | None,
-    labels: Sequence[str],
-    trials: Sequence[Trial],
-    baseline_loss: float | None,
-) -> list[str]:
-    if losses is None:
-        return ["no trial has finished, so there is nothing to compare"]
-    if not comparisons:
-        return [f"only {labels[trials[0].variant]} has finished trials, so nothing is compared"]
-    lines = []
-    num_tests = _count_tests([comparison.speed for comparison in comparisons])
-    num_device_tests = _count_tests([comparison.per_device for comparison in comparisons])
-    for comparison in comparisons:
-        pair = (comparison.variant, comparison.baseline)
-        names = (labels[comparison.variant], labels[comparison.baseline])
-        spreads = [t.spread for t in trials if t.variant in pair and t.spread is not None]
-        steps = ""
-        if spreads:
-            steps = f" (half of a run's steps were within {percent(max(spreads))} of its median)"
-        sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
-        if (claim := comparison.per_device) is not None:
-            sentences.append(speed_sentence(claim, *names, " per device", num_device_tests, steps))
-        sentences.append(loss_sentence(comparison, losses.kind, *names, baseline_loss))
-        lines.append("; ".join(sentences))
-    if len(comparisons) > 1:
-        lines.append(
-            f"{len(comparisons)} variants were compared with {labels[comparisons[0].baseline]}, "
-            "not with each other; Holm's procedure corrects the p-values for their number"
-        )
-    return lines
-
-
 def _count_tests(claims: Sequence[Claim | None]) -> int:
     """Count the p-values that were corrected together."""
     return sum(claim is not None and claim.interval is not None for claim in claims)
-
-
-def _make_table(
-    trials: Sequence[Trial],
-    losses: TrialLosses | None,
-    labels: Sequence[str],
-    comparisons: Sequence[ComparisonResult],
-    settings: ComparisonSettings,
-) -> tuple[list[str], list[list[str]]]:
-    """Return a row per variant: means over its trials, geometric ones for speeds."""
-    by_variant = {comparison.variant: comparison for comparison in comparisons}
-    head = ["variant", "runs", "layout", "parameters", "s/step", "tokens/s", "MFU", "GiB"]
-    head += [f"{losses.kind} loss" if losses else "loss", "speed", "device-h/1e9 tokens"]
-    if settings.price is not None:
-        head.append("cost/1e9 tokens")
-    rows = []
-    for v, label in enumerate(labels):
-        variant_trials = [trial for trial in trials if trial.variant == v]
-        if not variant_trials or losses is None:
-            rows.append([label, "0", *["-"] * (len(head) - 2)])
-            continue
-        hours = [t.device_hours for t in variant_trials if t.device_hours is not None]
-        final = [loss for (w, _), loss in losses.final.items() if w == v]
-        plan = read_json(Path(variant_trials[0].run_dir) / "plan.json")
-        cells = [
-            label,
-            str(len(variant_trials)),
-            format_layout({axis: plan[axis] for axis in AXES}),
-            f"{variant_trials[0].num_params:,}",
-            _format_mean([t.step_seconds for t in variant_trials], ".4g", geometric_mean),
-            _format_mean([t.tokens_per_second for t in variant_trials], ",.0f", geometric_mean),
-            _format_mean([t.mfu for t in variant_trials], ".1%"),
-            _format_mean([t.memory_peak_gib for t in variant_trials], ".2f"),
-            _format_mean(final, ".4f"),
-            _format_speedup(by_variant[v].speed) if v in by_variant else "baseline",
-            _format_mean(hours, ",.1f", geometric_mean),
-        ]
-        if settings.price is not None:
-            cells.append(_format_mean([settings.price * h for h in hours], ",.2f", geometric_mean))
-        rows.append(cells)
-    if all(row[6] == "-" for row in rows):
-        for row in [head, *rows]:
-            del row[6]
-    return head, rows
 
 
 def _format_mean(
@@ -330,35 +341,3 @@ def _format_speedup(claim: Claim) -> str:
         return f"{100 * expm1(claim.differences[0]):+.1f} %" if claim.differences else "-"
     low, mean, high = percents(claim.interval)
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
-
-
-def _make_notes(
-    variants: Sequence[Variant],
-    trials: Sequence[Trial],
-    losses: TrialLosses | None,
-    settings: ComparisonSettings,
-) -> list[str]:
-    """Describe how speed and loss were measured."""
-    if losses is None:
-        return []
-    num_variants = sum(variant.plan is not None for variant in variants)
-    notes = []
-    if len(trials) < num_variants * settings.repeats:
-        notes.append(
-            f"{len(trials)} of {num_variants * settings.repeats} trials have finished so far"
-        )
-    warm_up_counts = sorted({trial.warm_up for trial in trials})
-    notes.append(
-        "speed: median step of each run, without the warm-up (first "
-        f"{' or '.join(map(str, warm_up_counts))} record{'s' * (warm_up_counts != [1])}); "
-        "pairs are runs of one repeat"
-    )
-    window = "" if losses.kind == "validation" else ", mean over the last tenth of them"
-    objectives = dict.fromkeys(variants[t.variant].job.train.objective for t in trials)
-    unit = loss_unit(objectives)
-    notes.append(f"loss: {losses.kind}, {unit} after {losses.tokens:,} tokens{window}")
-    if len({t.tokens for t in trials}) > 1:
-        notes.append(
-            "runs trained on different numbers of tokens; losses are compared at the smallest"
-        )
-    return notes

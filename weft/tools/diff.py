@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import only_finite, read_json
 from weft.config.schema import Job, difference
 from weft.monitor.jsonl import is_number, read_records
-from weft.monitor.layer_stats import KINDS, read_statistics
+from weft.monitor.layer_stats import computation_order, read_statistics, safe_ratio
 from weft.monitor.run_reader import read_run_job
 from weft.train.state import checkpoint_dir
 
@@ -106,7 +106,10 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
         {r["step"]: r for r in read_records(run / "metrics.jsonl") if _is_valid(r)}
         for run in (run_a, run_b)
     ]
-    rows = [{_sort_key(row): row for row in read_statistics(run)} for run in (run_a, run_b)]
+    rows = [
+        {(row["step"], *computation_order(row)): row for row in read_statistics(run)}
+        for run in (run_a, run_b)
+    ]
     steps = sorted(records[0].keys() & records[1].keys())
     common = sorted(rows[0].keys() & rows[1].keys())
     detailed_steps = sorted({key[0] for key in common})
@@ -114,15 +117,14 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
         rule = f"has no step in common with {run_a}: neither a record nor statistics"
         remedy = "see logs/ of both; --monitor.log_interval 1 records every step"
         raise InvalidConfig([ConfigError("run_b", str(run_b), rule, remedy)])
-    entries = sorted(
+    # A stable sort: the statistics of a step are more specific than its record, and come first.
+    locations = sorted(
         [
-            # The statistics of a step are more specific than its record and come first.
-            *((key[0], 0, entry) for key, entry in _compare_statistics(rows[0], rows[1], common)),
-            *((entry.step, 1, entry) for entry in _compare_records(records[0], records[1], steps)),
+            *_compare_statistics(rows[0], rows[1], common),
+            *_compare_records(records[0], records[1], steps),
         ],
-        key=lambda entry: entry[:2],
+        key=lambda location: location.step,
     )
-    locations = [location for _, _, location in entries]
     part = next((location for location in locations if location.distance > tolerance), None)
     before = locations[: locations.index(part)] if part else locations
     rounding = next((location for location in locations if location.distance > 0), None)
@@ -146,7 +148,7 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float) -> RunDifference:
         largest=max((location.distance for location in before), default=0.0),
         compared="; ".join(compared),
         equal_until=max(equal_steps, default=0),
-        changes=[*_config_changes(*jobs), *_environment_changes(run_a, run_b)],
+        changes=_format_changes(jobs, (run_a, run_b)),
         advice=_advice((run_a, run_b), jobs, part, steps, detailed_steps),
     )
 
@@ -159,35 +161,25 @@ def _is_valid(record: Mapping[str, Any]) -> bool:
     return all(record.get(name) is None or is_number(record[name]) for name in RECORD_FIELDS)
 
 
-def _sort_key(row: Mapping[str, Any]) -> tuple[int, int, int, str]:
-    """Return the key that sorts statistics in their order of computation."""
-    kind = KINDS.index(row["kind"])
-    backward = row["kind"] == "gradient"
-    return row["step"], kind, -row["order"] if backward else row["order"], row["name"]
-
-
-def _compare_statistics(
-    rows_a: Any, rows_b: Any, keys: list[Any]
-) -> Iterator[tuple[Any, RunLocation]]:
+def _compare_statistics(rows_a: Any, rows_b: Any, keys: list[Any]) -> Iterator[RunLocation]:
+    texts = {
+        "activation": "the output of {} in the forward pass",
+        "gradient": "the gradient of {}; the forward pass matches",
+        "parameter": "the update of {}; the forward pass and gradients match",
+    }
     for key in keys:
         a, b = rows_a[key], rows_b[key]
-        texts = {
-            "activation": f"the output of {a['name']} in the forward pass",
-            "gradient": f"the gradient of {a['name']}; the forward pass matches",
-            "parameter": f"the update of {a['name']}; the forward pass and gradients match",
-        }
         values = [{name: row[name] for name in STATISTICS} for row in (a, b)]
-        yield key, RunLocation(a["step"], texts[a["kind"]], _statistics_distance(a, b), *values)
+        what = texts[a["kind"]].format(a["name"])
+        yield RunLocation(a["step"], what, _statistics_distance(a, b), *values)
 
 
 def _statistics_distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     """Return the largest relative difference of two rows; the mean's is per RMS."""
     if (a["count"], a["nonfinite"]) != (b["count"], b["nonfinite"]):
         return math.inf
-    rms = max(a["rms"], b["rms"])
-    mean = abs(a["mean"] - b["mean"]) / rms if a["mean"] != b["mean"] else 0.0
     return max(
-        mean,
+        safe_ratio(abs(a["mean"] - b["mean"]), max(a["rms"], b["rms"])),
         _relative_difference(a["rms"], b["rms"]),
         _relative_difference(a["max_abs"], b["max_abs"]),
     )
@@ -205,30 +197,28 @@ def _compare_records(records_a: Any, records_b: Any, steps: list[int]) -> Iterat
 
 def _relative_difference(a: float | None, b: float | None) -> float:
     """Return the difference relative to the larger number; a skipped step has None."""
-    if a == b:
-        return 0.0
-    return math.inf if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
+    if a is None or b is None:
+        return 0.0 if a == b else math.inf
+    return safe_ratio(abs(a - b), max(abs(a), abs(b)))
 
 
 # --------------------------------------------------------------------------- text
 
 
-def _config_changes(job_a: Job, job_b: Job) -> Iterator[str]:
-    for name, (a, b) in difference(job_a, job_b).items():
-        if name != "run.dir":
-            yield f"{name}: {_format_value(a)} / {_format_value(b)}"
+def _format_changes(jobs: Sequence[Job], runs: Sequence[Path]) -> list[str]:
+    """Format the differences of configuration and environment."""
+    changed = difference(*jobs)
+    changed.pop("run.dir", None)
+    environments = [read_json(run / "environment.json") for run in runs]
+    for name in ("weft", "git", "torch", "cuda", "python", "devices"):
+        values = [environment.get(name) for environment in environments]
+        if values[0] != values[1]:
+            changed[name] = (values[0], values[1])
+    return [f"{n}: {_format_value(a)} / {_format_value(b)}" for n, (a, b) in changed.items()]
 
 
 def _format_value(value: Any) -> str:
     return "(none)" if value is MISSING else json.dumps(value)
-
-
-def _environment_changes(run_a: Path, run_b: Path) -> Iterator[str]:
-    environments = [read_json(run / "environment.json") for run in (run_a, run_b)]
-    for name in ("weft", "git", "torch", "cuda", "python", "devices"):
-        a, b = (environment.get(name) for environment in environments)
-        if a != b:
-            yield f"{name}: {_format_value(a)} / {_format_value(b)}"
 
 
 def _advice(

@@ -1,27 +1,76 @@
-"""Evaluate a trained model's loss on datasets, in any layout."""
+"""Evaluate a trained model: loss on datasets, accuracy on multiple-choice tasks.
+
+`evaluate_sources` computes the loss of each source of a dataset, in any layout.
+
+`score_task` scores questions by the likelihood of each choice.  Tasks are files of the Language
+Model Evaluation Harness (github.com/EleutherAI/lm-evaluation-harness, docs/task_guide.md).  This
+module supports what a local task needs: JSON lines, templates or field names, and two accuracies.
+It rejects other keys.  The harness itself can evaluate a checkpoint, too: see
+`weft.tools.lm_eval_model`.
+
+Shapes in names: B sequences, T tokens of a sequence, N predicted tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
 
-from weft.config.errors import WeftError
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.schema import replace
 from weft.data.dataset import Dataset, Source
 from weft.data.loader import Batch, build_mixture, evaluation_batches
 from weft.data.prepared_cache import Report, progress_counter
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.plan import Plan
-from weft.tools.inference_model import CheckpointRef, load_model_parts
+from weft.tools.generate import ChatFormat
+from weft.tools.inference_model import CheckpointRef, LanguageModel, load_model_parts
 from weft.train.setup import Rank
 from weft.train.step import TrainStep
 
+Json = dict[str, Any]
+
 ALL_SEQUENCES = 1 << 40  # more than any dataset has
 COUNT_CHUNK = 1 << 24  # tokens that are counted together
+
+REQUIRED_KEYS = ("task", "doc_to_text", "doc_to_choice", "doc_to_target")
+# Supported keys of a task with their allowed values; None: any value, because it changes nothing.
+AllowedValues = Mapping[str, tuple[Any, ...] | None]
+TASK_KEYS: AllowedValues = {
+    **dict.fromkeys(REQUIRED_KEYS),
+    "dataset_path": ("json",),
+    "dataset_kwargs": None,
+    "dataset_name": (None,),
+    "output_type": ("multiple_choice",),
+    "test_split": None,
+    "validation_split": None,
+    "training_split": None,
+    "target_delimiter": None,
+    "metric_list": None,
+    "num_fewshot": (0, None),
+    "tag": None,
+    "metadata": None,
+}
+DATASET_KEYS: AllowedValues = {"data_files": None}
+METRIC_KEYS: AllowedValues = {
+    "metric": ("acc", "acc_norm"),
+    "aggregation": ("mean",),
+    "higher_is_better": (True,),
+}
+
+
+# --------------------------------------------------------------------------- loss
 
 
 class SourceLoss(NamedTuple):
@@ -129,3 +178,240 @@ def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tup
         size = min(COUNT_CHUNK, len(loss_mask) - start)
         count += int(loss_mask.read_windows(np.array([start]), size).sum())
     return count, 0
+
+
+# --------------------------------------------------------------------------- tasks
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question; each of ``choices`` may continue ``context``."""
+
+    context: str
+    choices: tuple[str, ...]
+    delimiter: str  # between context and choice
+    gold: int  # index of the right choice
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """A task: a name and its questions."""
+
+    name: str
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Accuracies by log-probability, and by that per character (``norm``)."""
+
+    task: str
+    questions: int
+    acc: float
+    acc_stderr: float
+    acc_norm: float
+    acc_norm_stderr: float
+
+
+# --------------------------------------------------------------------------- task files
+
+
+def read_task(path: Path) -> ChoiceTask:
+    """Read a task's YAML file and the JSON lines that it names.
+
+    Raises:
+        InvalidConfig: with every reason why the task cannot be scored.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        rule, remedy = "needs PyYAML", "run pip install 'weft[eval]'"
+        raise InvalidConfig([ConfigError("--task", str(path), rule, remedy)]) from error
+    try:
+        tree = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        # The tag `!function` names code, which weft never runs: loading fails.
+        rule = f"cannot be read: {str(error).splitlines()[0]}"
+        raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
+    if not isinstance(tree, dict):
+        raise InvalidConfig([ConfigError("--task", str(path), "is not a task: it has no keys")])
+    problems = list(_check(tree))
+    documents = [] if problems else _read_documents(tree, path, problems)
+    questions = []
+    for number, document in enumerate(documents, 1):
+        try:
+            questions.append(_make_question(tree, document))
+        except Exception as error:  # templates may raise any error
+            rule = f"fails at document {number}: {type(error).__name__}: {error}"
+            problems.append(ConfigError("--task", str(path), rule, "fix the template or the data"))
+            break
+    if not problems and not questions:
+        problems.append(ConfigError("--task", str(path), "has no questions"))
+    if problems:
+        raise InvalidConfig(problems)
+    return ChoiceTask(str(tree["task"]), tuple(questions))
+
+
+def _check(tree: Json) -> Iterator[ConfigError]:
+    for name in REQUIRED_KEYS:
+        if name not in tree:
+            yield ConfigError(name, MISSING, "is missing")
+    yield from _check_values("", tree, TASK_KEYS)
+    yield from _check_values("dataset_kwargs.", tree.get("dataset_kwargs") or {}, DATASET_KEYS)
+    for metric in tree.get("metric_list") or []:
+        values = {"metric": None} | metric if isinstance(metric, dict) else {"metric": metric}
+        yield from _check_values("metric_list.", values, METRIC_KEYS)
+
+
+def _check_values(prefix: str, values: Json, allowed: AllowedValues) -> Iterator[ConfigError]:
+    remedy = "evaluate the checkpoint with the harness: docs/evaluate.md"
+    for name, value in values.items():
+        choices = allowed.get(name, ())
+        if choices is None or value in choices:
+            continue
+        rule = f"must be {' or '.join(str(x) for x in choices if x is not None) or None}"
+        rule = rule if choices else "is not supported"
+        yield ConfigError(f"{prefix}{name}", value, rule, remedy)
+
+
+def _read_documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json]:
+    """Read the documents of the test split, or else of the validation split."""
+    files = (tree.get("dataset_kwargs") or {}).get("data_files")
+    if isinstance(files, dict):
+        split = tree.get("test_split") or tree.get("validation_split")
+        files = files.get(split)
+    documents: list[Json] = []
+    for name in [files] if isinstance(files, str) else files or []:
+        relative = path.parent / name
+        try:
+            text = (relative if relative.exists() else Path(name)).read_text("utf-8")
+            # Not splitlines: a JSON string may contain Unicode line separators.
+            documents += [json.loads(line) for line in text.split("\n") if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(
+                ConfigError("dataset_kwargs.data_files", name, f"cannot be read: {error}")
+            )
+    if not files:
+        rule = "must name the files of test_split, or of validation_split"
+        problems.append(ConfigError("dataset_kwargs.data_files", MISSING, rule))
+    return documents
+
+
+def _make_question(tree: Json, document: Json) -> Question:
+    choices = tree["doc_to_choice"]
+    if isinstance(choices, str):
+        choices = _render(choices, document)
+        choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
+    choices = list(choices.values()) if isinstance(choices, dict) else choices
+    if "" in choices:
+        raise ValueError("a choice is empty")
+    target = tree["doc_to_target"]
+    gold = _render(target, document) if isinstance(target, str) else target
+    if isinstance(gold, str):
+        # As in the harness: digits from a template are an index, those of a field a choice.
+        is_index = gold.isdigit() and target not in document
+        gold = int(gold) if is_index else choices.index(gold)
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"the answer is number {gold} of {len(choices)} choices")
+    context = _render(tree["doc_to_text"], document)
+    return Question(str(context), tuple(choices), tree.get("target_delimiter", " "), gold)
+
+
+def _render(template: str, document: Json) -> Any:
+    """Return the field of that name, or render the template with the fields."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    if template in document:
+        return document[template]
+    environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(template).render(**document)
+
+
+# --------------------------------------------------------------------------- scores
+
+
+def score_task(
+    task: ChoiceTask, model: LanguageModel, chat_format: ChatFormat, batch_size: int
+) -> TaskScore:
+    """Score every question; every rank of the model must call this, and gets the same."""
+    pairs = [
+        encode_pair(chat_format, question.context, question.delimiter + choice)
+        for question in task.questions
+        for choice in question.choices
+    ]
+    log_probs = iter(compute_log_probs(model, pairs, batch_size))
+    correct: list[float] = []
+    correct_norm: list[float] = []
+    for question in task.questions:
+        sums = [next(log_probs)[0] for _ in question.choices]
+        per_char = [s / len(c) for s, c in zip(sums, question.choices, strict=True)]
+        correct.append(float(sums.index(max(sums)) == question.gold))
+        correct_norm.append(float(per_char.index(max(per_char)) == question.gold))
+    return TaskScore(
+        task.name, len(correct), *_mean_and_error(correct), *_mean_and_error(correct_norm)
+    )
+
+
+def _mean_and_error(values: list[float]) -> tuple[float, float]:
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return mean, error
+
+
+def encode_pair(
+    chat_format: ChatFormat, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Encode both texts together, and split where the tokens of the context alone end.
+
+    Trailing spaces of the context move to the continuation, because most tokenizers put a space
+    at the start of a token.
+    """
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    tokenizer: Tokenizer = chat_format.tokenizer
+    if not stripped:
+        ids = tokenizer.encode(continuation, add_special_tokens=False).ids
+        return [chat_format.start_token], ids
+    ids, context_ids = tokenizer.encode(stripped + continuation).ids, tokenizer.encode(stripped).ids
+    return context_ids, ids[len(context_ids) :]
+
+
+def compute_log_probs(
+    model: LanguageModel, pairs: Sequence[tuple[list[int], list[int]]], batch_size: int
+) -> list[tuple[float, bool]]:
+    """Compute log-probabilities of continuations, given (context, continuation).
+
+    Contexts lose their beginning if both are longer than the model's maximum.
+
+    Returns:
+        The log-probability in nats, and True if greedy decoding gives the continuation.
+    """
+    max_len = model.config.max_seq_len
+    order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        sequences = [(pairs[i][0] + pairs[i][1])[-(max_len + 1) :] for i in batch]
+        width = max(len(ids) for ids in sequences) - 1
+        tokens_BT = torch.tensor([ids[:-1] + [0] * (width + 1 - len(ids)) for ids in sequences])
+        counts = [
+            min(len(pairs[i][1]), len(ids) - 1) for i, ids in zip(batch, sequences, strict=True)
+        ]
+        positions = [
+            (n, len(ids) - 1 - count + k)
+            for n, (ids, count) in enumerate(zip(sequences, counts, strict=True))
+            for k in range(count)
+        ]
+        batch_N, indices_N = torch.tensor(positions, device=model.device).reshape(-1, 2).unbind(1)
+        targets_N = torch.tensor(
+            [t for ids, n in zip(sequences, counts, strict=True) for t in ids[len(ids) - n :]],
+            device=model.device,
+        )
+        logits_NV = model.logits(tokens_BT.to(model.device), batch_N, indices_N, None)
+        log_probs_N = logits_NV.log_softmax(-1).gather(1, targets_N.unsqueeze(1)).squeeze(1).cpu()
+        greedy_N = (logits_NV.argmax(-1) == targets_N).cpu()
+        log_probs, greedy = log_probs_N.split_with_sizes(counts), greedy_N.split_with_sizes(counts)
+        for i, values, is_greedy in zip(batch, log_probs, greedy, strict=True):
+            results[i] = float(values.sum()), bool(is_greedy.all())
+    return results

@@ -14,44 +14,40 @@ same command: it keeps finished trials and resumes the interrupted one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import tomli_w
 
 from weft.checkpoint.manifest import list_checkpoints
-from weft.config.errors import ConfigError
-from weft.config.files import replace_text, write_json
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
+from weft.config.files import read_json, reading, replace_text, write_json
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import format_duration
-from weft.tools.comparison_dir import (
-    COMPARISON,
-    TrialResult,
-    comparison_record,
-    log_path,
-    open_comparison,
-    recipe_path,
-    trial_dir,
-    trial_seed,
-)
 from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import (
     ComparisonSettings,
     ComparisonSummary,
     completed_trials,
-    summarize_comparison,
 )
+from weft.tools.trials import TrialResult, log_path, recipe_path, trial_dir, trial_seed
 from weft.tools.variants import Variant
+from weft.tools.verdict import import_student_t
 from weft.train.run_dir import lock_directory
+
+COMPARISON = "comparison.json"
 
 
 def compare(
@@ -73,7 +69,9 @@ def compare(
 
     Raises:
         InvalidConfig: if the directory holds other files, or another process uses it.
+        WeftError: if SciPy is not installed.
     """
+    import_student_t()  # fail before the first trial, not after the last
     open_comparison(directory, variants)  # check before anything is written
     rule = "is in use by another comparison"
     in_use = ConfigError("--out", str(directory), rule, "wait for it")
@@ -83,24 +81,27 @@ def compare(
         repeats = max((result.repeat for result in results), default=0)
         settings = replace(settings, repeats=max(repeats, settings.repeats))
 
-        def save(looks: Sequence[int]) -> ComparisonSummary:
-            summary = summarize_comparison(directory, variants, results, settings)
-            if len(looks) > 1:
-                summary.notes.append(
-                    f"{len(looks)} verdicts were given, after {', '.join(map(str, looks))} "
-                    "trials: adding runs until a difference is found makes false claims likelier"
-                )
-            document = summary.document | comparison_record(variants, results, looks)
+        def save() -> ComparisonSummary:
+            summary = ComparisonSummary(directory, variants, results, settings, looks)
+            document = summary.to_dict() | comparison_record(variants, results, looks)
             write_json(directory / COMPARISON, document, indent=2)
             return summary
 
-        save(looks)
-        run_trials(
-            directory, variants, results, settings.repeats, log, lambda: save(looks), signals
-        )
+        save()
+        write_recipes(directory, variants)
+        for repeat, variant in missing_trials(variants, results, settings.repeats, log):
+            result = run_trial(directory, variants, variant, repeat, signals)
+            if signals.count and result.status:
+                break  # interrupted, not failed
+            results.append(result)
+            if result.status:
+                log(f"  failed: {result.reason}")
+            save()
+            if signals.count:
+                break
         if results and len(results) not in looks:  # the same trials are no new verdict
             looks.append(len(results))
-        summary = save(looks)
+        summary = save()
         write_page(directory, summary, log)
         return summary, signals.count
 
@@ -115,16 +116,100 @@ class StopSignals:
         self._handlers = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
         return self
 
-    def should_stop(self) -> bool:
-        """Return True if a signal was received."""
-        return self.count > 0
-
     def _count(self, number: int, frame: object) -> None:
         self.count += 1
 
     def __exit__(self, *reason: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+
+# --------------------------------------------------------------------------- directory
+
+
+def default_dir(variants: Sequence[Variant]) -> Path:
+    """Return ``runs/compare-<recipes>-<hash of the variants>``."""
+    names = "-".join(dict.fromkeys(Path(variant.recipe).stem for variant in variants))[:40]
+    text = json.dumps([variant.identity() for variant in variants], sort_keys=True)
+    return Path("runs") / f"compare-{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def read_comparison(directory: Path) -> dict[str, Any] | None:
+    """Read ``comparison.json``; return None if the directory is empty or missing.
+
+    Raises:
+        InvalidConfig: if the directory holds other files.
+    """
+    path = directory / COMPARISON
+    if not directory.exists() or (
+        directory.is_dir()
+        and not path.exists()
+        and all(entry.name == ".lock" for entry in directory.iterdir())
+    ):
+        return None
+    try:
+        record = read_json(path)
+    except WeftError:
+        record = {}
+    if not record:
+        raise invalid_out(directory, "is neither empty nor the directory of a comparison")
+    return record
+
+
+def invalid_out(directory: Path, rule: str) -> InvalidConfig:
+    """Return the error for a directory that --out cannot use."""
+    return InvalidConfig([ConfigError("--out", str(directory), rule, "use another directory")])
+
+
+def open_comparison(
+    directory: Path, variants: Sequence[Variant]
+) -> tuple[list[TrialResult], list[int]]:
+    """Read the results of a comparison's trials; empty if the comparison is new.
+
+    Returns:
+        The results, and the numbers of trials after which earlier calls gave a verdict.
+
+    Raises:
+        InvalidConfig: if the directory holds other files or another comparison.
+    """
+    record = read_comparison(directory)
+    if record is None:
+        return [], []
+    if "compared" not in record:
+        raise invalid_out(directory, "holds a comparison made with --plan-only")
+    current, previous = [v.identity() for v in variants], record["compared"]
+    with reading(directory / COMPARISON):
+        if current != previous:
+            difference = _describe_difference(current, previous)
+            raise invalid_out(directory, f"holds another comparison: {difference}")
+        results = [TrialResult(**result) for result in record["ended"]]
+        return results, [*map(int, record["looks"])]
+
+
+def comparison_record(
+    variants: Sequence[Variant], results: Sequence[TrialResult], looks: Sequence[int]
+) -> dict[str, Any]:
+    """Return the part of ``comparison.json`` that `open_comparison` reads."""
+    return {
+        "compared": [variant.identity() for variant in variants],
+        "ended": [asdict(result) for result in results],
+        "looks": list(looks),
+    }
+
+
+def _describe_difference(current: list[dict[str, Any]], previous: list[dict[str, Any]]) -> str:
+    labels, previous_labels = ([v["label"] for v in variants] for variants in (current, previous))
+    if labels != previous_labels:
+        return f"of {'; '.join(previous_labels)}"
+    for new, old in zip(current, previous, strict=True):
+        for key in {**new["job"], **old["job"]}:
+            value, old_value = (variant["job"].get(key, MISSING) for variant in (new, old))
+            if value != old_value:
+                return f"{key} of {new['label']} was {old_value}, and is {value}"
+    raise AssertionError("the variants are equal")
+
+
+# --------------------------------------------------------------------------- trials
 
 
 def trial_order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
@@ -136,58 +221,28 @@ def trial_order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
     ]
 
 
-def run_trials(
-    directory: Path,
+def missing_trials(
     variants: Sequence[Variant],
-    results: list[TrialResult],
+    results: Sequence[TrialResult],
     repeats: int,
     log: Callable[[str], object],
-    save: Callable[[], object],
-    signals: StopSignals,
-) -> None:
-    """Run all unfinished trials, until a stop signal arrives.
+) -> Iterator[tuple[int, int]]:
+    """Yield (repeat, variant) of each trial that has no result when its turn comes.
 
-    A variant that fails does not run again in this call; the next call retries it.
-
-    Args:
-        directory: directory of the comparison.
-        variants: all variants; those without a plan do not run.
-        results: of the finished trials; this function appends new ones.
-        repeats: number of runs of each variant.
-        log: called with lines of progress.
-        save: called after each trial.
-        signals: counts received stop signals.
+    A variant that failed is skipped; the next call of `compare` retries it.
     """
     runnable = [index for index, variant in enumerate(variants) if variant.plan is not None]
-    recipes = {index: recipe_path(directory, index, variants[index].label) for index in runnable}
-    for index, path in recipes.items():
-        text = tomli_w.dumps(variants[index].job.model_dump(mode="json"))
-        name = f"{variants[index].label!a}, of the recipe {variants[index].recipe!a}"
-        replace_text(path, f"# A variant that weft compares: {name}.\n\n{text}")
     trials = trial_order(runnable, repeats)
-    done = {(result.repeat, result.variant) for result in results}
-    failed: set[int] = set()
-    for number, (repeat, variant) in enumerate(trials, 1):
-        if (repeat, variant) in done or variant in failed:
-            continue
-        if signals.should_stop():
-            return
-        label = variants[variant].label
-        missing = [v for r, v in trials[number - 1 :] if (r, v) not in done and v not in failed]
-        left = format_time_left(missing, results)
-        log(f"trial {number} of {len(trials)}: {label}, repeat {repeat}{left}")
-        run = trial_dir(directory, variant, label, repeat)
-        if not list_checkpoints(run / "checkpoints"):
-            shutil.rmtree(run, ignore_errors=True)  # interrupted before its first checkpoint
-        seed = trial_seed(variants, variant, repeat)
-        status, reason, seconds = run_trial(recipes[variant], run, seed, signals)
-        if signals.should_stop() and status:
-            return  # interrupted, not failed
-        results.append(TrialResult(variant, repeat, status, reason, seconds))
-        if status:
-            failed.add(variant)
-            log(f"  failed: {reason}")
-        save()
+    for number, trial in enumerate(trials, 1):
+        done = {(result.repeat, result.variant) for result in results}
+        failed = {result.variant for result in results if result.status}
+        missing = [t for t in trials[number - 1 :] if t not in done and t[1] not in failed]
+        if trial in missing:
+            repeat, variant = trial
+            left = format_time_left([v for _, v in missing], results)
+            label = variants[variant].label
+            log(f"trial {number} of {len(trials)}: {label}, repeat {repeat}{left}")
+            yield trial
 
 
 def format_time_left(variants: Sequence[int], results: Sequence[TrialResult]) -> str:
@@ -200,12 +255,29 @@ def format_time_left(variants: Sequence[int], results: Sequence[TrialResult]) ->
     return f", about {format_duration(sum(seconds))} left"
 
 
-def run_trial(recipe: Path, run: Path, seed: int, signals: StopSignals) -> tuple[int, str, float]:
-    """Run ``weft train``; return exit status, reason of a failure, and seconds.
+def write_recipes(directory: Path, variants: Sequence[Variant]) -> None:
+    """Write the complete job of each variant that can run."""
+    for index, variant in enumerate(variants):
+        if variant.plan is not None:
+            text = tomli_w.dumps(variant.job.model_dump(mode="json"))
+            name = f"{variant.label!a}, of the recipe {variant.recipe!a}"
+            path = recipe_path(directory, index, variant.label)
+            replace_text(path, f"# A variant that weft compares: {name}.\n\n{text}")
+
+
+def run_trial(
+    directory: Path, variants: Sequence[Variant], variant: int, repeat: int, signals: StopSignals
+) -> TrialResult:
+    """Run ``weft train`` in its own process; resume an interrupted run.
 
     Stop signals are forwarded: at the first one ``weft train`` finishes its step and saves, at the
     second one it ends at once.
     """
+    label = variants[variant].label
+    run = trial_dir(directory, variant, label, repeat)
+    if not list_checkpoints(run / "checkpoints"):
+        shutil.rmtree(run, ignore_errors=True)  # interrupted before its first checkpoint
+    recipe, seed = recipe_path(directory, variant, label), trial_seed(variants, variant, repeat)
     command = [*PYTHON, "weft.cli", "train", str(recipe)]
     command += ["--run.dir", str(run.absolute()), "--train.seed", str(seed)]
     started, num_sent = time.monotonic(), 0
@@ -227,7 +299,7 @@ def run_trial(recipe: Path, run: Path, seed: int, signals: StopSignals) -> tuple
     output = log_path(run).read_bytes()[offset:].decode("utf-8", "replace")
     status = process.returncode
     reason = failure_reason(status, output) if status else ""
-    return status, reason, time.monotonic() - started
+    return TrialResult(variant, repeat, status, reason, time.monotonic() - started)
 
 
 def failure_reason(status: int, output: str) -> str:

@@ -49,22 +49,16 @@ class Sampling:
 
     def problems(self) -> list[ConfigError]:
         """Return the errors, by command-line option."""
-        problems: list[ConfigError] = []
+        problems = []
         if not 0 < self.top_p <= 1:
-            problems.append(
-                ConfigError(
-                    "--top-p", self.top_p, "is not a probability", "use more than 0, up to 1"
-                )
-            )
+            rule, remedy = "is not a probability", "use more than 0, up to 1"
+            problems.append(ConfigError("--top-p", self.top_p, rule, remedy))
         if self.min_p > 1:
-            problems.append(
-                ConfigError("--min-p", self.min_p, "is not a probability", "use 0 to 1")
-            )
+            rule, remedy = "is not a probability", "use 0 to 1"
+            problems.append(ConfigError("--min-p", self.min_p, rule, remedy))
         if self.repetition_penalty == 0:
-            rule = "must not be 0: logits are divided by it"
-            problems.append(
-                ConfigError("--repetition-penalty", 0, rule, "use 1 for no penalty, or 1.1")
-            )
+            rule, remedy = "must not be 0: logits are divided by it", "use 1 for no penalty, or 1.1"
+            problems.append(ConfigError("--repetition-penalty", 0, rule, remedy))
         return problems
 
 
@@ -198,20 +192,24 @@ def make_sequences(
     Raises:
         InvalidConfig: if the chat template rejects a prompt.
     """
-    sequences = []
-    for index, prompt in enumerate(prompts, first_index):
-        ids = _encode_prompt(prompt, chat_format)
-        sequences.append(
-            GeneratedSequence(
-                prompt=prompt,
-                ids=ids,
-                prompt_length=len(ids),
-                generator=torch.Generator().manual_seed(sampling.seed + index),
-                prefix=chat_format.tokenizer.decode(ids),
-                context_start=max(0, len(ids) - chat_format.max_context),
-            )
-        )
-    return sequences
+    return [
+        make_sequence(prompt, _encode_prompt(prompt, chat_format), chat_format, sampling.seed + i)
+        for i, prompt in enumerate(prompts, first_index)
+    ]
+
+
+def make_sequence(
+    prompt: Prompt, ids: list[int], chat_format: ChatFormat, seed: int
+) -> GeneratedSequence:
+    """Make the sequence of an encoded prompt."""
+    return GeneratedSequence(
+        prompt=prompt,
+        ids=ids,
+        prompt_length=len(ids),
+        generator=torch.Generator().manual_seed(seed),
+        prefix=chat_format.tokenizer.decode(ids),
+        context_start=max(0, len(ids) - chat_format.max_context),
+    )
 
 
 def _encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:

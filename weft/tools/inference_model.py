@@ -6,6 +6,7 @@ B sequences, T tokens of a sequence, N positions with logits, D model width, V v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +25,13 @@ from weft.models import Family, load_family, resolve_section
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
+from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
 from weft.train.machine import detect_machine
 from weft.train.setup import Rank, allocate
 from weft.train.state import checkpoint_dir
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 # Sections of the run that do not affect the trained model; inference uses their defaults.
 DEFAULT_SECTIONS = (
     "run",
@@ -66,23 +67,17 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     """
     is_run = (path / "job.toml").is_file()
     run_dir = path if is_run else path.parent.parent
-    paths = [path]
+    paths: list[Path] = []
     if (run_dir / "job.toml").is_file():
         job, _, problems = read_job(str(run_dir / "job.toml"))
         if problems:
             rule = f"has a damaged job.toml ({problems[0]})"
             raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
-        if is_run:
-            paths = list_checkpoints(checkpoint_dir(job.checkpoint, path))[-1:]
-    if (
-        not (run_dir / "job.toml").is_file()
-        or not paths
-        or not (paths[0] / "manifest.json").is_file()
-    ):
+        paths = list_checkpoints(checkpoint_dir(job.checkpoint, path))[-1:] if is_run else [path]
+    if not paths or not (paths[0] / "manifest.json").is_file():
         rule = "is neither a run directory with a checkpoint nor a checkpoint in one"
-        raise InvalidConfig(
-            [ConfigError("checkpoint", str(path), rule, "train first: weft train demo")]
-        )
+        remedy = "train first: weft train demo"
+        raise InvalidConfig([ConfigError("checkpoint", str(path), rule, remedy)])
     config, model_problems = resolve_section(job.model)
     if model_problems:
         raise InvalidConfig(model_problems)
@@ -126,36 +121,34 @@ def plan_inference(
         InvalidConfig: with every error.
     """
     given = {name for name, _ in overrides}
-    rule = "cannot be changed here"
-    problems = [*problems]
-    problems += [
-        ConfigError(name, text, rule, f"use one of {' '.join(allowed)}")
-        for name, text in overrides
-        if not name.startswith(tuple(allowed))
-    ]
     job, _, read_problems = read_job(str(checkpoint.run_dir / "job.toml"), overrides)
-    problems += read_problems
+    remedy = f"use one of {' '.join(allowed)}"
+    problems = [
+        *problems,
+        *(
+            ConfigError(name, text, "cannot be changed here", remedy)
+            for name, text in overrides
+            if not name.startswith(tuple(allowed))
+        ),
+        *read_problems,
+    ]
     default_job, changes = Job(), {}
     for name in DEFAULT_SECTIONS:
         section: Section = getattr(default_job, name)
         changes[name] = {
             k: v for k, v in section.model_dump().items() if f"{name}.{k}" not in given
         }
-    degrees = [
-        getattr(job.parallel, axis) if f"parallel.{axis}" in given else 1 for axis in DEGREES
-    ]
-    size = 1
-    for degree in degrees:
-        size *= degree if isinstance(degree, int) else 1
+    degrees = {
+        axis: getattr(job.parallel, axis) if f"parallel.{axis}" in given else 1 for axis in AXES
+    }
+    size = math.prod(degree for degree in degrees.values() if isinstance(degree, int))
     changes["run"] |= {"dir": str(checkpoint.run_dir), "nproc_per_node": size}
     if for_generation:
-        names = {"pp": "pipeline parallelism", "cp": "context parallelism"}
-        problems += [
-            ConfigError(f"parallel.{axis}", degree, rule, "use parallel.tp or parallel.dp_shard")
-            for axis, degree in zip(DEGREES, degrees, strict=True)
-            for rule in (f"generation does not support {names.get(axis)}",)
-            if axis in ("pp", "cp") and degree != 1
-        ]
+        for axis, name in (("pp", "pipeline"), ("cp", "context")):
+            if degrees[axis] != 1:
+                rule = f"generation does not support {name} parallelism"
+                remedy = "use parallel.tp or parallel.dp_shard"
+                problems.append(ConfigError(f"parallel.{axis}", degrees[axis], rule, remedy))
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}

@@ -18,12 +18,14 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.config.errors import ConfigError, InvalidConfig
@@ -36,7 +38,7 @@ from weft.plan.lora_plan import QUANT_BLOCK_SIZE
 from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
-from weft.tools.verify import read_recipe
+from weft.tools.verify import format_layout, read_recipe
 from weft.train.loss import OBJECTIVES
 
 RECIPE = "demo"
@@ -46,15 +48,14 @@ OverrideMap = dict[str, str]  # key -> text, as on the command line
 EXCLUDED = {
     "run.": "verify sets directory, device and ranks",
     "model.preset": "the sizes of a model are drawn one by one",
-    "data.path": "verify trains on random tokens",
-    "data.mixture": "verify trains on random tokens",
-    "data.text_field": "verify trains on random tokens",
-    "data.tokenizer": "verify trains on random tokens",
-    "data.chat_template": "verify trains on random tokens",
-    "data.validation_fraction": "verify trains on random tokens",
-    "data.overlong": "verify trains on random tokens",
-    "data.invalid_utf8": "verify trains on random tokens",
-    "data.cache_dir": "a directory",
+    **dict.fromkeys(
+        (
+            *("data.path", "data.mixture", "data.text_field", "data.tokenizer"),
+            *("data.chat_template", "data.validation_fraction", "data.overlong"),
+            *("data.invalid_utf8", "data.cache_dir"),
+        ),
+        "verify trains on random tokens",
+    ),
     "train.steps": "--steps sets it",
     "train.eval_interval": "verify evaluates once, at the end",
     "parallel.async_tp": "needs GPUs that reach each other's memory",
@@ -63,9 +64,7 @@ EXCLUDED = {
     "compile.cache_dir": "a directory",
     "checkpoint.": "--resume-layout saves and loads a checkpoint",
     "resilience.": "affects failures only",
-    "monitor.": "affects records only",
-    "profile.": "affects records only",
-    "debug.": "affects records only",
+    **dict.fromkeys(("monitor.", "profile.", "debug."), "affects records only"),
     "launch.": "the run does not read it",
 }
 
@@ -78,6 +77,8 @@ BATCH = (
     *("data.vocab_size", "train.seq_len", "train.global_batch_size", "train.microbatch_size"),
     *("train.eval_sequences", "pipeline.layers_per_stage"),
 )
+FREE_FORM = ("lora.targets", "pipeline.layers_per_stage")
+SIZED_KEYS = {*(f"model.{name}" for name in SIZES), *BATCH}
 
 # Keys whose type does not say which values make sense.
 VALUES: dict[str, tuple[str, ...]] = {
@@ -89,10 +90,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optim.schedule": tuple(RATES),
     "optim.warmup_steps": ("0", "1"),
     "parallel.dp_replicate": ("2", "3"),
-    "parallel.dp_shard": ("2", "3", "4"),
-    "parallel.tp": ("2", "3", "4"),
-    "parallel.pp": ("2", "3", "4"),
-    "parallel.cp": ("2", "3", "4"),
+    **{f"parallel.{axis}": ("2", "3", "4") for axis in ("dp_shard", "tp", "pp", "cp")},
     "parallel.ep": ("2", "4"),
     "pipeline.schedule": tuple(SCHEDULES),
     "parallel.reshard_after_forward": ("always", "never", "2"),
@@ -104,17 +102,17 @@ VALUES: dict[str, tuple[str, ...]] = {
 # Keys that a key (or a key with a value) needs to have an effect.
 REQUIREMENTS: dict[str, dict[str, str]] = {
     "model.rope_scaling": {"model.kind": "llama"},
-    "model.rope_factor": {"model.rope_scaling": "true"},
-    "model.rope_low_freq_factor": {"model.rope_scaling": "true"},
-    "model.rope_high_freq_factor": {"model.rope_scaling": "true"},
-    "model.rope_original_context": {"model.rope_scaling": "true"},
+    **{
+        f"model.rope_{name}": {"model.rope_scaling": "true"}
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+    },
     "train.dpo_beta": {"train.objective": "dpo"},
     "train.objective=dpo": {"data.format": "preferences"},
     "data.format=preferences": {"train.objective": "dpo"},
-    "lora.alpha": {"lora.rank": "2"},
-    "lora.rank_stabilized": {"lora.rank": "2"},
-    "lora.targets": {"lora.rank": "2"},
-    "lora.quantize": {"lora.rank": "2"},
+    **{
+        f"lora.{name}": {"lora.rank": "2"}
+        for name in ("alpha", "rank_stabilized", "targets", "quantize")
+    },
     "optim.momentum": {"optim.name": "muon"},
     "parallel.pp": {"model.tied_embeddings": "false"},
     "pipeline.schedule": {"parallel.pp": "2"},
@@ -143,12 +141,8 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
 # Probability of a key, in thousandths.  Floats are in no goal, because they interact with other
 # keys in one place only.
 DEFAULT_CHANCE, NUMBER_CHANCE = 120, 60
-CHANCE = {
-    "compile.enable": 4,
-    "precision.float8": 60,
-    "lora.rank": 60,
-    "train.world_size_invariant": 60,
-}
+RARE_KEYS = ("precision.float8", "lora.rank", "train.world_size_invariant")
+CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 
@@ -183,45 +177,44 @@ def families_with_field(key: str) -> list[str]:
 def candidate_values(key: str) -> tuple[str, ...]:
     """Return the values to draw for a key; empty if its type does not say."""
     info = list_keys()[key]
-    values = VALUES.get(key) or tuple(_values_of_type(info.annotation, info.metadata, info.default))
+    values = VALUES.get(key) or tuple(
+        _format_value(value)
+        for value in _guess_values(info.annotation, info.default)
+        if _is_valid(info, value)
+    )
     # Each preset of a model has its own defaults.
     with_default = key.startswith("model.") and info.annotation is bool
     return tuple(text for text in values if with_default or text != _format_value(info.default))
 
 
-def _values_of_type(annotation: Any, rules: Sequence[Any], default: Any) -> Iterator[str]:
-    """Yield the values that follow from a type and its bounds."""
+def _guess_values(annotation: Any, default: Any) -> Iterator[Any]:
+    """Yield values of a type, some of which may be out of bounds."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [rule for arg in args[1:] for rule in getattr(arg, "metadata", [arg])]
-        yield from _values_of_type(args[0], [*rules, *inner], default)
-    elif origin in (Union, UnionType):
+    if origin in (Annotated, Union, UnionType):
         for arg in args:
-            yield from _values_of_type(arg, rules, default)
+            yield from _guess_values(arg, default)
     elif origin is Literal:
-        yield from map(_format_value, args)
+        yield from args
     elif annotation is bool:
-        yield from ("true", "false")
+        yield from (True, False)
     elif annotation is int:
-        yield from (_format_value(n) for n in (0, 1, 2, 3) if _is_within_bounds(n, rules))
+        yield from (0, 1, 2, 3)
     elif annotation is float:
         base = default if isinstance(default, float) and default else 1.0
-        yield from (_format_value(x) for x in (base / 2, base * 1.5) if _is_within_bounds(x, rules))
+        yield from (base / 2, base * 1.5)
+
+
+def _is_valid(info: FieldInfo, value: Any) -> bool:
+    try:
+        TypeAdapter(info.rebuild_annotation()).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _is_number(key: str) -> bool:
     """Return True if a key is a float."""
     return list_keys()[key].annotation is float
-
-
-def _is_within_bounds(number: float, rules: Sequence[Any]) -> bool:
-    bounds = {"ge": number.__ge__, "gt": number.__gt__, "le": number.__le__, "lt": number.__lt__}
-    return all(
-        satisfies(type(number)(getattr(rule, name)))
-        for rule in rules
-        for name, satisfies in bounds.items()
-        if getattr(rule, name, None) is not None
-    )
 
 
 def _format_value(value: Any) -> str:
@@ -233,19 +226,16 @@ def _format_value(value: Any) -> str:
 def technique_name(key: str, text: str) -> str:
     """Return the technique of a key and value; all numbers of a key are one technique."""
     is_number = key != "parallel.reshard_after_forward" and re.fullmatch(r"[-+.\de]+", text)
-    free_form = ("lora.targets", "pipeline.layers_per_stage")
-    return key if is_number or key in free_form else f"{key}={text}"
+    return key if is_number or key in FREE_FORM else f"{key}={text}"
 
 
 @cache
 def list_techniques() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Return each technique with its key and values."""
     techniques: dict[str, tuple[str, tuple[str, ...]]] = {}
-    sizes = {f"model.{name}" for name in SIZES} | {*BATCH, "train.seed"} - {
-        "pipeline.layers_per_stage"
-    }
+    others = SIZED_KEYS - {"pipeline.layers_per_stage"} | {"train.seed"}
     for key in list_keys():
-        if not exclusion_reason(key) and key not in sizes:
+        if not exclusion_reason(key) and key not in others:
             for text in candidate_values(key):
                 name = technique_name(key, text)
                 techniques[name] = (key, (*techniques.get(name, ("", ()))[1], text))
@@ -255,12 +245,8 @@ def list_techniques() -> dict[str, tuple[str, tuple[str, ...]]]:
 @cache
 def list_goals(seed: int) -> list[tuple[str, str]]:
     """Return every pair of techniques of different keys, shuffled by the seed."""
-    names = [name for name, (key, _) in list_techniques().items() if not _is_number(key)]
-    pairs = [
-        pair
-        for pair in itertools.combinations(names, 2)
-        if list_techniques()[pair[0]][0] != list_techniques()[pair[1]][0]
-    ]
+    keys = {name: key for name, (key, _) in list_techniques().items() if not _is_number(key)}
+    pairs = [(a, b) for a, b in itertools.combinations(keys, 2) if keys[a] != keys[b]]
     random.Random(f"goals {seed}").shuffle(pairs)
     return pairs
 
@@ -268,17 +254,42 @@ def list_goals(seed: int) -> list[tuple[str, str]]:
 # --------------------------------------------------------------------------- drawing
 
 
-@dataclass
+@dataclass(frozen=True)
 class RandomJob:
-    """A valid random job."""
+    """A valid random job, as ``weft verify`` runs it."""
 
-    overrides: OverrideMap
+    seed: int
+    index: int
+    goal: tuple[str, ...]
+    overrides: OverrideMap  # of the recipe `RECIPE`
     resume: OverrideMap  # keys of the layout that resumes from a checkpoint; empty: none
-    goal: tuple[str, str]
+    ranks: int  # maximum number
+    steps: int
     refusals: list[dict[str, Any]] = field(default_factory=list)  # rejected drafts of it
 
+    @property
+    def name(self) -> str:
+        """Layout and goal of the job."""
+        return f"{format_layout(_degrees(self.overrides, AXES))}; {', '.join(self.goal)}"
 
-def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> RandomJob:
+    @property
+    def command(self) -> str:
+        """The command that verifies the job."""
+        words = ["weft", "verify", RECIPE]
+        if self.steps != 3:
+            words += ["--steps", str(self.steps)]
+        if self.ranks != 8:
+            words += ["--ranks", str(self.ranks)]
+        if self.resume:
+            layout = ",".join(f"{key}={text}" for key, text in self.resume.items())
+            words += ["--resume-layout", layout]
+        words += [word for key, text in self.overrides.items() for word in (f"--{key}", text)]
+        return shlex.join(words)
+
+
+def draw_job(
+    seed: int, index: int, pinned: Mapping[str, str], ranks: int, steps: int = 2
+) -> RandomJob:
     """Draw the job of an index, a pure function of the arguments.
 
     Args:
@@ -286,6 +297,7 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Ra
         index: index of the job in the sequence.
         pinned: overrides that every job has.
         ranks: maximum number of ranks.
+        steps: optimizer steps of the job.
 
     Raises:
         InvalidConfig: if the pinned overrides are invalid.
@@ -301,23 +313,38 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Ra
         _add_override(required, key, rng.choice(values), rng)
     overrides = dict(required)
     _add_layout(overrides, ranks, rng)
-    for key in dict.fromkeys(key for key, _ in list_techniques().values()):
-        chance = 0 if key in DEGREES else NUMBER_CHANCE if _is_number(key) else DEFAULT_CHANCE
-        if rng.randrange(1000) < CHANCE.get(key, chance):
-            _add_override(overrides, key, rng.choice(candidate_values(key)), rng, force=False)
-    shards = math.prod(int(overrides.get(f"parallel.{axis}", 1)) for axis in ("dp_shard", "cp"))
+    _add_random_keys(overrides, _chance, rng)
+    shards = math.prod(_degrees(overrides, ("dp_shard", "cp")).values())
     if overrides.get("model.kind") == "moe" and shards % 2 == 0 and rng.random() < 0.5:
         overrides.setdefault("parallel.ep", "2")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides
-    job = RandomJob({}, {}, goal)
-    job.overrides, case = _make_valid(overrides, [pinned, required], ranks, rng, job.refusals)
-    if rng.random() < 1 / 3:
-        job.resume = _draw_resume_layout(case, ranks, rng)
-    return job
+    refusals: list[dict[str, Any]] = []
+    overrides, case = _make_valid(overrides, [pinned, required], ranks, rng, refusals)
+    resume = _draw_resume_layout(case, ranks, rng) if rng.random() < 1 / 3 else {}
+    return RandomJob(seed, index, goal, overrides, resume, ranks, steps, refusals)
 
 
 FIXED = {"run.device": "cpu", "train.seed": "1"}  # keys that every job sets
 DEGREES = tuple(f"parallel.{axis}" for axis in (*AXES, "ep"))
+
+
+def _degrees(overrides: Mapping[str, str], axes: Iterable[str]) -> dict[str, int]:
+    return {axis: int(overrides.get(f"parallel.{axis}", 1)) for axis in axes}
+
+
+def _chance(key: str) -> int:
+    """Return the probability of a key, in thousandths."""
+    default = NUMBER_CHANCE if _is_number(key) else DEFAULT_CHANCE
+    return CHANCE.get(key, 0 if key in DEGREES else default)
+
+
+def _add_random_keys(
+    overrides: OverrideMap, chance: Callable[[str], int], rng: random.Random
+) -> None:
+    """Add random values of random keys."""
+    for key in dict.fromkeys(key for key, _ in list_techniques().values()):
+        if rng.randrange(1000) < chance(key):
+            _add_override(overrides, key, rng.choice(candidate_values(key)), rng, force=False)
 
 
 def _add_override(
@@ -331,11 +358,10 @@ def _add_override(
     needs = REQUIREMENTS.get(f"{key}={text}", REQUIREMENTS.get(key, {}))
     families = families_with_field(key)
     family = overrides.get("model.kind", "llama")
-    degrees = {name: int(value) for name, value in needs.items() if name in DEGREES}
-    others = {name: value for name, value in needs.items() if name not in degrees}
-    lacks = any(int(overrides.get(name, 1)) < value for name, value in degrees.items())
+    others = {name: value for name, value in needs.items() if name not in DEGREES}
+    lacks = any(int(overrides.get(name, 1)) < int(needs[name]) for name in needs.keys() - others)
     conflicts = any(overrides.get(name, value) != value for name, value in others.items())
-    skips = any(name not in overrides for name in others) and rng.random() < 0.7
+    skips = not others.keys() <= overrides.keys() and rng.random() < 0.7
     if not force and (key in overrides or conflicts or lacks or skips or family not in families):
         return
     overrides.setdefault(key, text)
@@ -349,7 +375,7 @@ def _add_override(
 def _add_layout(overrides: OverrideMap, ranks: int, rng: random.Random) -> None:
     """Distribute a random number of ranks over the axes that are not set."""
     world_size = rng.choice([n for n in (2, 2, 3, 4, 4, 4, 4, 6, 8, 8) if n <= ranks])
-    size = math.prod(int(overrides.get(f"parallel.{axis}", 1)) for axis in AXES)
+    size = math.prod(_degrees(overrides, AXES).values())
     while size * 2 <= world_size:
         axis = rng.choice([axis for axis in AXES if f"parallel.{axis}" not in overrides] or [""])
         if not axis:
@@ -376,33 +402,25 @@ def _make_valid(
         rng: random generator of the job.
         refusals: gets an entry for each rejected job.
     """
-    attempt = 0
+    attempts = itertools.count(1)
     while True:
         job = _draw_sizes(overrides, random.Random(f"{rng.random()}"))
         try:
             return job, make_case(job, ranks)
         except InvalidConfig as error:
             problem = error.problems[0]
-            attempt += 1
-            named = [key for key in (problem.key, *problem.depends) if key in overrides]
-            sized = {f"model.{name}" for name in SIZES} | set(BATCH)
-            if attempt % 4 and sized.intersection((problem.key, *problem.depends)):
+            if next(attempts) % 4 and _named_keys(problem, SIZED_KEYS):
                 continue  # other sizes may be valid
-            refusals.append(_describe_rejection(problem, overrides, named))
+            named = _named_keys(problem, overrides)
+            rule = re.sub(r"\d+", "N", problem.rule)  # without the numbers of this job
+            refused = {key: overrides[key] for key in named}
+            refusals.append({"key": problem.key, "with": refused, "rule": rule})
             for keys, level in itertools.product((named, list(overrides)), reversed(levels)):
                 if removable := [key for key in keys if key not in level and key not in FIXED]:
                     break
             else:
                 raise
             del overrides[rng.choice(removable)]
-
-
-def _describe_rejection(
-    problem: ConfigError, overrides: OverrideMap, named: Sequence[str]
-) -> dict[str, Any]:
-    """Return the rejected keys and the rule, without the numbers of this job."""
-    rule = re.sub(r"\d+", "N", problem.rule)
-    return {"key": problem.key, "with": {key: overrides[key] for key in named}, "rule": rule}
 
 
 def make_case(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
@@ -425,10 +443,11 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
     model, overrides = case.plan.job.model, OverrideMap()
     _add_layout(overrides, ranks, rng)
     excluded = (*DEGREES, "compile.enable", "pipeline.layers_per_stage")
-    for key in dict.fromkeys(key for key, _ in list_techniques().values()):
-        chance = DEFAULT_CHANCE if key.startswith(LAYOUT_KEYS) and key not in excluded else 0
-        if rng.randrange(1000) < chance:
-            _add_override(overrides, key, rng.choice(candidate_values(key)), rng, force=False)
+    _add_random_keys(
+        overrides,
+        lambda key: DEFAULT_CHANCE * (key.startswith(LAYOUT_KEYS) and key not in excluded),
+        rng,
+    )
     overrides = {key: text for key, text in overrides.items() if key.startswith(LAYOUT_KEYS)}
     if model.kind == "moe" and rng.random() < 0.5:
         overrides["parallel.ep"] = "2"
@@ -436,50 +455,26 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
         try:
             plan_resume_layout(case, list(overrides.items()), ranks)
         except InvalidConfig as error:
-            problem = error.problems[0]
-            named = [key for key in (problem.key, *problem.depends) if key in overrides]
+            named = _named_keys(error.problems[0], overrides)
             del overrides[rng.choice(named or list(overrides))]
         else:
             return overrides or {"parallel.dp_shard": "1"}
+
+
+def _named_keys(problem: ConfigError, overrides: Iterable[str]) -> list[str]:
+    return [key for key in (problem.key, *problem.depends) if key in overrides]
 
 
 # --------------------------------------------------------------------------- sizes
 
 
 def _draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
-    """Add small, odd sizes that fit the layout."""
+    """Add small, odd sizes of model and batch that fit the layout."""
     kind = overrides.get("model.kind", "llama")
     family = FAMILIES[kind]
-    tp, pp, cp, shard, replicate, ep = (
-        int(overrides.get(f"parallel.{axis}", 1))
-        for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate", "ep")
-    )
-    float8, unit = overrides.get("precision.float8", "none"), 1
-    if float8 != "none":
-        unit = required_multiple(float8)
-    quantized = overrides.get("lora.quantize", "none") != "none"
-    kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
-    head_ranks = tp * (cp if overrides.get("parallel.cp_method") == "ulysses" else 1)
-    heads = kv_heads * rng.choice([n for n in range(1, 17) if kv_heads * n % head_ranks == 0][:3])
-    head_dim = unit if unit > 1 else rng.choice((2, 4, 6, 8, 10, 16))
-    dim = (
-        heads * head_dim
-        if kind == "llama"
-        else unit * rng.choice((2, 3) if unit > 1 else (14, 24, 33))
-    )
-    ffn_unit = unit
-    if quantized:  # complete blocks on each rank
-        kv_heads, heads, head_dim, dim, ffn_unit = (
-            tp,
-            2 * tp,
-            QUANT_BLOCK_SIZE // 2,
-            QUANT_BLOCK_SIZE * tp,
-            QUANT_BLOCK_SIZE,
-        )
-    if overrides.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
-        # Rows of complete blocks on each rank; other tensors keep float32 moments.
-        head_dim = ffn_unit = MOMENT_BLOCK_SIZE
-        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK_SIZE * rng.choice((1, 3))
+    degrees = _degrees(overrides, (*AXES, "ep"))
+    tp, pp, cp, ep = (degrees[name] for name in ("tp", "pp", "cp", "ep"))
+    width, unit, ffn_unit = _draw_width(overrides, degrees, rng)
     several = overrides.get("pipeline.schedule", "1F1B") not in ("GPipe", "1F1B")
     per_rank = int(overrides.get("pipeline.stages_per_rank", 2 if several else 1))
     stages = pp * per_rank if pp > 1 else 1
@@ -492,12 +487,9 @@ def _draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
     if pp > 1:
         sequences = rng.choice((stages, stages + 1, 2 * stages, 2 * pp))
     experts = ep * rng.choice([n for n in (1, 2, 3, 5) if n * ep > 1])
-    sizes: dict[str, Any] = {
+    fields = {
         "num_layers": layers,
-        "dim": dim,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
+        **width,
         "ffn_dim": tp * (ffn_unit * rng.choice((1, 3) if ffn_unit > 1 else (5, 9, 16))),
         "vocab_size": -(-rng.choice((257, 261, 288)) // tp) * tp,
         "max_seq_len": seq_len,
@@ -505,22 +497,51 @@ def _draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
         "active_experts": rng.randint(1, min(3, experts)),
         "expert_dim": tp * (ffn_unit if ffn_unit == MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12))),
     }
-    job = dict(overrides)
-    job.setdefault("model.kind", kind)
-    job.setdefault("model.preset", next(iter(family.presets)))
-    for name, size in sizes.items():
-        if name in family.config.model_fields:
-            job.setdefault(f"model.{name}", str(size))
-    batch = sequences * shard * replicate
-    job.setdefault("parallel.dp_shard", "1")
-    job.setdefault("data.vocab_size", "257")
-    job.setdefault("train.seq_len", str(seq_len))
-    job.setdefault("train.global_batch_size", str(batch))
-    if rng.random() < 0.5 and "train.microbatch_size" not in job:
+    job = {"model.kind": kind, "model.preset": next(iter(family.presets))}
+    job |= {f"model.{n}": str(x) for n, x in fields.items() if n in family.config.model_fields}
+    batch = sequences * degrees["dp_shard"] * degrees["dp_replicate"]
+    job |= {
+        "parallel.dp_shard": "1",
+        "data.vocab_size": "257",
+        "train.seq_len": str(seq_len),
+        "train.global_batch_size": str(batch),
+    }
+    if rng.random() < 0.5 and "train.microbatch_size" not in overrides:
         job["train.microbatch_size"] = str(rng.randint(1, min(sequences, 3)))
-    job.setdefault("train.eval_sequences", str(rng.randint(1, batch + 2)))
+    job["train.eval_sequences"] = str(rng.randint(1, batch + 2))
+    job = overrides | {key: text for key, text in job.items() if key not in overrides}
     if overrides.get("pipeline.layers_per_stage") == "any":
         cuts = sorted(rng.randint(0, layers) for _ in range(stages - 1))
         counts = [end - begin for begin, end in itertools.pairwise([0, *cuts, layers])]
         job["pipeline.layers_per_stage"] = f"[{', '.join(map(str, counts))}]"
     return job
+
+
+def _draw_width(
+    overrides: OverrideMap, degrees: Mapping[str, int], rng: random.Random
+) -> tuple[dict[str, int], int, int]:
+    """Draw heads and width.
+
+    Returns:
+        The fields, the unit of all sizes of matrices, and the unit of the feed-forward width.
+    """
+    kind, tp = overrides.get("model.kind", "llama"), degrees["tp"]
+    float8 = overrides.get("precision.float8", "none")
+    unit = 1 if float8 == "none" else required_multiple(float8)
+    quantized = overrides.get("lora.quantize", "none") != "none"
+    kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
+    head_ranks = tp * (degrees["cp"] if overrides.get("parallel.cp_method") == "ulysses" else 1)
+    heads = kv_heads * rng.choice([n for n in range(1, 17) if kv_heads * n % head_ranks == 0][:3])
+    head_dim = unit if unit > 1 else rng.choice((2, 4, 6, 8, 10, 16))
+    dim, ffn_unit = heads * head_dim, unit
+    if kind != "llama":
+        dim = unit * rng.choice((2, 3) if unit > 1 else (14, 24, 33))
+    if quantized:  # complete blocks on each rank
+        kv_heads, heads, head_dim = tp, 2 * tp, QUANT_BLOCK_SIZE // 2
+        dim, ffn_unit = QUANT_BLOCK_SIZE * tp, QUANT_BLOCK_SIZE
+    if overrides.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
+        # Rows of complete blocks on each rank; other tensors keep float32 moments.
+        head_dim = ffn_unit = MOMENT_BLOCK_SIZE
+        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK_SIZE * rng.choice((1, 3))
+    sizes = {"dim": dim, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    return sizes, unit, ffn_unit

@@ -21,9 +21,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 
-from weft.tools.generate import GeneratedSequence, Sampling, generate, load_chat_format
+from weft.tools.evaluate import compute_log_probs
+from weft.tools.generate import Sampling, generate, load_chat_format, make_sequence
 from weft.tools.inference_model import find_checkpoint, load_local_model
-from weft.tools.multiple_choice import compute_log_probs
 
 MAX_NEW_TOKENS = 256  # default limit of a generated answer
 
@@ -93,14 +93,7 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
             )
             max_len = self.model.config.max_seq_len
             ids = (self.tok_encode(context) or [self.chat_format.start_token])[-max_len:]
-            sequence = GeneratedSequence(
-                prompt=context,
-                ids=ids,
-                prompt_length=len(ids),
-                generator=torch.Generator().manual_seed(0),
-                prefix=self.chat_format.tokenizer.decode(ids),
-                context_start=max(0, len(ids) - self.chat_format.max_context),
-            )
+            sequence = make_sequence(context, ids, self.chat_format, seed=0)
             for _ in generate(self.model, self.chat_format, [sequence], sampling):
                 pass
             results.append(sequence.text)

@@ -27,7 +27,7 @@ from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
 from weft.plan.stages import format_columns
-from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
+from weft.tools.experiment import COMPARISON, invalid_out, read_comparison
 from weft.tools.run_report import REPORT_FILE
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
@@ -94,11 +94,11 @@ def compare_plans(
         InvalidConfig: see `read_variants`; or if ``out`` holds other files.
         WeftError: if ``out`` cannot be written.
     """
-    machines: list[tuple[Plan, Machine]] = []  # plans for two machines may be equal
+    machines: dict[int, Machine] = {}  # by id of the plan: plans for two machines may be equal
 
     def read(recipe: str, overrides: Overrides) -> Plan:
         plan, machine = plan_recipe(recipe, overrides, (), cluster, detect_machine)
-        machines.append((plan, machine))
+        machines[id(plan)] = machine
         return plan
 
     directory = Path(out) if out else None
@@ -110,10 +110,9 @@ def compare_plans(
         if variant.plan is None:
             reason = " ".join(str(problem) for problem in variant.problems)
             planned.append(PlannedVariant(variant.label, None, None, reason))
-            continue
-        log(f"plan {number} of {len(variants)}: {variant.label}")
-        machine = next(machine for plan, machine in machines if plan is variant.plan)
-        planned.append(_predict(variant.label, variant.plan, machine))
+        else:
+            log(f"plan {number} of {len(variants)}: {variant.label}")
+            planned.append(_predict(variant.label, variant.plan, machines[id(variant.plan)]))
     head, rows = make_table(planned, price)
     verdict = make_verdict(planned)
     reasons = [f"{variant.label}: {variant.reason}" for variant in planned if variant.reason]
@@ -122,12 +121,15 @@ def compare_plans(
     record = to_dict(planned, price)
     if directory is not None:
         title = f"planned: {'; '.join(variant.label for variant in planned)}"
-        body = [f"<h1>{escape(title)}</h1>", *_paragraphs(verdict)]
-        body += [render_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
+        table = render_table(head, rows, numbers=range(3, len(head)))
+        paragraphs, notes = (
+            [f"<p>{escape(line)}</p>" for line in lines] for lines in (verdict, reasons)
+        )
+        body = "\n".join([f"<h1>{escape(title)}</h1>", *paragraphs, table, *notes])
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(directory / COMPARISON, record, indent=2)
-            replace_bytes(directory / REPORT_FILE, render_document(title, "\n".join(body)))
+            replace_bytes(directory / REPORT_FILE, render_document(title, body))
         except OSError as error:
             raise unwritable_error(directory, error) from error
     return record, sum(variant.speed is not None for variant in planned)
@@ -145,10 +147,6 @@ def _check_dir(directory: Path) -> list[ConfigError]:
     return invalid_out(directory, rule).problems
 
 
-def _paragraphs(lines: Sequence[str]) -> list[str]:
-    return [f"<p>{escape(line)}</p>" for line in lines]
-
-
 def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
     try:
         prediction = forecast(plan, machine, device_spec(plan, machine))
@@ -159,7 +157,7 @@ def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
 
 
 def make_verdict(variants: Sequence[PlannedVariant]) -> list[str]:
-    """Compare variant variant that fits with the first one that does."""
+    """Compare each variant that fits with the first one that does."""
     comparable = [
         (variant, variant.speed, variant.forecast)
         for variant in variants
@@ -210,27 +208,25 @@ def make_table(
         if prediction is None or variant.plan is None:
             rows.append([variant.label, *["-"] * (len(head) - 1)])
             continue
+        speed = prediction.tokens_per_second_per_device
         fits = {True: "yes", False: "no", None: "unknown"}[prediction.fits]
-        rows.append(
-            [
-                variant.label,
-                format_layout(variant.plan.axis_sizes),
-                fits,
-                f"{prediction.needed_bytes / GIB:.1f}",
-                *_forecast_cells(prediction),
-                "-" if hours is None else f"{hours:,.1f}",
-                *([] if price is None else ["-" if hours is None else f"{price * hours:,.2f}"]),
-            ]
-        )
+        cells = [variant.label, format_layout(variant.plan.axis_sizes), fits]
+        cells += [
+            _format(prediction.needed_bytes / GIB, ".1f"),
+            _format(prediction.step_seconds, ".3g"),
+            _format(speed, ",.0f"),
+            _format(prediction.mfu, ".1%"),
+            _format(None if speed is None else prediction.error, ".0%"),
+            _format(hours, ",.1f"),
+        ]
+        if price is not None:
+            cells.append(_format(None if hours is None else price * hours, ",.2f"))
+        rows.append(cells)
     return head, rows
 
 
-def _forecast_cells(prediction: Forecast) -> list[str]:
-    speed = prediction.tokens_per_second_per_device
-    if prediction.step_seconds is None or speed is None:
-        return ["-"] * 4
-    mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
-    return [f"{prediction.step_seconds:.3g}", f"{speed:,.0f}", mfu, f"{prediction.error:.0%}"]
+def _format(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def to_dict(variants: Sequence[PlannedVariant], price: float | None) -> dict[str, Any]:

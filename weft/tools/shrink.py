@@ -103,45 +103,20 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
     Raises:
         InvalidConfig: if the layout does not fit in ``ranks``.
     """
-    job = plan.job
     notes: list[str] = []
     sizes = _shrink_degrees(plan, ranks, notes)
-    small = plan.num_params <= TEST_PARAMS and plan.tokens_per_step <= TEST_TOKENS
-    unchanged = small and sizes == plan.axis_sizes
-    small_job = replace(
-        job,
-        run={"device": "cpu", "nproc_per_node": math.prod(sizes.values()), "cluster": "local"},
-        # Verification reads no text, but the rules require a tokenizer that fits.
-        data={"tokenizer": "train", "vocab_size": 257},
-        optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
-        parallel={**sizes, **_shrink_parallel(plan, sizes, unchanged, notes)},
-        pipeline={} if unchanged else _shrink_pipeline(plan, sizes, notes),
-        precision=PrecisionSection(compute_dtype="float32").model_dump()
-        | {name: value for name, value in job.precision if f"precision.{name}" in keep},
-        **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
-    )
+    is_small = plan.num_params <= TEST_PARAMS and plan.tokens_per_step <= TEST_TOKENS
+    unchanged = is_small and sizes == plan.axis_sizes
     float8 = plan.float8 if "precision.float8" in keep else "none"
-    if plan.float8 != float8:
-        rule = f"off; to verify it, add --precision.float8 {plan.float8}"
-        notes.append(f"precision.float8: {rule}")
-    if float8 != "none":
-        # These matrices are small only because the job is.
-        small_job = replace(small_job, precision={"float8_small": True})
-    if plan.is_compiled and "compile.enable" not in keep:
-        notes.append("compile.enable: off; to compile, add --compile.enable true")
+    small_job = _shrink_keys(plan, sizes, unchanged, keep, notes)
     machine = _make_machine(small_job, sizes, notes)
-    problems: list[ConfigError] = []
     candidates = _candidates(plan, small_job, float8, sizes, steps)
     if unchanged:
         candidates = itertools.chain([({"steps": steps}, {})], candidates)
+    problems: list[ConfigError] = []
     for batch, fields in candidates:
-        threshold = _param_persistence_threshold(plan, fields)
-        candidate = replace(
-            small_job,
-            train=batch,
-            model=fields,
-            parallel={"param_persistence_threshold": threshold},
-        )
+        threshold = {"param_persistence_threshold": _param_persistence_threshold(plan, fields)}
+        candidate = replace(small_job, train=batch, model=fields, parallel=threshold)
         try:
             small_plan = resolve(candidate, machine)
         except InvalidConfig as error:
@@ -151,24 +126,58 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
             notes.append(f"the model has no {', '.join(unknown)} to shrink; other sizes stay")
         elif not fields and not unchanged:
             notes.append("the model is not shrunk: no smaller one satisfies its family's rules")
-        reference_job = replace(
-            candidate,
-            run={"nproc_per_node": 1},
-            parallel=ParallelSection(dp_shard=1).model_dump(),
-            pipeline={"layers_per_stage": (), "stages_per_rank": "auto"},
-            train={"microbatch_size": "auto", "world_size_invariant": False},
-            activation_checkpoint=ActivationCheckpointSection().model_dump(),
-            compile={"enable": False},
-        )
-        reference_plan = resolve(reference_job, Machine("cpu", devices=1, world_size=1))
         return Case(
             recipe_sizes=plan.axis_sizes,
             plan=small_plan,
-            reference_plan=reference_plan,
+            reference_plan=_plan_reference(candidate),
             shrunk=_list_changes(plan, small_plan),
             notes=tuple(notes),
         )
     raise InvalidConfig(problems)
+
+
+def _shrink_keys(
+    plan: Plan, sizes: dict[str, int], unchanged: bool, keep: Collection[str], notes: list[str]
+) -> Job:
+    """Return the job with all keys but the sizes of model and batch."""
+    job = plan.job
+    parallel = {**sizes, **_shrink_parallel(plan, sizes, unchanged, notes)}
+    pipeline = {} if unchanged else _shrink_pipeline(plan, sizes, notes)
+    kept = {name: value for name, value in job.precision if f"precision.{name}" in keep}
+    if plan.float8 != "none":
+        if "float8" in kept:
+            kept["float8_small"] = True  # the matrices are small only because the job is
+        else:
+            rule = f"off; to verify it, add --precision.float8 {plan.float8}"
+            notes.append(f"precision.float8: {rule}")
+    compiles = "compile.enable" in keep
+    if plan.is_compiled and not compiles:
+        notes.append("compile.enable: off; to compile, add --compile.enable true")
+    return replace(
+        job,
+        run={"device": "cpu", "nproc_per_node": math.prod(sizes.values()), "cluster": "local"},
+        # Verification reads no text, but the rules require a tokenizer that fits.
+        data={"tokenizer": "train", "vocab_size": 257},
+        optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
+        parallel=parallel,
+        pipeline=pipeline,
+        precision=PrecisionSection(compute_dtype="float32").model_dump() | kept,
+        compile={} if compiles else {"enable": False},
+    )
+
+
+def _plan_reference(job: Job) -> Plan:
+    """Plan one process that trains the same model."""
+    reference_job = replace(
+        job,
+        run={"nproc_per_node": 1},
+        parallel=ParallelSection(dp_shard=1).model_dump(),
+        pipeline={"layers_per_stage": (), "stages_per_rank": "auto"},
+        train={"microbatch_size": "auto", "world_size_invariant": False},
+        activation_checkpoint=ActivationCheckpointSection().model_dump(),
+        compile={"enable": False},
+    )
+    return resolve(reference_job, Machine("cpu", devices=1, world_size=1))
 
 
 # Keys that may change when a run resumes in another layout.
@@ -212,48 +221,48 @@ def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int
     if world > ranks:
         raise InvalidConfig([ConfigError(option, world, f"needs more than {ranks} ranks")])
     job = replace(job, run={"nproc_per_node": world})
-    notes: list[str] = []
-    return resolve(job, _make_machine(job, degrees_of(job.parallel), notes))
+    sizes = {axis: int(getattr(job.parallel, axis)) for axis in AXES}
+    return resolve(job, _make_machine(job, sizes, []))
 
 
-def match_float8(plans: Sequence[Plan]) -> tuple[list[Plan], list[str]]:
+def match_float8(case: Case, resume_plan: Plan) -> tuple[Case, Plan]:
     """Exclude the matrices that not all of the compared runs multiply in float8.
 
     Tensor parallelism may leave a shard whose size float8 does not allow.  Such a matrix stays in
     high precision in that layout only, which is a choice of precision and no error of the layout.
 
-    Returns:
-        The plans, and the names of the excluded matrices.
+    Args:
+        case: the case and its reference.
+        resume_plan: plan of the layout that resumes the case.
 
     Raises:
         InvalidConfig: if no matrix remains.
     """
+    plans = [case.reference_plan, case.plan, resume_plan]
     names = [
         {matrix.name for matrix in find_float8_matrices(p.job.precision, p.model, p.family, p.tp)}
         for p in plans
     ]
     common = set.intersection(*names)
     if all(found == common for found in names):
-        return list(plans), []
+        return case, resume_plan
     if not common:
         rule = "multiplies no matrix that all of the compared layouts multiply in float8"
-        raise InvalidConfig([ConfigError("precision.float8", plans[0].float8, rule)])
-    matched = []
-    for plan, found in zip(plans, names, strict=True):
-        if extra := sorted(found - common):
+        raise InvalidConfig([ConfigError("precision.float8", case.plan.float8, rule)])
+    for i, plan in enumerate(plans):
+        if extra := sorted(names[i] - common):
             exclude = (*plan.job.precision.float8_exclude, *extra)
             job = replace(plan.job, precision={"float8_exclude": exclude})
-            plan = resolve(job, _make_machine(job, plan.axis_sizes, []))
-        matched.append(plan)
-    return matched, sorted(set.union(*names) - common)
+            plans[i] = resolve(job, _make_machine(job, plan.axis_sizes, []))
+    excluded = sorted(set.union(*names) - common)
+    note = f"not in float8, because a shard has a size that float8 does not allow: {excluded}"
+    case = dataclasses.replace(
+        case, reference_plan=plans[0], plan=plans[1], notes=(*case.notes, note)
+    )
+    return case, plans[2]
 
 
 # --------------------------------------------------------------------------- layout
-
-
-def degrees_of(parallel: ParallelSection) -> dict[str, int]:
-    """Return the size of each mesh axis; none may be ``auto``."""
-    return {axis: int(getattr(parallel, axis)) for axis in AXES}
 
 
 def _shrink_degrees(plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:

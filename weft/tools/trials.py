@@ -1,30 +1,46 @@
-"""Measure the trials of a comparison from their ``metrics.jsonl``.
+"""Runs of a comparison: their files, seeds and measurements.
 
-Speed is the median step time after warm-up: the first tenth of the records after each start, and
-at least one record, are excluded.  Losses are compared at the largest number of tokens that all
-trials have trained on: the validation loss if all trials evaluated there, else the mean train loss
-over the last tenth of those tokens.
+A trial is a real run of one variant.  Speed is the median step time after warm-up: the first tenth
+of the records after each start, and at least one record, are excluded.  Losses are compared at the
+largest number of tokens that all trials have trained on: the validation loss if all trials
+evaluated there, else the mean train loss over the last tenth of those tokens.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from weft.config.files import reading
+from weft.config.files import read_json, reading
 from weft.monitor.jsonl import read_records
 from weft.monitor.step_record import device_hours
+from weft.plan.placement import AXES
+from weft.tools.variants import Variant
+from weft.tools.verify import format_layout
 
 Record = Mapping[str, Any]
 
+NUM_SEEDS = 2**32
 WARM_UP = 0.1  # fraction of the records after a start
 LOSS_WINDOW = 0.1  # fraction of the tokens so far that a train loss is averaged over
 CURVE_POINTS = 10
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The outcome of a trial."""
+
+    variant: int
+    repeat: int  # from 1
+    status: int  # exit status; negative: the signal that killed the process
+    reason: str  # of a failure
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Trial:
     repeat: int
     seed: int
     run_dir: str
+    layout: str
     devices: int  # ranks
     num_params: int
     records: int  # number of records after warm-up
@@ -45,6 +62,7 @@ class Trial:
     mfu: float | None
     memory_peak_gib: float  # largest of all ranks
     tokens: int
+    loss: float | None = None  # see `TrialLosses`
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
@@ -59,45 +77,74 @@ class Trial:
         return device_hours(self.devices, self.tokens_per_second)
 
 
-def measure_trial(
-    variant: int, repeat: int, seed: int, directory: Path, plan: Mapping[str, Any]
-) -> Trial:
-    """Measure a finished run.
+@dataclass(frozen=True)
+class TrialLosses:
+    """The losses that are compared, in the objective's unit."""
 
-    ``plan`` is the run's ``plan.json``.
-    """
+    tokens: int  # number of tokens that all trials have trained on
+    kind: str  # validation or train
+    curve: list[tuple[float, list[float | None]]]  # tokens; train losses of the trials
+
+
+# --------------------------------------------------------------------------- files and seeds
+
+
+def recipe_path(directory: Path, index: int, label: str) -> Path:
+    """Return the path of a variant's complete job, which ``weft train`` accepts."""
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:60]
+    return directory / f"{index + 1}-{slug}.toml"
+
+
+def trial_dir(directory: Path, index: int, label: str, repeat: int) -> Path:
+    """Return the run directory of a trial; reports show its name."""
+    recipe = recipe_path(directory, index, label)
+    return recipe.with_name(f"{recipe.stem}-repeat-{repeat}")
+
+
+def log_path(run: Path) -> Path:
+    """Return the path of a trial's output."""
+    return run.with_name(f"{run.name}.log")
+
+
+def trial_seed(variants: Sequence[Variant], variant: int, repeat: int) -> int:
+    """Return a trial's seed, unique (modulo 2^32) if the variants' seeds differ."""
+    seeds = [v.job.train.seed for v in variants]
+    return (seeds[variant] + (repeat - 1) * (max(seeds) - min(seeds) + 1)) % NUM_SEEDS
+
+
+# --------------------------------------------------------------------------- measurements
+
+
+def measure_trial(variant: int, repeat: int, seed: int, directory: Path) -> Trial:
+    """Measure a finished run."""
+    plan = read_json(directory / "plan.json")
     with reading(directory / "metrics.jsonl"):
-        return _measure(variant, repeat, seed, directory, plan)
-
-
-def _measure(
-    variant: int, repeat: int, seed: int, directory: Path, plan: Mapping[str, Any]
-) -> Trial:
-    records = read_records(directory / "metrics.jsonl")
-    warm, cold = split_warm_up(records)
-    seconds = [record["step_seconds"] for record in warm]
-    step = median(seconds) if seconds else None
-    rates = [record["mfu"] for record in warm if record["mfu"] is not None]
-    spread = None
-    if len(seconds) >= 4:
-        low, _, high = quantiles(seconds, n=4)
-        spread = (high - low) / 2 / median(seconds)
-    return Trial(
-        variant=variant,
-        repeat=repeat,
-        seed=seed,
-        run_dir=str(directory),
-        devices=plan["world_size"],
-        num_params=plan["num_params"],
-        records=len(warm),
-        warm_up=len(cold),
-        step_seconds=step,
-        spread=spread,
-        tokens_per_second=None if step is None else plan["tokens_per_step"] / step,
-        mfu=median(rates) if rates else None,
-        memory_peak_gib=max(record["memory_peak_gib"] for record in records),
-        tokens=records[-1]["tokens"],
-    )
+        records = read_records(directory / "metrics.jsonl")
+        warm, cold = split_warm_up(records)
+        seconds = [record["step_seconds"] for record in warm]
+        step = median(seconds) if seconds else None
+        rates = [record["mfu"] for record in warm if record["mfu"] is not None]
+        spread = None
+        if step is not None and len(seconds) >= 4:
+            low, _, high = quantiles(seconds, n=4)
+            spread = (high - low) / 2 / step
+        return Trial(
+            variant=variant,
+            repeat=repeat,
+            seed=seed,
+            run_dir=str(directory),
+            layout=format_layout({axis: plan[axis] for axis in AXES}),
+            devices=plan["world_size"],
+            num_params=plan["num_params"],
+            records=len(warm),
+            warm_up=len(cold),
+            step_seconds=step,
+            spread=spread,
+            tokens_per_second=None if step is None else plan["tokens_per_step"] / step,
+            mfu=median(rates) if rates else None,
+            memory_peak_gib=max(record["memory_peak_gib"] for record in records),
+            tokens=records[-1]["tokens"],
+        )
 
 
 def split_warm_up(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
@@ -133,39 +180,20 @@ def validation_loss(records: Sequence[Record], tokens: float) -> float | None:
     )
 
 
-@dataclass(frozen=True)
-class TrialLosses:
-    """Losses after ``tokens`` by (variant, repeat), in the objective's unit."""
-
-    tokens: int
-    kind: str  # validation or train
-    final: dict[tuple[int, int], float]
-    curve: list[tuple[float, dict[tuple[int, int], float]]]  # tokens, train losses
-
-
-def collect_losses(trials: Sequence[Trial]) -> TrialLosses:
-    """Collect the losses at the largest number of tokens that every trial has reached."""
-    records = {
-        (t.variant, t.repeat): read_records(Path(t.run_dir) / "metrics.jsonl") for t in trials
-    }
+def measure_losses(trials: Sequence[Trial]) -> tuple[list[Trial], TrialLosses]:
+    """Return the trials with their losses after the tokens that all have seen."""
+    runs = [read_records(Path(trial.run_dir) / "metrics.jsonl") for trial in trials]
     tokens = min(trial.tokens for trial in trials)
 
-    def losses_at(tokens: float, loss: Callable[[Sequence[Record], float], float | None]) -> Any:
-        values = {trial: loss(trial_records, tokens) for trial, trial_records in records.items()}
-        return {trial: value for trial, value in values.items() if value is not None}
+    def losses_at(
+        tokens: float, loss: Callable[[Sequence[Record], float], float | None]
+    ) -> list[float | None]:
+        return [loss(records, tokens) for records in runs]
 
-    validation = losses_at(tokens, validation_loss)
-    is_complete = len(validation) == len(records)
+    kind, losses = "validation", losses_at(tokens, validation_loss)
+    if None in losses:
+        kind, losses = "train", losses_at(tokens, train_loss)
     points = [tokens * (i + 1) / CURVE_POINTS for i in range(CURVE_POINTS)]
-    return TrialLosses(
-        tokens,
-        "validation" if is_complete else "train",
-        validation if is_complete else losses_at(tokens, train_loss),
-        [(point, losses_at(point, train_loss)) for point in points],
-    )
-
-
-def mean_loss(losses: TrialLosses, variant: int) -> float | None:
-    """Return the mean loss of a variant's trials; None without any."""
-    values = [loss for (v, _), loss in losses.final.items() if v == variant]
-    return fmean(values) if values else None
+    curve = [(point, losses_at(point, train_loss)) for point in points]
+    with_losses = [replace(trial, loss=x) for trial, x in zip(trials, losses, strict=True)]
+    return with_losses, TrialLosses(tokens, kind, curve)

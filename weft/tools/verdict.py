@@ -1,31 +1,52 @@
 """Draw conclusions from the trials of a comparison, and phrase them.
 
-Each variant is compared with the first one that has trials, by pairs of runs
-(`weft.tools.statistics`).  The answer about speed is faster, slower, or no difference found, with
-the interval that remains.  The answer about the loss is equivalent within a margin, different, or
-undecided.  One pair has no interval, so there is no claim.
+Each variant is compared with the first one that has trials.  A *pair* is the two runs of a repeat;
+its difference is one value of the sample.  The differences are assumed independent and roughly
+normal.  The unit of replication is the run: the steps of one run share the machine's state and
+predict little about the next run.  Student's t, from SciPy, gives intervals and p-values.
+
+*Different* and *equivalent* are two questions: a difference that was not found may still exist.
+Two one-sided tests show equivalence (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987): the
+difference is above minus the margin, and below the margin.  Holm's procedure (Scand. J. Stat. 6,
+1979) corrects several claims, so that the probability of any false claim stays 5 %.
+
+The answer about speed is faster, slower, or no difference found, with the interval that remains.
+The answer about the loss is equivalent within a margin, different, or undecided.  One pair has no
+interval, so there is no claim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
+from statistics import fmean, stdev
 from typing import Any
 
-from weft.tools.statistics import (
-    MAX_PAIRS,
-    SIGNIFICANCE,
-    Interval,
-    confidence_interval,
-    difference_p_value,
-    equivalence_p_value,
-    holm_adjust,
-    pairs_needed,
-)
-from weft.tools.trials import Trial, TrialLosses, mean_loss
+import numpy as np
+
+from weft.config.errors import WeftError
+from weft.tools.trials import Trial
+
+SIGNIFICANCE = 0.05  # probability of a false claim
+POWER = 0.8  # probability of a claim that `pairs_needed` aims for
+MAX_PAIRS = 100  # upper limit of `pairs_needed`
+
+TOO_FEW = "too few pairs"  # the answer without an interval
 
 Differences = tuple[float, ...]  # one of each pair
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Confidence interval of the mean difference."""
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
 
 
 @dataclass(frozen=True)
@@ -60,64 +81,151 @@ class ComparisonResult:
     more_pairs: int | None
 
 
+# --------------------------------------------------------------------------- statistics
+
+
+def import_student_t() -> Any:
+    """Return Student's t distribution of SciPy, whose import takes a second.
+
+    Raises:
+        WeftError: if SciPy is not installed.
+    """
+    try:
+        from scipy.stats import t  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise WeftError("comparing runs needs SciPy: pip install 'weft[compare]'") from error
+    return t
+
+
+def _mean_and_error(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of two or more differences, and its standard error."""
+    return fmean(differences), stdev(differences) / math.sqrt(len(differences))
+
+
+def confidence_interval(
+    differences: Sequence[float], confidence: float = 1 - SIGNIFICANCE
+) -> Interval:
+    """Return Student's confidence interval of the mean of two or more differences."""
+    mean, error = _mean_and_error(differences)
+    half = error * float(import_student_t().isf((1 - confidence) / 2, len(differences) - 1))
+    return Interval(mean, mean - half, mean + half, confidence)
+
+
+def difference_p_value(differences: Sequence[float]) -> float:
+    """Return the p-value of the two-sided t test of a zero mean."""
+    mean, error = _mean_and_error(differences)
+    if error == 0:  # deterministic losses
+        return 1.0 if mean == 0 else 0.0
+    return 2 * float(import_student_t().sf(abs(mean) / error, len(differences) - 1))
+
+
+def equivalence_p_value(differences: Sequence[float], margin: float) -> float:
+    """Return the p-value of two one-sided tests that the mean is within ``margin``."""
+    mean, error = _mean_and_error(differences)
+    gap = margin - abs(mean)  # the nearer bound has the larger p-value of the two tests
+    if error == 0:
+        return 0.0 if gap > 0 else 1.0
+    return float(import_student_t().sf(gap / error, len(differences) - 1))
+
+
+def holm_adjust(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected by Holm's procedure, to compare with `SIGNIFICANCE`."""
+    adjusted, lower_bound = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        lower_bound = max(lower_bound, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = lower_bound
+    return adjusted
+
+
+def pairs_needed(
+    differences: Sequence[float], margin: float, level: float = SIGNIFICANCE
+) -> int | None:
+    """Estimate the number of pairs for a claim, equivalent or different.
+
+    The power of both tests follows Julious (Stat. Med. 23, 2004): of a difference
+    F(|d| / e - t[1-a/2]), and of two one-sided tests F((m - d) / e - t[1-a]) +
+    F((m + d) / e - t[1-a]) - 1, for a mean d with standard error e = s / sqrt(n) and a margin m.
+    F is Student's distribution in place of the noncentral one.  d and s are estimated from few
+    pairs, so the result is an indication.
+
+    Args:
+        differences: one difference per present pair; at least two.
+        margin: margin of equivalence, in the unit of ``differences``.
+        level: significance level of each test; for several comparisons, `SIGNIFICANCE` divided by
+            their number, the first level of Holm's procedure.
+
+    Returns:
+        More than the present pairs, at most `MAX_PAIRS`; None if `MAX_PAIRS` are not enough.
+    """
+    t, mean, spread = import_student_t(), abs(fmean(differences)), stdev(differences)
+    counts = np.arange(len(differences) + 1, MAX_PAIRS + 1)
+    if spread == 0 or not counts.size:
+        return None  # more equal pairs change nothing
+    df, error = counts - 1, spread / np.sqrt(counts)
+    one_sided, two_sided = t.isf(level, df), t.isf(level / 2, df)
+    below = t.cdf((margin - mean) / error - one_sided, df)
+    above = t.cdf((margin + mean) / error - one_sided, df)
+    power = np.maximum(below + above - 1, t.cdf(mean / error - two_sided, df))
+    enough = counts[power >= POWER]
+    return int(enough[0]) if enough.size else None
+
+
+# --------------------------------------------------------------------------- claims
+
+
 def compare_variants(
-    trials: Sequence[Trial],
-    losses: TrialLosses | None,
-    margin: float,
-    relative: bool,
-    other_losses: Sequence[int] = (),
+    trials: Sequence[Trial], margin: float, relative: bool, other_losses: Sequence[int] = ()
 ) -> list[ComparisonResult]:
     """Compare each variant that has trials with the first of them.
 
     Args:
         trials: trials of all variants.
-        losses: None without trials.
         margin: margin of equivalence, in nats or as a fraction.
         relative: ``margin`` is a fraction of the baseline's loss.
         other_losses: variants whose losses cannot be compared with the baseline's.
     """
-    variants = sorted({trial.variant for trial in trials})
-    if losses is None or len(variants) < 2:
+    by_variant: dict[int, dict[int, Trial]] = {}
+    for trial in sorted(trials, key=attrgetter("variant", "repeat")):
+        by_variant.setdefault(trial.variant, {})[trial.repeat] = trial
+    if len(by_variant) < 2:
         return []
-    by_key = {(trial.variant, trial.repeat): trial for trial in trials}
-    base, *others = variants
-    repeats = {
-        v: [r for (w, r) in sorted(by_key) if w == v and (base, r) in by_key] for v in others
+    base, *others = by_variant
+    base_trials = by_variant[base]
+    pairs = {
+        v: [(trial, base_trials[r]) for r, trial in by_variant[v].items() if r in base_trials]
+        for v in others
     }
+    devices = {v: next(iter(by_variant[v].values())).devices for v in by_variant}
 
     def log_ratios(v: int, speed: Callable[[Trial], float | None]) -> Differences:
-        pairs = [(speed(by_key[v, r]), speed(by_key[base, r])) for r in repeats[v]]
-        return tuple(math.log(a / b) for a, b in pairs if a and b)
+        return tuple(math.log(a / b) for x, y in pairs[v] if (a := speed(x)) and (b := speed(y)))
 
-    final = losses.final
-    loss_differences = {
-        v: tuple(
-            final[v, r] - final[base, r] for r in repeats[v] if {(v, r), (base, r)} <= {*final}
-        )
+    losses = {
+        v: tuple(x.loss - y.loss for x, y in pairs[v] if not (x.loss is None or y.loss is None))
         for v in others
         if v not in other_losses
     }
-    devices = {trial.variant: trial.devices for trial in trials}
-    scaled = [v for v in others if devices[v] != devices[base]]
-    baseline_loss = mean_loss(losses, base)
+    baseline_loss = mean_loss(base_trials.values())
     margin_nats = margin * abs(baseline_loss or math.nan) if relative else margin
-    speed = _speed_claims({v: log_ratios(v, lambda t: t.tokens_per_second) for v in others})
+    speed = _speed_claims({v: log_ratios(v, attrgetter("tokens_per_second")) for v in others})
     per_device = _speed_claims(
-        {v: log_ratios(v, lambda t: t.tokens_per_second_per_device) for v in scaled}
+        {
+            v: log_ratios(v, attrgetter("tokens_per_second_per_device"))
+            for v in others
+            if devices[v] != devices[base]
+        }
     )
-    loss = _loss_claims(loss_differences, margin_nats)
+    loss = _loss_claims(losses, margin_nats)
     return [
         ComparisonResult(
             variant=v,
             baseline=base,
-            pairs=len(repeats[v]),
+            pairs=len(pairs[v]),
             speed=speed[v],
             per_device=per_device.get(v),
             loss=loss.get(v),
-            margin_nats=margin_nats if loss_differences.get(v) else None,
-            more_pairs=pairs_needed(
-                loss_differences[v], margin_nats, SIGNIFICANCE / len(loss_differences)
-            )
+            margin_nats=margin_nats if losses.get(v) else None,
+            more_pairs=pairs_needed(losses[v], margin_nats, SIGNIFICANCE / len(losses))
             if v in loss and loss[v].answer == "undecided"
             else None,
         )
@@ -125,59 +233,51 @@ def compare_variants(
     ]
 
 
-def _make_claims(
-    differences: Mapping[int, Differences],
-    tests: Sequence[Callable[[Differences], float]],
-    make_claim: Callable[..., Claim],
-) -> dict[int, Claim]:
-    """Make a claim about each variant from corrected p-values of tests.
+def mean_loss(trials: Iterable[Trial]) -> float | None:
+    """Return the mean loss of trials; None if none has a loss."""
+    losses = [trial.loss for trial in trials if trial.loss is not None]
+    return fmean(losses) if losses else None
 
-    Args:
-        differences: of each variant from the baseline, one per pair.
-        tests: each returns a p-value of one variant's differences.
-        make_claim: called with the differences and the corrected p-value of each test.
-    """
+
+def _corrected_p_values(
+    differences: Mapping[int, Differences], test: Callable[[Differences], float]
+) -> dict[int, float]:
+    """Return the corrected p-value of each variant with two or more pairs."""
     testable = {v: values for v, values in differences.items() if len(values) > 1}
-    p_values = zip(
-        *(holm_adjust([test(values) for values in testable.values()]) for test in tests),
-        strict=True,
-    )
-    claims = {v: make_claim(testable[v], *p) for v, p in zip(testable, p_values, strict=True)}
-    return {v: claims.get(v, Claim(d, None, None, "too few pairs")) for v, d in differences.items()}
+    return dict(zip(testable, holm_adjust(list(map(test, testable.values()))), strict=True))
 
 
 def _speed_claims(differences: Mapping[int, Differences]) -> dict[int, Claim]:
     """Claim that each variant is faster, slower, or that no difference was found."""
-
-    def make_claim(values: Differences, p: float) -> Claim:
-        interval, answer = confidence_interval(values), "no difference found"
+    p_values = _corrected_p_values(differences, difference_p_value)
+    claims = {v: Claim(values, None, None, TOO_FEW) for v, values in differences.items()}
+    for v, p in p_values.items():
+        interval, answer = confidence_interval(differences[v]), "no difference found"
         if p < SIGNIFICANCE:
             answer = "faster" if interval.mean > 0 else "slower"
         elif interval.low > 0 or interval.high < 0:
             answer = "not claimed"  # significant only without Holm's correction
-        return Claim(values, interval, p, answer)
-
-    return _make_claims(differences, [difference_p_value], make_claim)
+        claims[v] = Claim(differences[v], interval, p, answer)
+    return claims
 
 
 def _loss_claims(differences: Mapping[int, Differences], margin: float) -> dict[int, Claim]:
     """Claim that each loss is equivalent, higher, lower, or undecided."""
-
-    def make_claim(values: Differences, p_equivalent: float, p_different: float) -> Claim:
-        interval = confidence_interval(values)
-        if p_equivalent < SIGNIFICANCE:
+    equivalent = _corrected_p_values(differences, partial(equivalence_p_value, margin=margin))
+    different = _corrected_p_values(differences, difference_p_value)
+    claims = {v: Claim(values, None, None, TOO_FEW) for v, values in differences.items()}
+    for v, p in equivalent.items():
+        interval, answer = confidence_interval(differences[v]), "undecided"
+        if p < SIGNIFICANCE:
             # The interval of two one-sided tests of 5 % each.
-            interval = confidence_interval(values, 1 - 2 * SIGNIFICANCE)
-            return Claim(values, interval, p_equivalent, "equivalent")
-        if p_different < SIGNIFICANCE:
-            return Claim(values, interval, p_different, "higher" if interval.mean > 0 else "lower")
-        return Claim(values, interval, min(p_equivalent, p_different), "undecided")
-
-    return _make_claims(
-        differences,
-        [lambda values: equivalence_p_value(values, margin), difference_p_value],
-        make_claim,
-    )
+            interval = confidence_interval(differences[v], 1 - 2 * SIGNIFICANCE)
+            answer = "equivalent"
+        elif different[v] < SIGNIFICANCE:
+            p, answer = different[v], "higher" if interval.mean > 0 else "lower"
+        else:
+            p = min(p, different[v])
+        claims[v] = Claim(differences[v], interval, p, answer)
+    return claims
 
 
 # --------------------------------------------------------------------------- sentences

@@ -26,26 +26,26 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import only_finite
 from weft.config.reader import read_job
 from weft.config.schema import Job
+from weft.monitor.layer_stats import finite_or_inf, safe_ratio
 from weft.plan.plan import Plan
 from weft.plan.stages import format_columns
 from weft.tools.local_ranks import run_ranks
 from weft.tools.shrink import Case, match_float8, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify_measure import (
-    ActivationSums,
     Corruption,
     RankMeasurement,
+    StepMeasurement,
     TensorError,
-    finite_or_inf,
     measure_rank,
     measure_reference,
     merge_sums,
-    safe_ratio,
     sums_distance,
 )
 from weft.train.job_checks import check_names
@@ -57,76 +57,47 @@ NOISE_RUNS = 2  # of one process, with different noise
 # Effect of another summation order on small tensors and on the mean of many losses.
 FLOOR = {"float32": 2e-6, "bfloat16": 2e-4}
 # Gradient norms and updates are float32, of equal gradients; Muon's iteration makes 1e-5 of 1e-7.
-NORM_FLOOR, UPDATE_FLOOR = 1e-5, 1e-4
+FLOORS = {"grad_norm": 1e-5, "updates": 1e-4}
+
+TENSOR_KINDS = ("forward", "gradients", "factors", "updates")  # of errors
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Largest relative errors that count as rounding."""
-
-    loss: float
-    grad_norm: float
-    eval_loss: float
-    forward: dict[str, float] = field(repr=False)  # of fingerprints
-    gradients: dict[str, float] = field(repr=False)  # of the largest entry
-    factors: dict[str, float] = field(repr=False)  # of |scale - 1| of a gradient
-    updates: dict[str, float] = field(repr=False)
-
-
-def compute_limits(
-    reference: RankMeasurement, noisy: Sequence[RankMeasurement], compute_dtype: str
-) -> Limits:
-    """Compute the limits from one process without and with noise."""
-    floor = FLOOR[compute_dtype]
-    pairs = [pair for run in noisy for pair in zip(reference.steps, run.steps, strict=True)]
-
-    def limit(errors: Iterable[float], floor: float = floor) -> float:
-        return floor + FACTOR * max(errors, default=0.0)
-
-    scale_errors = {
-        name: max(abs(perturbed.gradients[name].scale - 1) for _, perturbed in pairs)
-        for name in reference.names
-    }
-    # A small scale error is small by chance, so the mean is its lower bound.
-    mean_scale_error = sum(scale_errors.values()) / max(1, len(scale_errors))
-    return Limits(
-        loss=limit(_relative_error(perturbed.loss, step.loss) for step, perturbed in pairs),
-        grad_norm=limit((), NORM_FLOOR),
-        eval_loss=limit(_relative_error(run.eval_loss, reference.eval_loss) for run in noisy),
-        forward={
-            name: limit(
-                sums_distance(perturbed.forward[name], step.forward[name])
-                for step, perturbed in pairs
-            )
-            for name in reference.steps[0].forward
-        },
-        gradients={
-            name: limit(perturbed.gradients[name].max_error for _, perturbed in pairs)
-            for name in reference.names
-        },
-        factors={name: limit((error, mean_scale_error)) for name, error in scale_errors.items()},
-        updates={
-            name: limit((perturbed.updates[name] for _, perturbed in pairs), UPDATE_FLOOR)
-            for name in reference.steps[0].updates
-        },
-    )
+# Relative errors against one process, or limits, by kind and name in the order of computation.
+# Kinds: forward (input and output of blocks), loss, gradients (of the largest entry), factors
+# (|scale - 1| of a gradient), grad_norm, updates, eval_loss.  Single numbers have no name.
+Errors = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Comparison of one optimizer step; differences are relative to one process."""
+    """Comparison of one optimizer step with one process."""
 
     step: int
     loss_one: float
     loss: float
-    loss_difference: float
     grad_norm_one: float
     grad_norm: float
-    grad_norm_difference: float
-    gradient: str  # name of the parameter with the largest error
-    gradient_difference: float
-    forward: dict[str, float] = field(repr=False)  # input and output of each block
-    gradients: dict[str, float] = field(repr=False)  # of every parameter
+    errors: Errors = field(repr=False)  # of the worst rank; Inf for a tensor that no rank has
+
+    @property
+    def worst_gradient(self) -> tuple[str, float]:
+        """Name and error of the gradient with the largest error."""
+        return max(select_kind(self.errors, "gradients").items(), key=itemgetter(1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON record."""
+        name, error = self.worst_gradient
+        return {
+            "step": self.step,
+            "loss_one": self.loss_one,
+            "loss": self.loss,
+            "loss_difference": self.errors["loss", ""],
+            "grad_norm_one": self.grad_norm_one,
+            "grad_norm": self.grad_norm,
+            "grad_norm_difference": self.errors["grad_norm", ""],
+            "gradient": name,
+            "gradient_difference": error,
+        } | {kind: select_kind(self.errors, kind) for kind in TENSOR_KINDS}
 
 
 @dataclass(frozen=True)
@@ -135,7 +106,7 @@ class VerifyReport:
 
     holds: bool
     reason: str
-    limits: Limits
+    limits: Errors = field(repr=False)  # largest errors that count as rounding
     reached: float  # largest relative error of losses, gradient norms and gradients
     share: float  # largest ratio of an error to its limit
     recipe: dict[str, int]  # mesh sizes of the recipe
@@ -151,9 +122,17 @@ class VerifyReport:
     parameter_difference: float  # largest absolute error of a parameter's entry; not checked
     resumed: VerifyReport | None = None  # of the layout that resumed from this one's checkpoint
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON record."""
+        limits: dict[str, Any] = {kind: select_kind(self.limits, kind) for kind in TENSOR_KINDS}
+        limits |= {kind: limit for (kind, name), limit in self.limits.items() if not name}
+        steps = [step.to_dict() for step in self.steps]
+        resumed = None if self.resumed is None else self.resumed.to_dict()
+        return asdict(self) | {"limits": limits, "steps": steps, "resumed": resumed}
+
     def to_json(self) -> str:
         """Return one JSON object; NaN and Inf become null."""
-        return json.dumps(only_finite(asdict(self)), indent=2)
+        return json.dumps(only_finite(self.to_dict()), indent=2)
 
 
 def read_recipe(
@@ -214,19 +193,13 @@ def verify(
         WeftError: if a rank fails.
     """
     case = shrink(plan_for_recipe(job), ranks, steps, keep)
-    resume_case, save_step = case, 0
+    resume_plan, save_step = case.plan, 0
     if resume:
         if steps < 2:
             rule = "leaves no step after the checkpoint of --resume-layout"
             raise InvalidConfig([ConfigError("--steps", steps, rule, "use 2 or more")])
-        resume_case = replace(case, plan=plan_resume_layout(case, resume, ranks))
-        save_step = steps // 2
-    matched, excluded = match_float8([case.reference_plan, case.plan, resume_case.plan])
-    if excluded:
-        reference_plan, plan, resume_plan = matched
-        note = f"not in float8, because a shard has a size that float8 does not allow: {excluded}"
-        case = replace(case, plan=plan, reference_plan=reference_plan, notes=(*case.notes, note))
-        resume_case = replace(case, plan=resume_plan)
+        resume_plan, save_step = plan_resume_layout(case, resume, ranks), steps // 2
+    case, resume_plan = match_float8(case, resume_plan)
     log(format_case(case))
 
     def run(plan: Plan, **options: Any) -> list[RankMeasurement]:
@@ -240,12 +213,13 @@ def verify(
         measured = run(case.plan, corrupt=corrupt, save_step=save_step)
         report = compare_to_reference(case, reference, measured, limits)
         if resume and report.holds:
-            measured = run(resume_case.plan, resume_step=save_step)
+            measured = run(resume_plan, resume_step=save_step)
             tail = reference._replace(steps=reference.steps[save_step:])
+            resume_case = replace(case, plan=resume_plan)
             resumed = compare_to_reference(resume_case, tail, measured, limits)
             report = replace(report, resumed=resumed)
             if not resumed.holds:
-                name = format_layout(resume_case.plan.axis_sizes)
+                name = format_layout(resume_plan.axis_sizes)
                 reason = f"resumed from a checkpoint as {name}: {resumed.reason}"
                 report = replace(report, holds=False, reason=reason)
     log(format_report(report))
@@ -255,50 +229,75 @@ def verify(
 # --------------------------------------------------------------------------- comparison
 
 
+def step_errors(expected: StepMeasurement, ranks: Sequence[StepMeasurement]) -> Errors:
+    """Return the errors of a step of some ranks against one process."""
+    errors: Errors = {}
+    for name, sums in expected.forward.items():
+        parts = [rank.forward[name] for rank in ranks if name in rank.forward]
+        errors["forward", name] = sums_distance(merge_sums(parts), sums) if parts else math.inf
+    # Ranks agree on loss and norm; if they do not, the worst rank counts.
+    errors["loss", ""] = max(_relative_error(rank.loss, expected.loss) for rank in ranks)
+    for name in reversed(expected.gradients):  # as in the backward pass
+        held = [rank.gradients[name] for rank in ranks if name in rank.gradients]
+        errors["gradients", name] = max((error.max_error for error in held), default=math.inf)
+        errors["factors", name] = max(map(_factor_error, held), default=math.inf)
+    norms = (_relative_error(rank.grad_norm, expected.grad_norm) for rank in ranks)
+    errors["grad_norm", ""] = max(norms)
+    for name in expected.updates:
+        errors["updates", name] = max(rank.updates.get(name, 0.0) for rank in ranks)
+    return errors
+
+
+def select_kind(errors: Errors, kind: str) -> dict[str, float]:
+    """Return the errors of one kind by name."""
+    return {name: error for (other, name), error in errors.items() if other == kind}
+
+
+def compute_limits(
+    reference: RankMeasurement, noisy: Sequence[RankMeasurement], compute_dtype: str
+) -> Errors:
+    """Compute the limits from one process without and with noise."""
+    steps = [
+        step_errors(expected, [perturbed])
+        for run in noisy
+        for expected, perturbed in zip(reference.steps, run.steps, strict=True)
+    ]
+    noise = {key: max(step[key] for step in steps) for key in steps[0]}
+    noise["eval_loss", ""] = max(
+        _relative_error(run.eval_loss, reference.eval_loss) for run in noisy
+    )
+    noise["grad_norm", ""] = 0.0
+    # A small scale error is small by chance, so the mean is its lower bound.
+    factors = select_kind(noise, "factors")
+    mean = sum(factors.values()) / max(1, len(factors))
+    noise |= {("factors", name): max(error, mean) for name, error in factors.items()}
+    floor = FLOOR[compute_dtype]
+    return {key: FLOORS.get(key[0], floor) + FACTOR * error for key, error in noise.items()}
+
+
 def compare_to_reference(
-    case: Case, reference: RankMeasurement, ranks: list[RankMeasurement], limits: Limits
+    case: Case, reference: RankMeasurement, ranks: list[RankMeasurement], limits: Errors
 ) -> VerifyReport:
     """Compare the ranks of a layout with one process."""
-    steps = []
-    for i, expected in enumerate(reference.steps):
-        # Ranks agree on loss and norm; if they do not, the worst rank counts.
-        loss = _farthest(expected.loss, (rank.steps[i].loss for rank in ranks))
-        norm = _farthest(expected.grad_norm, (rank.steps[i].grad_norm for rank in ranks))
-        gradients = {
-            name: _max_error(name, [rank.steps[i].gradients for rank in ranks])
-            for name in reference.names
-        }
-        worst = max(gradients, key=lambda name: gradients[name])
-        steps.append(
-            StepReport(
-                step=case.plan.num_steps - len(reference.steps) + i + 1,
-                loss_one=expected.loss,
-                loss=loss,
-                loss_difference=_relative_error(loss, expected.loss),
-                grad_norm_one=expected.grad_norm,
-                grad_norm=norm,
-                grad_norm_difference=_relative_error(norm, expected.grad_norm),
-                gradient=worst,
-                gradient_difference=gradients[worst],
-                forward=_forward_distances(
-                    expected.forward, [rank.steps[i].forward for rank in ranks]
-                ),
-                gradients=gradients,
-            )
+    first = case.plan.num_steps - len(reference.steps) + 1
+    steps = [
+        StepReport(
+            step=first + i,
+            loss_one=expected.loss,
+            loss=_farthest(expected.loss, (rank.steps[i].loss for rank in ranks)),
+            grad_norm_one=expected.grad_norm,
+            grad_norm=_farthest(expected.grad_norm, (rank.steps[i].grad_norm for rank in ranks)),
+            errors=step_errors(expected, [rank.steps[i] for rank in ranks]),
         )
+        for i, expected in enumerate(reference.steps)
+    ]
     eval_loss = _farthest(reference.eval_loss, (rank.eval_loss for rank in ranks))
     eval_error = _relative_error(eval_loss, reference.eval_loss)
-    updates = [u for rank in ranks for step in rank.steps for u in step.updates.values()]
     failure = next(_find_differences(reference, ranks, steps, eval_error, limits), None)
-    max_error = max(
-        eval_error,
-        *(max(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps),
-    )
-    share = max(
-        eval_error / limits.eval_loss,
-        *(s.loss_difference / limits.loss for s in steps),
-        *(s.gradients[name] / limits.gradients[name] for s in steps for name in reference.names),
-    )
+    errors = [(("eval_loss", ""), eval_error), *(e for s in steps for e in s.errors.items())]
+    kinds = ("eval_loss", "loss", "gradients")
+    share = max(error / limits[key] for key, error in errors if key[0] in kinds)
+    max_error = max(error for (kind, _), error in errors if kind in (*kinds, "grad_norm"))
     success = (
         "losses, gradient norms, every gradient and update match one process to rounding; "
         f"the largest relative error is {max_error:.1e}, at most {share:.0%} of a limit"
@@ -318,7 +317,7 @@ def compare_to_reference(
         eval_loss_one=reference.eval_loss,
         eval_loss=eval_loss,
         eval_loss_difference=eval_error,
-        update_difference=max(updates),
+        update_difference=max(error for (kind, _), error in errors if kind == "updates"),
         parameter_difference=max(rank.max_param_error for rank in ranks),
     )
 
@@ -328,91 +327,76 @@ def _find_differences(
     ranks: list[RankMeasurement],
     steps: list[StepReport],
     eval_error: float,
-    limits: Limits,
+    limits: Errors,
 ) -> Iterator[str]:
     """Yield every difference beyond its limit, in the order of computation."""
     for name in reference.initial:
-        if _max_error(name, [rank.initial for rank in ranks]) > 0:
+        errors = [rank.initial[name].max_error for rank in ranks if name in rank.initial]
+        if max(errors, default=math.inf) > 0:
             yield f"before step {steps[0].step}: initial weights differ, first {name}"
     for i, report in enumerate(steps):
         step = report.step
-        if difference := _first_difference(i, reference, ranks, report, limits):
+        gradients = [rank.steps[i].gradients for rank in ranks]
+        if difference := _first_difference(report.errors, gradients, limits):
             yield f"step {step}: {difference}" + (f"; step {step - 1} matches" if i else "")
-        for name in reference.steps[i].updates:
-            update = max(rank.steps[i].updates.get(name, 0.0) for rank in ranks)
-            if update > limits.updates[name]:
+        for (kind, name), update in report.errors.items():
+            if kind == "updates" and update > (limit := limits[kind, name]):
                 yield (
                     f"step {step}: gradients match; optimizer updates first differ in "
-                    f"{name} ({update:.1e} of their length, limit {limits.updates[name]:.1e})"
+                    f"{name} ({update:.1e} of their length, limit {limit:.1e})"
                 )
-    if eval_error > limits.eval_loss:
-        size = _format_excess(eval_error, limits.eval_loss)
+    if eval_error > limits["eval_loss", ""]:
+        size = f"{eval_error:.1e}, limit {limits['eval_loss', '']:.1e}"
         yield f"training matches; the validation loss differs ({size})"
 
 
-def _first_difference(
-    i: int,
-    reference: RankMeasurement,
-    ranks: list[RankMeasurement],
-    report: StepReport,
-    limits: Limits,
-) -> str:
-    """Describe where step ``i`` first differs from one process; empty if nowhere."""
-    wrong = [
-        name
-        for name in reversed(reference.names)
-        if any(_exceeds_limit(rank, i, name, limits) for rank in ranks)
-        or not any(name in rank.steps[i].gradients for rank in ranks)
-    ]
-    loss_differs = report.loss_difference > limits.loss
-    if not (wrong or loss_differs or report.grad_norm_difference > limits.grad_norm):
+def _first_difference(errors: Errors, ranks: list[dict[str, TensorError]], limits: Errors) -> str:
+    """Describe where a step first differs from one process; empty if nowhere.
+
+    ``ranks`` are the errors of each rank's gradients.
+    """
+    exceeded = [key for key, error in errors.items() if error > limits[key]]
+    kinds = {kind for kind, _ in exceeded}
+
+    def size(kind: str, name: str = "") -> str:
+        return f"{errors[kind, name]:.1e}, limit {limits[kind, name]:.1e}"
+
+    wrong = list(dict.fromkeys(n for kind, n in exceeded if kind in ("gradients", "factors")))
+    if not (wrong or "loss" in kinds or "grad_norm" in kinds):
         return ""
-    for name, distance in report.forward.items():
-        if distance > limits.forward[name]:
-            location = _locate(name, list(report.forward))
-            size = _format_excess(distance, limits.forward[name])
-            return f"the forward pass first differs {location} ({size})"
-    matches = "the forward pass matches" + (", block by block" if report.forward else "")
-    loss = f"the loss differs ({_format_excess(report.loss_difference, limits.loss)})"
+    blocks = list(select_kind(errors, "forward"))
+    if "forward" in kinds:
+        name = exceeded[0][1]
+        return f"the forward pass first differs {_locate(name, blocks)} ({size('forward', name)})"
+    matches = "the forward pass matches" + (", block by block" if blocks else "")
+    loss = f"the loss differs ({size('loss')})"
     if not wrong:
-        if loss_differs:
+        if "loss" in kinds:
             return f"{matches}; {loss}, and no gradient does: only the reported loss is wrong"
-        size = _format_excess(report.grad_norm_difference, limits.grad_norm)
-        return f"{matches}, and so do gradients; the gradient norm differs ({size})"
-    prefix = f"{loss}, and " if loss_differs else ""
+        return f"{matches}, and so do gradients; the gradient norm differs ({size('grad_norm')})"
+    prefix = f"{loss}, and " if "loss" in kinds else ""
     name = wrong[0]
-    size = _format_excess(report.gradients[name], limits.gradients[name])
-    if len(wrong) == len(reference.names):
+    if len(wrong) == len(select_kind(errors, "gradients")):
         # A cause that all gradients share lies above the blocks.
-        factor = _common_factor([rank.steps[i].gradients for rank in ranks], limits)
+        factor = _common_factor(ranks, limits)
         if factor is not None:
             suspect = "the loss's normalization" if prefix else "sums over ranks or microbatches"
             text = f"every gradient is {factor:.4g} times one process's: check {suspect}"
             return f"{matches}; {prefix}{text}"
-        suspect = "the head, the loss or its normalization"
-        return f"{matches}; {prefix}every gradient differs, first {name} ({size}): check {suspect}"
-    wrong_ranks = [n for n, rank in enumerate(ranks) if _exceeds_limit(rank, i, name, limits)]
-    holders = [n for n, rank in enumerate(ranks) if name in rank.steps[i].gradients]
-    only = "" if wrong_ranks == holders else f" on rank {' and '.join(map(str, wrong_ranks))} only"
-    if report.gradients[name] <= limits.gradients[name]:
-        error = max(abs(ranks[n].steps[i].gradients[name].scale - 1) for n in wrong_ranks)
-        size = f"in scale, {_format_excess(error, limits.factors[name])}"
-    return f"{matches}; {prefix}gradients first differ in {name}{only} ({size})"
-
-
-def _format_excess(error: float, limit: float) -> str:
-    return f"{error:.1e}, limit {limit:.1e}"
-
-
-def _forward_distances(
-    expected: dict[str, ActivationSums], ranks: list[dict[str, ActivationSums]]
-) -> dict[str, float]:
-    """Return the distance of each fingerprint from the expected; Inf if missing."""
-    distances = {}
-    for name, sums in expected.items():
-        parts = [rank[name] for rank in ranks if name in rank]
-        distances[name] = sums_distance(merge_sums(parts), sums) if parts else math.inf
-    return distances
+        text = f"every gradient differs, first {name} ({size('gradients', name)})"
+        return f"{matches}; {prefix}{text}: check the head, the loss or its normalization"
+    holders = {n: held[name] for n, held in enumerate(ranks) if name in held}
+    wrong_ranks = [
+        str(n)
+        for n, error in holders.items()
+        if error.max_error > limits["gradients", name]
+        or _factor_error(error) > limits["factors", name]
+    ]
+    only = "" if len(wrong_ranks) == len(holders) else f" on rank {' and '.join(wrong_ranks)} only"
+    excess = size("gradients", name)
+    if ("gradients", name) not in exceeded:
+        excess = f"in scale, {size('factors', name)}"
+    return f"{matches}; {prefix}gradients first differ in {name}{only} ({excess})"
 
 
 def _locate(name: str, order: list[str]) -> str:
@@ -426,26 +410,17 @@ def _locate(name: str, order: list[str]) -> str:
     return f"between {previous} and {block}"
 
 
-def _max_error(name: str, ranks: Iterable[dict[str, TensorError]]) -> float:
-    """Return a tensor's largest error among its ranks; Inf if no rank holds it."""
-    return max((rank[name].max_error for rank in ranks if name in rank), default=math.inf)
+def _factor_error(error: TensorError) -> float:
+    return finite_or_inf(abs(error.scale - 1))
 
 
-def _exceeds_limit(rank: RankMeasurement, i: int, name: str, limits: Limits) -> bool:
-    error = rank.steps[i].gradients.get(name)
-    return error is not None and (
-        error.max_error > limits.gradients[name]
-        or finite_or_inf(abs(error.scale - 1)) > limits.factors[name]
-    )
-
-
-def _common_factor(ranks: list[dict[str, TensorError]], limits: Limits) -> float | None:
+def _common_factor(ranks: list[dict[str, TensorError]], limits: Errors) -> float | None:
     """Return the scale that all gradients share; None if they have different ones."""
     scales = [error.scale for rank in ranks for error in rank.values()]
     if not all(math.isfinite(scale) for scale in scales):
         return None
     low, high = min(scales), max(scales)
-    tolerance = max(1e-3, *limits.factors.values())
+    tolerance = max(1e-3, *select_kind(limits, "factors").values())
     return low if high - low <= tolerance * abs(high) else None
 
 
@@ -491,20 +466,13 @@ def format_report(report: VerifyReport) -> str:
     """Format a line per step, the other comparisons, and the verdict."""
     head = ["step", "loss: one process", "layout", "error", "grad norm: one process", "layout"]
     head += ["error", "error", "worst gradient"]
-    rows = [
-        [
-            str(step.step),
-            f"{step.loss_one:.6f}",
-            f"{step.loss:.6f}",
-            f"{step.loss_difference:.1e}",
-            f"{step.grad_norm_one:.6f}",
-            f"{step.grad_norm:.6f}",
-            f"{step.grad_norm_difference:.1e}",
-            f"{step.gradient_difference:.1e}",
-            step.gradient,
-        ]
-        for step in report.steps
-    ]
+    rows = []
+    for step in report.steps:
+        name, error = step.worst_gradient
+        loss = [f"{step.loss_one:.6f}", f"{step.loss:.6f}", f"{step.errors['loss', '']:.1e}"]
+        norm = [f"{step.grad_norm_one:.6f}", f"{step.grad_norm:.6f}"]
+        norm.append(f"{step.errors['grad_norm', '']:.1e}")
+        rows.append([str(step.step), *loss, *norm, f"{error:.1e}", name])
     lines = ["", *format_columns(head, rows, left=[8])]
     lines += [
         "",

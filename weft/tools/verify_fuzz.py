@@ -1,8 +1,8 @@
 """Verify random jobs against one process (``weft verify --fuzz``).
 
 `weft.tools.verify.verify` runs every job of `weft.tools.job_space` as overrides of a recipe, so one
-command reproduces each failure.  Two worker processes run at once; each forks the ranks of its
-jobs after it has imported all modules.
+command reproduces each failure.  Two jobs run at once, each in a process that was forked after all
+modules were imported.
 
 A failure is shrunk by bisection: half of the overrides return to their defaults, then a quarter,
 down to single ones, as long as the job fails in the same way (`failure_kind`).  Ranks and steps
@@ -14,18 +14,17 @@ again, so the same command resumes, and a larger count adds jobs.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from multiprocessing import Pipe, get_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -33,13 +32,13 @@ from typing import Any
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
-from weft.tools.job_space import AXES, RECIPE, OverrideMap, draw_job, list_goals, technique_name
+from weft.tools.job_space import AXES, RECIPE, RandomJob, draw_job, list_goals, technique_name
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
 from weft.tools.verify import read_recipe, verify
 from weft.tools.verify_measure import Corruption
 
 TIMEOUT, COMPILE_TIMEOUT = 120.0, 600.0  # seconds for the ranks of a job, without and with compile
-WORKERS = 2
+NUM_PROCESSES = 2
 SHRINK_RUNS = 60  # maximum number of jobs to shrink one failure
 
 FAILURE_STATUSES = ("failed", "crashed", "timed out")
@@ -65,6 +64,10 @@ class FuzzSettings:
     pinned: Mapping[str, str] = field(default_factory=dict)  # overrides of every job
     corrupt: Corruption | None = None  # for tests; see `weft.tools.verify.verify`
 
+    def draw(self, index: int) -> RandomJob:
+        """Draw the job of an index."""
+        return draw_job(self.seed, index, self.pinned, self.ranks, self.steps)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -73,46 +76,31 @@ class Outcome:
     status: str  # agreed, failed (the layout differs), crashed, timed out or refused
     reason: str = ""
     seconds: float = 0.0
+    command: str = ""  # reproduces the shrunk failure
+    runs: int = 0  # jobs run to shrink it
 
 
 @dataclass(frozen=True)
 class FuzzResult:
     """A job and its outcome: a line of the log."""
 
-    seed: int
-    index: int
-    overrides: OverrideMap
-    resume: OverrideMap
-    steps: int
+    job: RandomJob
     outcome: Outcome
-    goal: tuple[str, ...] = ()
-    refusals: list[dict[str, Any]] = field(default_factory=list)
-    command: str = ""  # reproduces the shrunk failure
-    runs: int = 0  # jobs run to shrink it
-
-    @property
-    def name(self) -> str:
-        """Layout and goal of the job."""
-        degrees = [f"{axis} {n}" for axis in AXES if (n := self.overrides.get(f"parallel.{axis}"))]
-        layout = " x ".join(text for text in degrees if not text.endswith(" 1")) or "one rank"
-        return f"{layout}; {', '.join(self.goal)}"
 
 
-def verify_job(
-    overrides: Mapping[str, str], resume: Mapping[str, str], settings: FuzzSettings
-) -> Outcome:
+def verify_job(job: RandomJob, corrupt: Corruption | None) -> Outcome:
     """Verify a job as ``weft verify`` does."""
     started = time.monotonic()
     status, reason = "agreed", ""
     try:
         report = verify(
-            read_recipe(RECIPE, list(overrides.items())),
-            ranks=settings.ranks,
-            steps=settings.steps,
-            keep=list(overrides),
-            resume=list(resume.items()),
-            corrupt=settings.corrupt,
-            timeout=COMPILE_TIMEOUT if overrides.get("compile.enable") == "true" else TIMEOUT,
+            read_recipe(RECIPE, list(job.overrides.items())),
+            ranks=job.ranks,
+            steps=job.steps,
+            keep=list(job.overrides),
+            resume=list(job.resume.items()),
+            corrupt=corrupt,
+            timeout=COMPILE_TIMEOUT if job.overrides.get("compile.enable") == "true" else TIMEOUT,
         )
         if not report.holds:
             status = "failed"
@@ -126,21 +114,6 @@ def verify_job(
     return Outcome(status, reason, round(time.monotonic() - started, 2))
 
 
-def reproduce_command(
-    overrides: Mapping[str, str], resume: Mapping[str, str], settings: FuzzSettings
-) -> str:
-    """Return the command that verifies a job."""
-    words = ["weft", "verify", RECIPE]
-    if settings.steps != 3:
-        words += ["--steps", str(settings.steps)]
-    if settings.ranks != 8:
-        words += ["--ranks", str(settings.ranks)]
-    if resume:
-        words += ["--resume-layout", ",".join(f"{key}={text}" for key, text in resume.items())]
-    words += [word for key, text in overrides.items() for word in (f"--{key}", text)]
-    return shlex.join(words)
-
-
 # --------------------------------------------------------------------------- shrinking
 
 
@@ -152,58 +125,56 @@ def failure_kind(outcome: Outcome) -> tuple[str, str]:
     return outcome.status, next((p for p in FIRST_DIFFERENCES if p in outcome.reason), "")
 
 
-def shrink_failure(result: FuzzResult, settings: FuzzSettings) -> FuzzResult:
+def shrink_failure(job: RandomJob, failure: Outcome, corrupt: Corruption | None) -> Outcome:
     """Find few overrides, ranks and steps with which a job fails in the same way."""
-    runs = 0
-    best = result.outcome
-    overrides, resume = dict(result.overrides), dict(result.resume)
-
-    def still_fails(overrides: OverrideMap, resume: OverrideMap, settings: FuzzSettings) -> bool:
-        nonlocal runs, best
-        if runs >= SHRINK_RUNS:
-            return False
-        outcome = verify_job(overrides, resume, settings)
+    best, runs = failure, 0
+    for simplify in simplifications(job):
+        simpler = simplify(job)
+        if simpler == job or runs >= SHRINK_RUNS:
+            continue
+        outcome = verify_job(simpler, corrupt)
         runs += outcome.status != "refused"
-        if failure_kind(outcome) == failure_kind(result.outcome):
-            best = outcome
-            return True
-        return False
+        if failure_kind(outcome) == failure_kind(failure):
+            job, best = simpler, outcome
+    return replace(best, command=job.command, runs=runs)
 
-    if resume and still_fails(overrides, {}, settings):
-        resume = {}
-    for steps in range(2 if resume else 1, settings.steps):
-        if still_fails(overrides, resume, fewer := dataclasses.replace(settings, steps=steps)):
-            settings = fewer
-            break
-    overrides = _minimize(overrides, lambda subset: still_fails(subset, resume, settings))
-    resume = _minimize(
-        resume, lambda subset: bool(subset) and still_fails(overrides, subset, settings)
-    )
+
+def simplifications(job: RandomJob) -> Iterator[Callable[[RandomJob], RandomJob]]:
+    """Yield functions that simplify a job, if possible; the largest change first."""
+    yield lambda job: replace(job, resume={})
+    for steps in range(1, job.steps):
+        yield partial(_limit_steps, steps)
+    for keys in _chunks(list(job.overrides)):
+        yield partial(_drop_overrides, keys)
+    for keys in _chunks(list(job.resume)):
+        yield partial(_drop_resume_keys, keys)
     for axis in AXES:
-        key = f"parallel.{axis}"
-        if int(overrides.get(key, 1)) > 2:
-            fewer_ranks = overrides | {key: "2"}
-            if still_fails(fewer_ranks, resume, settings):
-                overrides = fewer_ranks
-    return dataclasses.replace(
-        result, outcome=best, command=reproduce_command(overrides, resume, settings), runs=runs
-    )
+        yield partial(_limit_degree, f"parallel.{axis}")
 
 
-def _minimize(overrides: OverrideMap, fails: Callable[[OverrideMap], bool]) -> OverrideMap:
-    """Remove as many entries as possible, in chunks that get smaller."""
-    size = len(overrides)
+def _chunks(keys: list[str]) -> Iterator[list[str]]:
+    """Yield the halves of a list, then its quarters, and so on."""
+    size = len(keys)
     while size > 1:
         size = -(-size // 2)
-        for chunk in _chunks(list(overrides), size):
-            fewer = {key: text for key, text in overrides.items() if key not in chunk}
-            if fails(fewer):
-                overrides = fewer
-    return overrides
+        yield from (keys[start : start + size] for start in range(0, len(keys), size))
 
 
-def _chunks(keys: list[str], size: int) -> Iterator[list[str]]:
-    return (keys[start : start + size] for start in range(0, len(keys), size))
+def _limit_steps(steps: int, job: RandomJob) -> RandomJob:
+    return replace(job, steps=min(steps, job.steps))
+
+
+def _drop_overrides(keys: Sequence[str], job: RandomJob) -> RandomJob:
+    return replace(job, overrides={k: v for k, v in job.overrides.items() if k not in keys})
+
+
+def _drop_resume_keys(keys: Sequence[str], job: RandomJob) -> RandomJob:
+    return replace(job, resume={k: v for k, v in job.resume.items() if k not in keys})
+
+
+def _limit_degree(key: str, job: RandomJob) -> RandomJob:
+    is_large = int(job.overrides.get(key, 1)) > 2
+    return replace(job, overrides=job.overrides | {key: "2"}) if is_large else job
 
 
 # --------------------------------------------------------------------------- many jobs
@@ -211,19 +182,72 @@ def _chunks(keys: list[str], size: int) -> Iterator[list[str]]:
 
 def run_job(index: int, settings: FuzzSettings) -> FuzzResult:
     """Draw and verify the job of an index; shrink it if it fails."""
-    job = draw_job(settings.seed, index, settings.pinned, settings.ranks)
-    outcome = verify_job(job.overrides, job.resume, settings)
-    result = FuzzResult(
-        settings.seed,
-        index,
-        job.overrides,
-        job.resume,
-        settings.steps,
-        outcome,
-        job.goal,
-        job.refusals,
-    )
-    return shrink_failure(result, settings) if outcome.status in FAILURE_STATUSES else result
+    job = settings.draw(index)
+    outcome = verify_job(job, settings.corrupt)
+    if outcome.status in FAILURE_STATUSES:
+        outcome = shrink_failure(job, outcome, settings.corrupt)
+    return FuzzResult(job, outcome)
+
+
+def run_jobs(indices: Iterator[int], settings: FuzzSettings) -> Iterator[FuzzResult]:
+    """Run the jobs in parallel processes and yield each result as it arrives."""
+    preload_modules()
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    try:
+        while True:
+            while len(running) < NUM_PROCESSES and (index := next(indices, None)) is not None:
+                _start(index, settings, running)
+            if not running:
+                return
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = RuntimeError(f"the process of job {running[pipe][0]} died")
+                _stop(pipe, running.pop(pipe)[1])
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+    finally:
+        for pipe, (_, process) in running.items():
+            _stop(pipe, process)
+
+
+def _start(
+    index: int, settings: FuzzSettings, running: dict[Connection, tuple[int, ForkProcess]]
+) -> None:
+    """Fork a process that runs a job, and add it to ``running``."""
+    context = get_context("fork")
+    # Python's handlers after a fork swallow a KeyboardInterrupt, so Ctrl-C waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pipe, child_pipe = context.Pipe(duplex=False)
+        arguments = (child_pipe, os.getpid(), index, settings)
+        process = context.Process(target=_send_result, args=arguments)
+        process.start()
+        child_pipe.close()
+        running[pipe] = index, process
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _stop(pipe: Connection, process: ForkProcess) -> None:
+    """Kill the process of a job and, with it, the ranks that it has forked."""
+    process.kill()
+    process.join()
+    pipe.close()
+
+
+def _send_result(pipe: Connection, parent: int, index: int, settings: FuzzSettings) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    try:
+        answer: Any = run_job(index, settings)
+    except Exception as error:  # an error of the fuzz itself ends it
+        error.add_note(f"in job {index}")
+        answer = error
+    pipe.send(answer)
 
 
 def fuzz(
@@ -245,72 +269,68 @@ def fuzz(
     Returns:
         The counts, the failures, and whether Ctrl-C interrupted the fuzz.
     """
-    # Raise the errors of pinned keys before any process starts.
-    draw_job(settings.seed, 0, settings.pinned, settings.ranks)
-    logged = (result for result in read_log(log_path, settings) if result.index < count)
-    done = {result.index: result for result in logged if _is_current(result, settings)}
+    settings.draw(0)  # raise the errors of pinned keys before any process starts
+    logged = [result for result in read_log(log_path, settings) if result.job.index < count]
+    done = {result.job.index: result for result in logged}
     if done:
         log(f"{len(done)} of {count} jobs are in {log_path}")
-    deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
+    started, interrupted = time.monotonic(), False
+    deadline = started + minutes * 60 if minutes else float("inf")
+    missing = [index for index in range(count) if index not in done]
+    num_logged = len(done)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    missing = iter([index for index in range(count) if index not in done])
-    started, num_run, interrupted = time.monotonic(), 0, False
-    indices = (index for index in missing if time.monotonic() < deadline)
     try:
         with log_path.open("a", encoding="utf-8") as file:
-            for result in run_jobs(indices, settings):
-                num_run += 1
-                done[result.index] = result
+            due = (index for index in missing if time.monotonic() < deadline)
+            for result in run_jobs(due, settings):
+                done[result.job.index] = result
                 file.write(json.dumps(asdict(result)) + "\n")
                 file.flush()
                 log(format_result(result))
     except KeyboardInterrupt:
         interrupted = True
-    seconds = time.monotonic() - started
+    minutes_run = (time.monotonic() - started) / 60
     summary = summarize(count, [done[index] for index in sorted(done)])
     summary |= {
         "seed": settings.seed,
         "log": str(log_path),
         "interrupted": interrupted,
-        "jobs_per_minute": round(60 * num_run / seconds, 1) if num_run else 0.0,
+        "jobs_per_minute": round((len(done) - num_logged) / minutes_run, 1),
     }
     log(format_summary(summary))
     return summary
 
 
-def _is_current(result: FuzzResult, settings: FuzzSettings) -> bool:
-    """Return True if the index still draws this job; keys and rules may have changed."""
-    job = draw_job(result.seed, result.index, settings.pinned, settings.ranks)
-    return (job.overrides, job.resume) == (result.overrides, result.resume)
-
-
 def read_log(path: Path, settings: FuzzSettings) -> list[FuzzResult]:
-    """Read the jobs of a log that ran with the same settings."""
+    """Read the results of a log whose jobs these settings still draw.
+
+    Settings, keys and rules may have changed since the log was written.
+    """
     results = []
     for text in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(text)
-            result = FuzzResult(**record | {"outcome": Outcome(**record["outcome"])})
-        except (ValueError, KeyError, TypeError, RecursionError):
+            job = settings.draw(record["job"]["index"])
+            outcome = Outcome(**record["outcome"])
+        except (ValueError, LookupError, TypeError, RecursionError):
             continue  # a killed process left an incomplete line
-        same = (result.seed, result.steps) == (settings.seed, settings.steps)
-        if same and settings.pinned.items() <= result.overrides.items():
-            results.append(result)
+        if json.loads(json.dumps(asdict(job))) == record["job"]:
+            results.append(FuzzResult(job, outcome))
     return results
 
 
 def summarize(count: int, done: Sequence[FuzzResult]) -> dict[str, Any]:
     """Count outcomes, pairs of techniques, and the rejections while drawing jobs."""
     statuses = Counter(result.outcome.status for result in done)
-    refused = Counter(
+    refused = {
         (refusal["key"], *sorted(refusal["with"]), refusal["rule"])
         for result in done
-        for refusal in result.refusals
-    )
-    pairs = set()
+        for refusal in result.job.refusals
+    }
+    pairs: set[tuple[str, str]] = set()
     for result in done:
-        names = sorted({technique_name(key, text) for key, text in result.overrides.items()})
-        pairs |= {(a, b) for n, a in enumerate(names) for b in names[n + 1 :]}
+        names = {technique_name(key, text) for key, text in result.job.overrides.items()}
+        pairs |= set(combinations(sorted(names), 2))
     goals = list_goals(0)
     return {
         "jobs": count,
@@ -319,16 +339,16 @@ def summarize(count: int, done: Sequence[FuzzResult]) -> dict[str, Any]:
             status.replace(" ", "_"): statuses[status]
             for status in ("agreed", *FAILURE_STATUSES, "refused")
         },
-        "resumed": sum(bool(result.resume) for result in done),
+        "resumed": sum(bool(result.job.resume) for result in done),
         "pairs": sum(tuple(sorted(pair)) in pairs for pair in goals),
         "possible_pairs": len(goals),
         "refusals": len(refused),
         "failures": [
             {
-                "index": result.index,
+                "index": result.job.index,
                 "status": result.outcome.status,
                 "reason": result.outcome.reason,
-                "command": result.command,
+                "command": result.outcome.command,
             }
             for result in done
             if result.outcome.status in FAILURE_STATUSES
@@ -338,10 +358,10 @@ def summarize(count: int, done: Sequence[FuzzResult]) -> dict[str, Any]:
 
 def format_result(result: FuzzResult) -> str:
     """Format a job as one line; a failure also has its reason and command."""
-    outcome = result.outcome
-    text = f"{result.index:>5}  {outcome.status:<9} {outcome.seconds:>6.1f} s  {result.name}"
+    job, outcome = result.job, result.outcome
+    text = f"{job.index:>5}  {outcome.status:<9} {outcome.seconds:>6.1f} s  {job.name}"
     if outcome.status in FAILURE_STATUSES:
-        text += f"\n       {outcome.reason}\n       reproduce: {result.command}"
+        text += f"\n       {outcome.reason}\n       reproduce: {outcome.command}"
     return text
 
 
@@ -362,78 +382,3 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     if summary["missing"]:
         lines.append(f"{summary['missing']} jobs are missing: run the same command to resume")
     return "\n".join(lines)
-
-
-# --------------------------------------------------------------------------- processes
-
-
-@dataclass
-class _Worker:
-    process: ForkProcess
-    pipe: Connection
-    index: int = -1
-
-    def kill(self) -> None:
-        """Kill the process and, with it, the ranks that it has forked."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def run_jobs(indices: Iterable[int], settings: FuzzSettings) -> Iterator[FuzzResult]:
-    """Run the jobs in parallel processes and yield each result as it arrives."""
-    preload_modules()
-    pending, workers = iter(indices), []
-    try:
-        for _ in range(WORKERS):
-            if (index := next(pending, None)) is None:
-                break
-            workers.append(_start_worker(settings))
-            _send_index(workers[-1], index)
-        while workers:
-            for pipe in wait([worker.pipe for worker in workers]):
-                worker = next(worker for worker in workers if worker.pipe is pipe)
-                try:
-                    answer = worker.pipe.recv()
-                except (EOFError, OSError):
-                    answer = RuntimeError(f"the process of job {worker.index} died")
-                if isinstance(answer, BaseException):
-                    raise answer
-                yield answer
-                if (index := next(pending, None)) is None:
-                    workers.remove(worker)
-                    worker.kill()
-                else:
-                    _send_index(worker, index)
-    finally:
-        for worker in workers:
-            worker.kill()
-
-
-def _start_worker(settings: FuzzSettings) -> _Worker:
-    parent_pipe, child_pipe = Pipe()
-    parent = os.getpid()
-    process = get_context("fork").Process(target=_worker_main, args=(child_pipe, parent, settings))
-    process.start()
-    child_pipe.close()
-    return _Worker(process, parent_pipe)
-
-
-def _send_index(worker: _Worker, index: int) -> None:
-    worker.index = index
-    worker.pipe.send(index)
-
-
-def _worker_main(pipe: Connection, parent: int, settings: FuzzSettings) -> None:
-    """Run jobs until the pipe closes."""
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    with suppress(EOFError):
-        while True:
-            index = pipe.recv()
-            try:
-                answer: Any = run_job(index, settings)
-            except Exception as error:  # an error of the fuzz itself ends it
-                error.add_note(f"in job {index}")
-                answer = error
-            pipe.send(answer)

@@ -26,7 +26,7 @@ Shapes: B sequences of a microbatch, T tokens of a sequence, D model width, V vo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -54,7 +54,7 @@ from weft.data.loader import (
 )
 from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
-from weft.monitor.layer_stats import hook_forward
+from weft.monitor.layer_stats import finite_or_inf, hook_forward, safe_ratio
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import clip_grad_norm, learning_rate, set_learning_rate
 from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
@@ -91,14 +91,13 @@ class StepMeasurement(NamedTuple):
     loss: float
     grad_norm: float
     forward: dict[str, ActivationSums]  # in the order of the forward pass
-    gradients: dict[str, TensorError]  # before clipping
+    gradients: dict[str, TensorError]  # before clipping, in the order of their definition
     updates: dict[str, float]  # error, relative to the length of the reference update
 
 
 class RankMeasurement(NamedTuple):
     """Measurements of a training on one rank."""
 
-    names: list[str]  # of this rank's parameters, in the order of their definition
     initial: dict[str, TensorError]
     steps: list[StepMeasurement]
     eval_loss: float
@@ -127,63 +126,93 @@ def measure_rank(
     """
     if plan.is_compiled:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
-    rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    built = build(plan, rank)
-    params = dict(trainable_parameters(built.model_parts))
-    # Each step changes the biases of experts, too.
-    state: dict[str, Tensor] = params | dict(persistent_buffers(built.model_parts))
-    tensors = _ReferenceTensors(Path(directory) / "one.pt")
-    checkpoints = Path(directory) / "checkpoints"
-    if resume_step:
-        load_checkpoint(
-            checkpoint_path(checkpoints, resume_step), built.model_parts, built.optimizer
-        )
-        tensors.previous = f"params {resume_step}"
-    initial = tensors.compare(tensors.previous, state.items())
-    if corrupt is not None:
-        corrupt(built, plan)
-    noise_model = Noise(plan, noise_seed) if noise_seed else None
-    if noise_model is not None:
-        noise_model.register_hooks(built.model_parts)
-    fingerprints = Fingerprints(built.model_parts, plan.family.blocks)
-    loader = _loader(plan, built.mesh)
-    stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-
+    training = _Training(plan, Path(directory), resume_step, noise_seed)
+    initial = training.compare_initial(corrupt)
     steps = []
     for step in range(resume_step + 1, plan.num_steps + 1):
-        samples = (step - 1) * plan.global_batch_size
-        batches = [_mask_targets(batch) for batch in loader.get_microbatches(samples)]
+        steps.append(training.measure_step(step))
+        if step == save_step:
+            training.save_checkpoint(step)
+    eval_loss = training.evaluate()
+    training.tensors.save()
+    return RankMeasurement(initial, steps, eval_loss, training.tensors.max_param_error)
+
+
+class _Training:
+    """The training of one rank; each step ends with the parameters of the reference."""
+
+    def __init__(self, plan: Plan, directory: Path, resume_step: int, noise_seed: int) -> None:
+        rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        self._plan, self._built = plan, build(plan, rank)
+        model_parts = self._built.model_parts
+        self._params = dict(trainable_parameters(model_parts))
+        # Each step changes the biases of experts, too.
+        self._state: dict[str, Tensor] = self._params | dict(persistent_buffers(model_parts))
+        self.tensors = _ReferenceTensors(directory / "one.pt")
+        self._checkpoints = directory / "checkpoints"
+        if resume_step:
+            path = checkpoint_path(self._checkpoints, resume_step)
+            load_checkpoint(path, model_parts, self._built.optimizer)
+            self.tensors.previous = f"params {resume_step}"
+        self._noise = Noise(plan, noise_seed) if noise_seed else None
+        self._blocks = {
+            name: module
+            for part in model_parts
+            for name, module in part.named_modules()
+            if module in plan.family.blocks(part)
+        }
+        self._loader = _loader(plan, self._built.mesh)
+
+    def compare_initial(self, corrupt: Corruption | None) -> dict[str, TensorError]:
+        """Return the errors of the initial parameters; then corrupt the layout."""
+        initial = self.tensors.compare(self.tensors.previous, self._state.items())
+        if corrupt is not None:
+            corrupt(self._built, self._plan)
+        if self._noise is not None:
+            self._noise.register_hooks(self._built.model_parts)
+        return initial
+
+    def measure_step(self, step: int) -> StepMeasurement:
+        """Train one step and compare it with the reference."""
+        plan, built, noise, params = self._plan, self._built, self._noise, self._params
+        microbatches = self._loader.get_microbatches((step - 1) * plan.global_batch_size)
+        batches = [_mask_targets(batch) for batch in microbatches]
         batch_sizes = [len(batch.tokens_BT) for batch in batches]
-        with note_errors(f"in step {step}"), fingerprints.record(batch_sizes) as forward:
+        with note_errors(f"in step {step}"), record_fingerprints(self._blocks, batch_sizes) as sums:
             loss = built.train_step.forward_backward(batches)
         dist.all_reduce(loss)
-        if noise_model is not None:
-            noise_model.perturb_gradients(params.values(), noise_model.reduce_eps)
-        gradients = tensors.compare(f"gradients {step}", _named_gradients(params))
-        tensors.load_gradients(f"gradients {step}", params)
-        if noise_model is not None:  # rounding in the optimizer, which Muon amplifies
-            noise_model.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
+        if noise is not None:
+            noise.perturb_gradients(params.values(), noise.reduce_eps)
+        gradients = self.tensors.compare(f"gradients {step}", _named_gradients(params))
+        self.tensors.load_gradients(f"gradients {step}", params)
+        if noise is not None:  # rounding in the optimizer, which Muon amplifies
+            noise.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
+        stages = built.mesh.get_group("pp") if plan.pp > 1 else None
         norm = clip_grad_norm(params.values(), plan.job.optim.max_grad_norm, stages)
         lr = learning_rate(step, plan.num_steps, plan.job.optim, built.lr_decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
-        if noise_model is not None:
-            noise_model.perturb_optimizer_states(built.optimizer)
+        if noise is not None:
+            noise.perturb_optimizer_states(built.optimizer)
         built.train_step.balance.reduce_loads()
         built.train_step.balance.step()
         built.optimizer.zero_grad()
-        updates = tensors.compare_updates(f"params {step}", state)
-        steps.append(StepMeasurement(loss.item(), norm.item(), forward, gradients, updates))
-        if step == save_step:
-            with note_errors("in the checkpoint"):
-                manager = CheckpointManager(checkpoints, keep_latest=1)
-                samples = step * plan.global_batch_size
-                manager.save(built.model_parts, built.optimizer, {"step": step, "samples": samples})
-                manager.wait()
-    with note_errors("during evaluation"):
-        eval_loss = built.train_step.evaluate(_validation_batches(plan, built.mesh))
-    tensors.save()
-    return RankMeasurement(list(params), initial, steps, eval_loss, tensors.max_param_error)
+        updates = self.tensors.compare_updates(f"params {step}", self._state)
+        return StepMeasurement(loss.item(), norm.item(), sums, gradients, updates)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save a checkpoint after a step."""
+        with note_errors("in the checkpoint"):
+            manager = CheckpointManager(self._checkpoints, keep_latest=1)
+            position = {"step": step, "samples": step * self._plan.global_batch_size}
+            manager.save(self._built.model_parts, self._built.optimizer, position)
+            manager.wait()
+
+    def evaluate(self) -> float:
+        """Return the validation loss."""
+        with note_errors("during evaluation"):
+            batches = _validation_batches(self._plan, self._built.mesh)
+            return self._built.train_step.evaluate(batches)
 
 
 @contextmanager
@@ -297,30 +326,31 @@ class _Perturb(torch.autograd.Function):
 
 
 class _ReferenceTensors:
-    """The reference tensors, which one process writes and the ranks of a layout read."""
+    """The reference tensors, which one process writes and the ranks of a layout read.
+
+    The process that writes them compares itself with itself.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.expected: dict[str, dict[str, Tensor]] | None = None
-        if path.exists():
-            self.expected = torch.load(path)
-        self.recorded: dict[str, dict[str, Tensor]] = {}
+        self._path, self._is_reference = path, not path.exists()
+        self._tensors: dict[str, dict[str, Tensor]] = {} if self._is_reference else torch.load(path)
         self.previous = "initial"  # name of the parameters before the current step
         self.max_param_error = 0.0
 
+    def _gather(
+        self, key: str, tensors: Iterable[tuple[str, Tensor]]
+    ) -> list[tuple[str, Tensor, Tensor]]:
+        """Return the name, unsharded tensor and reference of each tensor (collective)."""
+        actual = {name: _full_tensor(tensor) for name, tensor in tensors}
+        if self._is_reference:
+            self._tensors[key] = actual
+        return [(name, tensor, self._tensors[key][name]) for name, tensor in actual.items()]
+
     def compare(self, key: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorError]:
         """Return the error of each unsharded tensor (collective)."""
-        errors = {}
-        expected = {} if self.expected is None else self.expected[key]
-        max_abs = max((float(tensor.abs().max()) for tensor in expected.values()), default=0.0)
-        for name, tensor in tensors:
-            actual = _full_tensor(tensor)
-            if self.expected is None:
-                self.recorded.setdefault(key, {})[name] = actual
-                errors[name] = TensorError(0.0, 1.0)
-            else:
-                errors[name] = tensor_error(actual, expected[name], max_abs)
-        return errors
+        gathered = self._gather(key, tensors)
+        max_abs = max(float(tensor.abs().max()) for tensor in self._tensors[key].values())
+        return {name: tensor_error(actual, full, max_abs) for name, actual, full in gathered}
 
     def compare_updates(self, key: str, params: dict[str, Tensor]) -> dict[str, float]:
         """Return each parameter's error, relative to the length of its reference update.
@@ -328,35 +358,28 @@ class _ReferenceTensors:
         Sets the parameters to the reference afterwards.
         """
         errors = {}
-        for name, param in params.items():
-            actual = _full_tensor(param)
-            if self.expected is None:
-                self.recorded.setdefault(key, {})[name] = actual
-                errors[name] = 0.0
-                continue
-            expected = self.expected[key][name]
-            update = expected - self.expected[self.previous][name]
+        for name, actual, expected in self._gather(key, params.items()):
+            update = expected - self._tensors[self.previous][name]
             # Adding a small update rounds to the last place of the parameter.
             rounding = torch.finfo(expected.dtype).eps * expected.abs()
             error = (actual - expected).abs()
             excess = (error - rounding).clamp(min=0.0)
             errors[name] = safe_ratio(excess.norm().item(), update.norm().item())
             self.max_param_error = max(self.max_param_error, finite_or_inf(error.max().item()))
-            _copy_shard(param, expected)
+            _copy_shard(params[name], expected)
         self.previous = key
         return errors
 
     def load_gradients(self, key: str, params: dict[str, nn.Parameter]) -> None:
         """Replace the gradients by the reference gradients."""
-        if self.expected is not None:
-            for name, param in params.items():
-                if param.grad is not None:
-                    _copy_shard(param.grad, self.expected[key][name])
+        for name, param in params.items():
+            if param.grad is not None:
+                _copy_shard(param.grad, self._tensors[key][name])
 
     def save(self) -> None:
         """Save the tensors of the reference process for the ranks of a layout."""
-        if self.expected is None:
-            torch.save(self.recorded, self.path)
+        if self._is_reference:
+            torch.save(self._tensors, self._path)
 
 
 def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> TensorError:
@@ -382,18 +405,6 @@ def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> Tens
     return TensorError(relative, scale)
 
 
-def safe_ratio(a: float, b: float) -> float:
-    """Return ``a / b``; 0 / 0 is 0, and NaN becomes Inf."""
-    if a == 0 and math.isfinite(b):
-        return 0.0
-    return finite_or_inf(a / b) if b else math.inf
-
-
-def finite_or_inf(value: float) -> float:
-    """Return the value if it is finite, else Inf."""
-    return value if math.isfinite(value) else math.inf
-
-
 def _full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
@@ -416,41 +427,33 @@ def _named_gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Ten
 # --------------------------------------------------------------------------- forward
 
 
-class Fingerprints:
-    """Sums of the inputs and outputs of each block."""
+@contextmanager
+def record_fingerprints(
+    blocks: Mapping[str, nn.Module], batch_sizes: Sequence[int]
+) -> Iterator[dict[str, ActivationSums]]:
+    """Record the sums of each block's input and output in one step.
 
-    def __init__(
-        self, model_parts: list[nn.Module], blocks: Callable[[Any], list[nn.Module]]
-    ) -> None:
-        self._blocks: dict[str, nn.Module] = {}
-        for part in model_parts:
-            names = {module: name for name, module in part.named_modules()}
-            self._blocks |= {names[block]: block for block in blocks(part)}
+    ``batch_sizes``: see `hook_forward`.
+    """
+    recorded: dict[str, ActivationSums] = {}
 
-    @contextmanager
-    def record(self, batch_sizes: list[int]) -> Iterator[dict[str, ActivationSums]]:
-        """Record the sums of one step; ``batch_sizes``: of its microbatches, in order."""
-        recorded: dict[str, ActivationSums] = {}
-
-        @torch.no_grad()
-        def add(name: str, batch_size: int, input_: Any, output: Tensor) -> None:
-            for key, value in ((f"before {name}", input_), (f"in {name}", output)):
-                if not isinstance(value, Tensor):
-                    continue
+    @torch.no_grad()
+    def add(name: str, batch_size: int, input_: Any, output: Tensor) -> None:
+        for key, value in ((f"before {name}", input_), (f"in {name}", output)):
+            if isinstance(value, Tensor):
                 x_ND = value.detach()[:batch_size].double().flatten(0, -2)
-                sums = recorded.get(key, ActivationSums(0, 0.0, 0.0))
-                recorded[key] = ActivationSums(
-                    sums.tokens + len(x_ND),
-                    sums.values + x_ND.sum(0).numpy(),
-                    sums.squares + x_ND.square().sum(0).numpy(),
-                )
+                sums = (len(x_ND), x_ND.sum(0).numpy(), x_ND.square().sum(0).numpy())
+                recorded[key] = merge_sums([recorded.get(key, NO_SUMS), ActivationSums(*sums)])
 
-        with hook_forward(self._blocks, batch_sizes, add):
-            yield recorded
+    with hook_forward(blocks, batch_sizes, add):
+        yield recorded
+
+
+NO_SUMS = ActivationSums(0, 0.0, 0.0)
 
 
 def merge_sums(ranks: Iterable[ActivationSums]) -> ActivationSums:
-    """Add up the sums of all ranks."""
+    """Add up the sums of several ranks or microbatches."""
     tokens, values, squares = zip(*ranks, strict=True)
     return ActivationSums(sum(tokens), sum(values), sum(squares))
 

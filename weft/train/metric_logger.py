@@ -26,8 +26,7 @@ from weft.monitor.event_log import EventLog
 from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import record_step_seconds
 from weft.monitor.jsonl import Tail, add_anomalies, read_tail
-from weft.monitor.layer_grad_norms import LayerGradNorms
-from weft.monitor.layer_stats import LayerStats
+from weft.monitor.layer_stats import LayerGradNorms, LayerStats
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.spans import flush_spans
 from weft.monitor.step_record import StepRecord, rank_stats
@@ -148,7 +147,7 @@ class MetricLogger:
         self._layer_grad_norms: LayerGradNorms | None = None
         if plan.job.monitor.layer_grad_norms:
             blocks = plan.family.blocks
-            self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks, plan.pp)
+            self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks)
         self._sources = SourceLosses(dataset.shares, rank.device)
         self._metrics = RunningMean(built.train_step.objective.metrics, rank.device)
         self._stragglers = StragglerDetector()

@@ -26,7 +26,7 @@ from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, tr
 from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
-from weft.monitor.layer_stats import LayerStats, select_layers
+from weft.monitor.layer_stats import LayerStats, name_layers
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
@@ -220,7 +220,7 @@ def open_layer_stats(built: Built) -> LayerStats:
     if plan.pipeline is not None:
         stages = plan.pipeline.stages_on_rank(built.mesh.coordinates["pp"])
     layers = [
-        (stage, select_layers(part, set(blocks(part))))
+        (stage, name_layers(part, set(blocks(part))))
         for stage, part in zip(stages, model_parts, strict=True)
     ]
     path = plan.run_path / "statistics.jsonl"
