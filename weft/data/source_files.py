@@ -55,6 +55,11 @@ class File:
     size_bytes: int
     version: str
 
+    @property
+    def identity(self) -> list[object]:
+        """Return what identifies the content of a file, without its path, as JSON types."""
+        return [self.name, self.size_bytes, self.version]
+
 
 def is_remote(path: str) -> bool:
     """Return True if a path is a URL."""
@@ -124,7 +129,7 @@ def _filesystem(scheme: str) -> Any:
         remedy = "run pip install 'weft[s3]' for s3://; for others, the package that fsspec names"
     except ValueError as error:
         rule, remedy = str(error), "use a path, s3://bucket/prefix or hf://org/name"
-    raise InvalidConfig([ConfigError("data.path", f"{scheme}://", rule, remedy)])
+    raise path_error(f"{scheme}://", rule, remedy)
 
 
 def list_remote_files(url: str) -> list[File]:
@@ -146,7 +151,7 @@ def list_remote_files(url: str) -> list[File]:
     except Exception as error:
         rule = f"cannot be listed: {type(error).__name__}: {error}"
         remedy = "check the name, the credentials and the endpoint"
-        raise InvalidConfig([ConfigError("data.path", url, rule, remedy)]) from error
+        raise path_error(url, rule, remedy) from error
     files = []
     for path, info in sorted(entries.items()):
         if info.get("type", "file") != "file":
@@ -198,17 +203,22 @@ def open_file(file: File) -> Iterator[BinaryIO]:
         yield stream
 
 
+def path_error(path: str, rule: str, remedy: str = "") -> InvalidConfig:
+    """Return an error of ``data.path``."""
+    return InvalidConfig([ConfigError("data.path", path, rule, remedy)])
+
+
 def unreadable_error(file: File, error: Exception) -> InvalidConfig:
     """Return the error for a source file that cannot be opened or read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     remedy = "make the file readable, or give other files"
-    return InvalidConfig([ConfigError("data.path", file.path, f"cannot be read: {reason}", remedy)])
+    return path_error(file.path, f"cannot be read: {reason}", remedy)
 
 
 def changed_error(file: File) -> InvalidConfig:
     """Return the error for a file that changed after it was found or first read."""
     rule, remedy = "changed while it was being prepared", "run again when the file is complete"
-    return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
+    return path_error(file.path, rule, remedy)
 
 
 class DecompressionError(Exception):
@@ -228,29 +238,22 @@ def decompress_stream(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
 
     Args:
         stream: the compressed file, opened for reading.
-        name: file name with its suffix, such as ``.gz`` or ``.zst``.
+        name: file name with its suffix, ``.gz`` or ``.zst``.
         size_bytes: size of the compressed file.
     """
-    name = name.lower()
-    if name.endswith(".gz"):
-        return _buffer_frames(stream, partial(zlib.decompressobj, wbits=31), zlib.error, size_bytes)
-    if name.endswith(".zst"):
+    if name.lower().endswith(".gz"):
+        new_decoder: Callable[[], Any] = partial(zlib.decompressobj, wbits=31)
+        frames = _FrameReader(stream, new_decoder, zlib.error, size_bytes)
+    else:
         try:
             import zstandard
         except ImportError as error:
             rule, remedy = "needs zstandard, which is not installed", "run pip install 'weft[data]'"
-            raise InvalidConfig([ConfigError("data.path", ".zst", rule, remedy)]) from error
+            raise path_error(".zst", rule, remedy) from error
         # The window costs memory, and a small file needs no large one.
         window = min(1 << 31, max(1 << 27, 64 * size_bytes))
         new_decoder = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
-        return _buffer_frames(stream, new_decoder, zstandard.ZstdError, size_bytes)
-    return stream
-
-
-def _buffer_frames(
-    stream: BinaryIO, new_decoder: Callable[[], Any], error: type[Exception], size_bytes: int
-) -> BinaryIO:
-    frames = _FrameReader(stream, new_decoder, error, max_content_bytes(size_bytes))
+        frames = _FrameReader(stream, new_decoder, zstandard.ZstdError, size_bytes)
     return cast(BinaryIO, io.BufferedReader(frames, 1 << 20))
 
 
@@ -266,10 +269,10 @@ class _FrameReader(io.RawIOBase):
         stream: BinaryIO,
         new_decoder: Callable[[], Any],
         error: type[Exception],
-        limit_bytes: int,
+        size_bytes: int,
     ) -> None:
         self._stream, self._new_decoder, self._error = stream, new_decoder, error
-        self._limit_bytes = self._remaining_bytes = limit_bytes
+        self._limit_bytes = self._remaining_bytes = max_content_bytes(size_bytes)
         self._decoder: Any = None
         self._input = b""
         self._output = memoryview(b"")

@@ -16,19 +16,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from weft.config.errors import ConfigError, InvalidConfig, truncate_list
+from weft.config.errors import truncate_list
 from weft.config.schema import DataSection
-from weft.data.prepared_cache import (
-    Progress,
-    Report,
-    convert_cache_errors,
-    progress_counter,
-    read_scans,
-    write_scans,
-)
-from weft.data.source_files import File, changed_error, open_file, unreadable_error
+from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
+from weft.data.source_files import File, changed_error, open_file, path_error, unreadable_error
 from weft.data.token_shards import (
     CHUNK_BYTES,
     BatchEncoder,
@@ -41,10 +35,10 @@ from weft.data.token_shards import (
     load_finished_shard,
     write_shard,
 )
-from weft.data.token_store import SPLITS, Split, SplitName, hash_json
+from weft.data.token_store import SPLITS, Split, SplitName
 from weft.data.workers import Advance
 
-FORMAT = 2  # of cached scans
+FORMAT = 3  # of cached scans
 BLOCK_BYTES = 1 << 20
 MIN_WHOLE_DOCUMENTS = 20  # with fewer, the validation set consists of tails
 
@@ -180,43 +174,27 @@ def _scan_files(
             changed_ns = Path(file.path).stat().st_ctime_ns
         except OSError as error:
             raise unreadable_error(file, error) from error
-        states.append([file.path, file.size_bytes, file.version, changed_ns])
-    cache_file = (
-        cache / "scans" / f"{hash_json([FORMAT, CHUNK_BYTES, validation_fraction, states])}.json"
-    )
-    if (rows := read_scans(cache_file)) is not None:
-        return [
-            TextScan(
-                file, content_hash, cuts, tail, InvalidText(*error.values()) if error else None
-            )
-            for file, (content_hash, cuts, tail, error) in zip(files, rows, strict=True)
-        ]
-    advance = progress_counter(report, "reading the text", sum(file.size_bytes for file in files))
-    scans = []
-    for file in files:
-        scans.append(scan_file(file, validation_fraction))
-        advance(file.size_bytes)
-    rows = [
-        [s.content_hash, s.cuts, s.tail_start, s.error and _error_to_dict(s.error)] for s in scans
-    ]
-    with convert_cache_errors(cache):
-        write_scans(cache_file, rows)
-    return scans
+        states.append([file.path, *file.identity, changed_ns])
 
+    def scan() -> list[TextScan]:
+        total = sum(file.size_bytes for file in files)
+        advance = progress_counter(report, "reading the text", total)
+        return [scan_file(file, validation_fraction, advance) for file in files]
 
-def _error_to_dict(error: InvalidText) -> dict[str, int | str]:
-    return {"offset": error.offset, "line": error.line, "what": error.reason}
+    key = [FORMAT, CHUNK_BYTES, validation_fraction, states]
+    return load_or_scan(cache, key, TypeAdapter(list[TextScan]), scan)
 
 
 # --------------------------------------------------------------------------- scanning
 
 
-def scan_file(file: File, validation_fraction: float) -> TextScan:
+def scan_file(file: File, validation_fraction: float, advance: Advance) -> TextScan:
     """Read a document once, in blocks.
 
     Args:
         file: a file of ``data.path``.
         validation_fraction: fraction of the document in its tail.
+        advance: is called with the bytes read since the last call.
 
     Raises:
         InvalidConfig: the file cannot be read.
@@ -236,6 +214,7 @@ def scan_file(file: File, validation_fraction: float) -> TextScan:
                 hasher.update(block)
                 validator.feed(block, size)
                 size += len(block)
+                advance(len(block))
                 while len(pending) > CHUNK_BYTES:
                     cut = find_cut(pending, 0, CHUNK_BYTES)
                     cuts.append(cuts[-1] + cut)
@@ -314,17 +293,12 @@ def select_text(
         f"{name}: byte {error.offset}, line {error.line}: {error.reason}" for name, error in invalid
     ]
     count = "has a file that is" if len(invalid) == 1 else f"has {len(invalid)} files that are"
-    raise InvalidConfig(
-        [
-            ConfigError(
-                "data.path",
-                path,
-                f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
-                "set data.invalid_utf8=skip to skip such files (best for binary files), "
-                "data.invalid_utf8=replace to replace invalid bytes by U+FFFD, "
-                "or give a path with only text",
-            )
-        ]
+    raise path_error(
+        path,
+        f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
+        "set data.invalid_utf8=skip to skip such files (best for binary files), "
+        "data.invalid_utf8=replace to replace invalid bytes by U+FFFD, "
+        "or give a path with only text",
     )
 
 
@@ -362,18 +336,14 @@ def split_documents(
     train, validation = [], []
     for scan in scans:
         begin, end = scan.cuts[0], scan.cuts[-1]
-        cut = (
-            scan.tail_start
-            if not validation_hashes
-            else begin
-            if scan.content_hash in validation_hashes
-            else end
-        )
-        train.append(DocumentPart(scan, begin, cut))
-        validation.append(DocumentPart(scan, cut, end))
-    return [part for part in train if part.begin < part.end], [
-        part for part in validation if part.begin < part.end
-    ]
+        cut = scan.tail_start
+        if validation_hashes:
+            cut = begin if scan.content_hash in validation_hashes else end
+        if begin < cut:
+            train.append(DocumentPart(scan, begin, cut))
+        if cut < end:
+            validation.append(DocumentPart(scan, cut, end))
+    return train, validation
 
 
 def _select_validation_documents(scans: Sequence[TextScan], validation_fraction: float) -> set[str]:

@@ -8,7 +8,7 @@ writes a shard to a temporary file, flushes and renames it, and then writes a *r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,11 +36,17 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class BuiltSplits(NamedTuple):
-    """Both splits, and the dtype of their tokens."""
+    """Both splits, the dtype of their tokens, and what else only conversations have.
+
+    ``entropy_nats``: see `unigram_entropy_nats`, which computes it if it is None; ``files``: the
+    names of the files that the index of conversations refers to.
+    """
 
     train: Split
     validation: Split
     dtype: Dtype
+    entropy_nats: float | None = None
+    files: Sequence[str] = ()
 
 
 class IncompleteTail(NamedTuple):
