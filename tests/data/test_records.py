@@ -78,10 +78,6 @@ def test_documents_of_each_format_are_the_same(name: str, tmp_path: Path) -> Non
     assert read(tmp_path / name) == expected
     for size in (1, 100, 1000, 5003, 6000):
         assert read(tmp_path / name, size) == expected, size
-    file = stat_local_file(tmp_path / name, name)
-    [unit] = divide_file(file, 1 << 30)
-    for after in (1, 69, 70, 71, len(TEXTS)):
-        assert list(read_documents(unit, "text", "error", after)) == expected[after:]
 
 
 def test_units_of_any_size_have_each_line_once(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import TypeAdapter
 from xxhash import xxh3_64_intdigest
 
@@ -32,16 +31,14 @@ from weft.data.records import Document, Invalid, InvalidRecord, read_documents
 from weft.data.source import SourceRef
 from weft.data.source_files import changed_error, path_error
 from weft.data.token_shards import (
-    BatchEncoder,
     BuiltSplits,
     Encoder,
     IncompleteTail,
-    Tokens,
+    TextChunk,
+    build_shards,
     insufficient_data_error,
     load_encoder,
-    load_finished_shard,
     split_chunks,
-    write_shard,
 )
 from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split
 from weft.data.workers import Advance, choose_num_processes, parallel_map
@@ -67,9 +64,9 @@ class RecordReader:
         """Return True if the document with this text is in the validation split."""
         return xxh3_64_intdigest(data) < self.validation_threshold
 
-    def read_texts(self, fragment: FileFragment, skip_rows: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield number and text of valid documents after the first ``skip_rows`` rows."""
-        for record in read_documents(fragment, self.field, self.invalid, skip_rows):
+    def read_texts(self, fragment: FileFragment) -> Iterator[tuple[int, bytes]]:
+        """Yield number and text of the valid documents of a fragment."""
+        for record in read_documents(fragment, self.field, self.invalid):
             if isinstance(record, Document) and record.data and not record.data.isspace():
                 yield record.number, record.data
 
@@ -362,27 +359,19 @@ def _tokenize(task: _TokenizeTask, advance: Advance) -> tuple[list[Shard], list[
     """Return train and validation shards, one of each per row group with documents."""
     encoder = _load_encoder_once(task.directory / TOKENIZER_FILE)
     shards: tuple[list[Shard], list[Shard]] = ([], [])
-    documents: Iterator[tuple[int, bytes]] | None = None
+    documents = task.reader.read_texts(task.fragment)
     begin = 0
-    for index, group in enumerate(task.row_groups):
-        files = [task.directory / f"{s}-{task.fragment_index:05d}-{index:05d}.bin" for s in SPLITS]
-        split_indices = [split_index for split_index in (0, 1) if group.documents[split_index]]
-        group_shards = [
-            load_finished_shard(files[split_index], encoder) for split_index in split_indices
-        ]
-        if None in group_shards:
-            documents = documents or task.reader.read_texts(task.fragment, begin)
-            tokens = _encode_row_group(group, documents, task, BatchEncoder(encoder, advance))
-            group_shards = [
-                write_shard(files[split_index], np.concatenate(tokens[split_index]), encoder)
-                for split_index in split_indices
-            ]
-        else:
-            documents = None  # reopen the file after this row group
-            advance(sum(group.text_bytes))
-        for split_index, shard in zip(split_indices, group_shards, strict=True):
-            assert shard is not None
-            shards[split_index].append(shard)
+    for number, group in enumerate(task.row_groups):
+        suffix = f"{task.fragment_index:05d}-{number:05d}.bin"
+        files = {
+            index: task.directory / f"{name}-{suffix}"
+            for index, name in enumerate(SPLITS)
+            if group.documents[index]
+        }
+        chunks = _read_row_group(task, documents, begin, group)
+        built = build_shards(files, sum(group.text_bytes), chunks, encoder, advance)
+        for index, shard in built.items():
+            shards[index].append(shard)
         begin = group.end
     return shards
 
@@ -393,26 +382,25 @@ def _load_encoder_once(file: Path) -> Encoder:
     return load_encoder(file)
 
 
-def _encode_row_group(
-    group: RowGroup,
-    documents: Iterator[tuple[int, bytes]],
-    task: _TokenizeTask,
-    encoder: BatchEncoder,
-) -> tuple[list[Tokens], list[Tokens]]:
-    """Return the tokens of a row group in chunks, train and validation."""
-    tokens: tuple[list[Tokens], list[Tokens]] = ([], [])
-    actual = RowGroup(0)
+def _read_row_group(
+    task: _TokenizeTask, documents: Iterator[tuple[int, bytes]], begin: int, group: RowGroup
+) -> Iterator[TextChunk]:
+    """Yield the text of the documents after line or row ``begin``, up to the group's end.
+
+    Raises:
+        InvalidConfig: the file has changed since the scan.
+    """
+    actual = RowGroup(begin)
     while actual.end < group.end:
         number, data = next(documents, (group.end + 1, b""))
-        if number > group.end:
-            raise changed_error(task.fragment.file)
+        if number <= begin:  # in a group whose shards are complete
+            continue
         split_index = int(task.reader.is_validation(data))
         actual.add(number, split_index, len(data))
-        for begin, end in split_chunks(data):
-            encoder.add(
-                data[begin:end].decode(), end - begin, end == len(data), tokens[split_index]
-            )
-    encoder.flush()
+        if number > group.end or actual.documents[split_index] > group.documents[split_index]:
+            raise changed_error(task.fragment.file)
+        for first, end in split_chunks(data):
+            text = data[first:end].decode()
+            yield TextChunk(text, end - first, end == len(data), split_index)
     if actual != group:
         raise changed_error(task.fragment.file)
-    return tokens

@@ -107,25 +107,18 @@ def divide_file(file: File, size: int) -> list[FileFragment]:
     return [FileFragment(file, kind, 0, 0, file.size_bytes)]
 
 
-def read_tables(
-    fragment: FileFragment, columns: Sequence[str], skip_rows: int = 0
-) -> Iterator[Any]:
-    """Yield the rows after the first ``skip_rows`` as pyarrow tables or batches.
-
-    The tables have the columns that exist.
+def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield the rows as pyarrow tables or batches, with the columns that exist.
 
     Raises:
         InvalidConfig: the file cannot be read, is damaged, or has none of the columns.
     """
     if fragment.kind in ("disk", "hub"):
-        yield from _read_dataset(fragment, columns, skip_rows)
+        yield from _read_dataset(fragment, columns)
         return
     with open_file(fragment.file) as stream:
         read = _read_parquet if fragment.kind == "parquet" else _read_arrow
-        for table in read(fragment, stream, columns):
-            if skip_rows < len(table):
-                yield table.slice(skip_rows)
-            skip_rows = max(0, skip_rows - len(table))
+        yield from read(fragment, stream, columns)
 
 
 def describe_fields(field: str, names: Iterable[str]) -> str:
@@ -272,7 +265,7 @@ def _slice_batches(file: File, batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _text_sizes(column: Any) -> Any:
-    """Validate a column; return the sizes of its texts in bytes, or None without texts.
+    """Validate a column; return the sizes of its texts in bytes, or None.
 
     The encoding of the texts is not validated.
     """
@@ -297,14 +290,14 @@ def _text_sizes(column: Any) -> Any:
     return sizes if indices is None else sizes.take(indices)
 
 
-def read_text_column(fragment: FileFragment, name: str, skip_rows: int) -> Iterator[bytes | None]:
+def read_text_column(fragment: FileFragment, name: str) -> Iterator[bytes | None]:
     """Yield a column of texts as bytes: ``data.invalid_utf8`` decides about UTF-8.
 
     Raises:
         InvalidConfig: the column does not exist or holds no texts, or the file cannot be read.
     """
     pa = _import_pyarrow(fragment.file)
-    for table in read_tables(fragment, [name], skip_rows):
+    for table in read_tables(fragment, [name]):
         column = table.column(name)
         text_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         is_text_type = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
@@ -395,12 +388,12 @@ def _hub_error(url: str, error: Exception) -> InvalidConfig:
     return path_error(url, rule, remedy)
 
 
-def _read_dataset(fragment: FileFragment, columns: Sequence[str], skip_rows: int) -> Iterator[Any]:
+def _read_dataset(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]:
     file = fragment.file
     if fragment.kind == "disk":
         data = _load_saved(file.path)
         names = data.column_names  # the order of the columns
-        data = data.select(range(fragment.begin + skip_rows, fragment.end))
+        data = data.select(range(fragment.begin, fragment.end))
     else:
         data, names = _open_stream(file), columns
         if fragment.end > 1:
@@ -408,8 +401,6 @@ def _read_dataset(fragment: FileFragment, columns: Sequence[str], skip_rows: int
     if data.column_names is not None:  # so that nothing else is decoded
         existing = _select_columns(file, columns, data.column_names)
         data = data.select_columns([name for name in names if name in existing])
-    if fragment.kind == "hub":
-        data = data.skip(skip_rows)
     try:
         for table in data.with_format("arrow").iter(batch_size=ROWS_PER_READ):
             existing = _select_columns(file, columns, table.column_names)
@@ -427,10 +418,8 @@ def _read_dataset(fragment: FileFragment, columns: Sequence[str], skip_rows: int
 # --------------------------------------------------------------------------- a user's function
 
 
-def read_user_rows(
-    file: File, columns: Sequence[str], skip_rows: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Yield rows after the first ``skip_rows``, with the columns that exist.
+def read_user_rows(file: File, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a function, with the columns that exist.
 
     Raises:
         InvalidConfig: the function raises, or a row is neither text nor a mapping.
@@ -439,8 +428,6 @@ def read_user_rows(
     try:
         rows: Iterable[Any] = load_user_function(file.path)()
         for number, row in enumerate(rows, 1):
-            if number <= skip_rows:
-                continue
             if isinstance(row, str):
                 yield {columns[0]: row}
                 continue

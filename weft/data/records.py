@@ -49,15 +49,15 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    fragment: FileFragment, field: str, invalid: Invalid, skip_rows: int = 0
+    fragment: FileFragment, field: str, invalid: Invalid
 ) -> Iterator[Document | InvalidRecord]:
-    """Yield the documents of a fragment after the first ``skip_rows`` lines or rows.
+    """Yield the documents of a fragment.
 
     Raises:
         InvalidConfig: the file cannot be read, does not match its suffix, or lacks the field.
     """
     if fragment.kind == "jsonl":
-        for number, line in _read_lines(fragment, skip_rows):
+        for number, line in _read_lines(fragment):
             if isinstance(line, InvalidRecord):
                 yield line
             elif line.isspace():
@@ -66,7 +66,7 @@ def read_documents(
                 yield _parse_document(number, line, field, invalid)
         return
     read = _read_user_texts if fragment.kind == "own" else read_text_column
-    for number, data in enumerate(read(fragment, field, skip_rows), skip_rows + 1):
+    for number, data in enumerate(read(fragment, field), 1):
         yield _row_to_document(number, data, invalid)
 
 
@@ -98,9 +98,7 @@ def read_lines(
 # --------------------------------------------------------------------------- lines
 
 
-def _read_lines(
-    fragment: FileFragment, skip_rows: int = 0
-) -> Iterator[tuple[int, bytes | InvalidRecord]]:
+def _read_lines(fragment: FileFragment) -> Iterator[tuple[int, bytes | InvalidRecord]]:
     """Yield the lines that begin in the fragment, with their numbers.
 
     Raises:
@@ -135,8 +133,7 @@ def _read_lines(
                     reason = f"is longer than {MAX_LINE_BYTES >> 20} MiB; use one line per document"
                     yield number, InvalidRecord(number, reason, is_fatal=True)
                     return
-                if number > skip_rows:
-                    yield number, line
+                yield number, line
         except DecompressionError as error:
             yield number + 1, InvalidRecord(number + 1, str(error), is_fatal=True)
         except OSError as error:
@@ -208,9 +205,8 @@ def _describe_type(value: object) -> str:
 # --------------------------------------------------------------------------- rows
 
 
-def _read_user_texts(fragment: FileFragment, field: str, skip_rows: int) -> Iterator[bytes | None]:
-    rows = read_user_rows(fragment.file, [field], skip_rows)
-    for number, row in enumerate(rows, skip_rows + 1):
+def _read_user_texts(fragment: FileFragment, field: str) -> Iterator[bytes | None]:
+    for number, row in enumerate(read_user_rows(fragment.file, [field]), 1):
         text = row[field]
         if text is not None and not isinstance(text, str):
             raise table_error(fragment.file, f"has no text in the column {field!r} of row {number}")

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal
 
-import numpy as np
 from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
@@ -25,17 +24,15 @@ from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_co
 from weft.data.source_files import File, changed_error, open_file, path_error, unreadable_error
 from weft.data.token_shards import (
     CHUNK_BYTES,
-    BatchEncoder,
     BuiltSplits,
     Encoder,
     IncompleteTail,
-    Tokens,
+    TextChunk,
+    build_shards,
     find_cut,
     insufficient_data_error,
-    load_finished_shard,
-    write_shard,
 )
-from weft.data.token_store import SPLITS, Split, SplitName
+from weft.data.token_store import SPLITS, Shard, Split, SplitName
 from weft.data.workers import Advance
 
 FORMAT = 3  # of cached scans
@@ -199,66 +196,50 @@ def scan_file(file: File, validation_fraction: float, advance: Advance) -> TextS
     Raises:
         InvalidConfig: the file cannot be read.
     """
-    hasher, validator = xxh3_128(), _TextValidator()
-    size = 0
-    cuts: list[int] = []
-    pending = b""  # the bytes since the last cut
+    hasher = xxh3_128()
+    pending, error = b"", None
+    size = num_newlines = 0
     with open_file(file) as stream:
         try:
+            cuts = [3 if stream.read(3) == codecs.BOM_UTF8 else 0]
+            stream.seek(0)
             while block := stream.read(BLOCK_BYTES):
-                if not cuts:
-                    cuts.append(3 if block.startswith(codecs.BOM_UTF8) else 0)
-                    pending = block[cuts[0] :]
-                else:
-                    pending += block
+                pending += block if size else block[cuts[0] :]
                 hasher.update(block)
-                validator.feed(block, size)
                 size += len(block)
                 advance(len(block))
-                while len(pending) > CHUNK_BYTES:
-                    cut = find_cut(pending, 0, CHUNK_BYTES)
+                is_end = size == file.size_bytes
+                while len(pending) > CHUNK_BYTES or (is_end and pending):
+                    cut = len(pending)
+                    if cut > CHUNK_BYTES:
+                        cut = find_cut(pending, 0, CHUNK_BYTES)
+                    chunk, pending = pending[:cut], pending[cut:]
+                    error = error or _find_invalid_byte(chunk, cuts[-1], num_newlines)
+                    num_newlines += chunk.count(b"\n")
                     cuts.append(cuts[-1] + cut)
-                    pending = pending[cut:]
-            validator.feed(b"", size, final=True)
-            cuts = cuts or [0]
-            if pending:
-                cuts.append(size)
             tail_start = _find_tail(stream, cuts[0], size, validation_fraction)
-        except OSError as error:
-            raise unreadable_error(file, error) from error
-    return TextScan(file, hasher.hexdigest(), cuts, tail_start, validator.error)
+        except OSError as failure:
+            raise unreadable_error(file, failure) from failure
+    if pending or size != file.size_bytes:
+        raise changed_error(file)
+    return TextScan(file, hasher.hexdigest(), cuts, tail_start, error)
 
 
-class _TextValidator:
-    """Incremental search for the first byte that is not UTF-8 text."""
-
-    def __init__(self) -> None:
-        self.error: InvalidText | None = None
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._newlines = 0
-
-    def feed(self, block: bytes, position: int, final: bool = False) -> None:
-        if self.error:
-            return
-        offset, reason = None, ""
-        undecoded = len(self._decoder.getstate()[0])
-        try:
-            self._decoder.decode(block, final)
-        except UnicodeDecodeError as error:
-            offset = position - undecoded + error.start
-            reason = "UTF-16 byte order mark" if _is_utf16(error.object, offset) else "not UTF-8"
-        # UTF-8 allows NUL, but only binary files contain it.
-        nul = block.find(0)
-        if nul >= 0 and (offset is None or position + nul < offset):
-            offset, reason = position + nul, "NUL, as in a binary file"
-        if offset is not None:
-            line = self._newlines + block.count(b"\n", 0, max(0, offset - position)) + 1
-            self.error = InvalidText(offset, line, reason)
-        self._newlines += block.count(b"\n")
-
-
-def _is_utf16(data: bytes, offset: int) -> bool:
-    return offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+def _find_invalid_byte(chunk: bytes, begin: int, num_newlines: int) -> InvalidText | None:
+    """Return the first byte that is not UTF-8 text in a chunk from byte ``begin``."""
+    # UTF-8 allows NUL, but only binary files contain it.
+    offset, reason = chunk.find(0), "NUL, as in a binary file"
+    try:
+        chunk.decode()
+    except UnicodeDecodeError as error:
+        if offset < 0 or error.start < offset:
+            is_utf16 = chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            offset, reason = error.start, "not UTF-8"
+            if is_utf16 and begin == offset == 0:
+                reason = "UTF-16 byte order mark"
+    if offset < 0:
+        return None
+    return InvalidText(begin + offset, num_newlines + chunk.count(b"\n", 0, offset) + 1, reason)
 
 
 def _find_tail(file: BinaryIO, begin: int, size: int, validation_fraction: float) -> int:
@@ -368,23 +349,18 @@ def _select_validation_documents(scans: Sequence[TextScan], validation_fraction:
 # --------------------------------------------------------------------------- shards
 
 
-class _Chunk(NamedTuple):
-    scan: TextScan
-    begin: int
-    end: int
-    ends_part: bool  # a separator follows it
-
-
-def _group_chunks(parts: Sequence[DocumentPart], shard_bytes: int) -> Iterator[list[_Chunk]]:
-    """Yield the chunks of each shard, in order."""
-    shard: list[_Chunk] = []
+def _group_chunks(
+    parts: Sequence[DocumentPart], shard_bytes: int
+) -> Iterator[list[tuple[DocumentPart, int, int]]]:
+    """Yield the chunks of each shard, in order: part, begin and end."""
+    shard: list[tuple[DocumentPart, int, int]] = []
     size = 0
     for part in parts:
         for begin, end in part.chunks():
             if shard and size + end - begin > shard_bytes:
                 yield shard
                 shard, size = [], 0
-            shard.append(_Chunk(part.scan, begin, end, end == part.end))
+            shard.append((part, begin, end))
             size += end - begin
     yield shard
 
@@ -397,18 +373,14 @@ def _build_split(
     encoder: Encoder,
     advance: Advance,
 ) -> Split:
-    shards = []
-    for index, chunks in enumerate(_group_chunks(parts, shard_bytes)):
+    shards: list[Shard] = []
+    for index, group in enumerate(_group_chunks(parts, shard_bytes)):
+        texts = (
+            TextChunk(read_chunk(part.scan, begin, end), end - begin, end == part.end)
+            for part, begin, end in group
+        )
+        size = sum(end - begin for _, begin, end in group)
         file = directory / f"{name}-{index:05d}.bin"
-        if shard := load_finished_shard(file, encoder):
-            advance(sum(chunk.end - chunk.begin for chunk in chunks))
-        else:
-            tokens: list[Tokens] = []
-            batches = BatchEncoder(encoder, advance)
-            for scan, begin, end, ends_part in chunks:
-                batches.add(read_chunk(scan, begin, end), end - begin, ends_part, tokens)
-            batches.flush()
-            shard = write_shard(file, np.concatenate(tokens), encoder)
-        shards.append(shard)
+        shards += build_shards({0: file}, size, texts, encoder, advance).values()
     text_bytes = sum(part.text_bytes for part in parts)
     return Split(len(parts), text_bytes, sum(shard.tokens for shard in shards), shards)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.config.errors import WeftError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def parallel_map(
         num_processes, context, initializer=_init_worker, initargs=(shared, threads)
     ) as pool:
         try:
-            indices = {pool.submit(_run_item, function, item): n for n, item in enumerate(items)}
+            indices = {pool.submit(function, item, _advance): n for n, item in enumerate(items)}
             pending = set(indices)
             while pending:
                 done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
@@ -76,10 +76,7 @@ def parallel_map(
                 advance(current - reported)
                 reported = current
                 for future in done:
-                    result = future.result()
-                    if isinstance(result, _ConfigFailure):
-                        raise InvalidConfig(result.problems)
-                    yield indices[future], result
+                    yield indices[future], future.result()
         except BrokenProcessPool as error:
             reason = "a process that prepares the data was killed, possibly out of memory"
             raise WeftError(f"{reason}; run the same command to resume") from error
@@ -109,16 +106,3 @@ def _advance(size: int) -> None:
         raise _Cancelled
     with _shared.get_lock():
         _shared[0] += size
-
-
-class _ConfigFailure(NamedTuple):
-    """Errors of an InvalidConfig, which cannot be pickled."""
-
-    problems: list[ConfigError]
-
-
-def _run_item(function: Callable[[T, Advance], R], item: T) -> R | _ConfigFailure:
-    try:
-        return function(item, _advance)
-    except InvalidConfig as invalid:
-        return _ConfigFailure(invalid.problems)
