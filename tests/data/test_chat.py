@@ -551,6 +551,10 @@ def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(InvalidConfig, match=r"a\.parquet:1: is not JSON-serializable: .*bytes"):
         prepare_data(chosen, tmp_path / "cache")
+    prompts = pa.array([b"good", b"a\xffb"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": prompts, "response": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=r"a line .*:\n  a\.parquet:2: is not UTF-8 \(byte 1"):
+        prepare_data(chosen, tmp_path / "cache")
 
 
 def test_chat_too_few_conversations_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from weft.config.errors import InvalidConfig
 from weft.data import records
 from weft.data.fragments import divide_file
 from weft.data.records import Document, InvalidRecord, read_documents
-from weft.data.source_files import stat_local_file
+from weft.data.source import stat_local_file
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'weft[data]'")
 zstandard = pytest.importorskip("zstandard", reason="pip install 'weft[data]'")

@@ -10,8 +10,7 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import text_files as textfiles
-from weft.data.source import detect_source
-from weft.data.source_files import File, stat_local_file
+from weft.data.source import File, detect_source, stat_local_file
 from weft.data.text_files import (
     DocumentPart,
     TextScan,

@@ -14,7 +14,7 @@ import os
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +36,8 @@ from weft.data.chat import (
 from weft.data.fragments import FileFragment, list_fragments
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
-from weft.data.source import SourceRef
-from weft.data.source_files import changed_error, path_error
-from weft.data.token_shards import BuiltSplits, Encoder, IncompleteTail, entropy_nats
+from weft.data.source import SourceRef, changed_error, path_error
+from weft.data.token_shards import BuiltSplits, Corpus, Encoder, entropy_nats
 from weft.data.token_store import (
     FORMAT,
     SPLITS,
@@ -56,8 +55,8 @@ LAYOUT_VERSION = 2  # of the files of a store; part of its cache key
 
 
 @dataclass(frozen=True)
-class ConversationCorpus:
-    """Validated conversations: a `weft.data.token_shards.Corpus`.
+class ConversationCorpus(Corpus):
+    """Validated conversations.
 
     Attributes:
         hashes: hash of each line, uint64 (lines,).
@@ -69,8 +68,6 @@ class ConversationCorpus:
     fragments: list[FileFragment]
     hashes: NDArray[np.uint64]
     validation_threshold: int
-    text_bytes: int = 0  # no tokenizer is trained on conversations
-    skip_counts: IncompleteTail = field(default_factory=IncompleteTail)
 
     @property
     def cache_key(self) -> object:
@@ -87,10 +84,6 @@ class ConversationCorpus:
         ]
         names = [_fragment_name(fragment) for fragment in self.fragments]
         return [settings, [names, xxh3_128_hexdigest(self.hashes.data)]]
-
-    def sample_texts(self, max_bytes: int) -> Iterator[str]:
-        """Yield nothing: a chat template needs the tokenizer of its model."""
-        return iter(())
 
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""

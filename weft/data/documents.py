@@ -28,10 +28,10 @@ from weft.config.schema import DataSection
 from weft.data.fragments import FileFragment, list_fragments
 from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
 from weft.data.records import Document, Invalid, InvalidRecord, read_documents
-from weft.data.source import SourceRef
-from weft.data.source_files import changed_error, path_error
+from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import (
     BuiltSplits,
+    Corpus,
     Encoder,
     IncompleteTail,
     TextChunk,
@@ -112,8 +112,8 @@ class RecordScan:
 
 
 @dataclass(frozen=True)
-class RecordCorpus:
-    """Scanned files of documents: a `weft.data.token_shards.Corpus`."""
+class RecordCorpus(Corpus):
+    """Scanned files of documents."""
 
     fragments: list[FileFragment]
     scans: list[RecordScan]

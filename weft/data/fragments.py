@@ -19,19 +19,17 @@ from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.data.prepared_cache import collect_errors, raise_errors
 from weft.data.source import (
     HUB_SCHEME,
-    SourceRef,
-    load_user_function,
-    parse_hub_url,
-    user_function_file,
-)
-from weft.data.source_files import (
     File,
+    SourceRef,
     detect_format,
     is_compressed,
+    load_user_function,
     max_content_bytes,
     open_file,
+    parse_hub_url,
     path_error,
     unreadable_error,
+    user_function_file,
 )
 
 DECODE_BYTES = 4 << 20  # approximate size of rows that are decoded together

@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.dataset import Dataset, Source
-from weft.data.order import Ints
-from weft.data.token_store import Store, TokenStream
+from weft.data.token_store import Ints, Store
 
-SEARCHED_TOKENS = 1 << 20  # for the start of a document
 NUM_LONGEST = 3
 SHOWN_TOKENS = 120  # per sample
 BAR_WIDTH = 40  # characters
@@ -100,42 +98,50 @@ def _inspect_store(store: Store, num_samples: int) -> Iterator[str]:
     stream, separator = store.tokens("train"), store.manifest.separator
     is_text = store.manifest.kind == "text"
     ends = stream.find_token(separator) if is_text else store.index("train")[:, 0]
-    begins = np.concatenate(([0], ends[:-1] + is_text))  # after the separator
+    begins = np.concatenate(([0], ends[:-1] + is_text))[: len(ends)]  # after the separator
     sizes = ends - begins
-    if not len(ends):
-        yield "the train text has no separator: it is one document"
-        yield from _show_documents(store, stream, num_samples, separator)
-        return
-    yield "tokens per document in the train text:"
-    quantiles = np.quantile(sizes, list(QUANTILES.values()), method="inverted_cdf")
-    yield "  " + "  ".join(
-        f"{name} {size:,}" for name, size in zip(QUANTILES, quantiles.tolist(), strict=True)
-    )
-    yield from _histogram(sizes)
-    yield "longest documents:"
-    tokenizer = store.tokenizer()
-    for document in np.argsort(sizes, kind="stable")[: -NUM_LONGEST - 1 : -1].tolist():
-        size = int(sizes[document])
-        start = stream.read_windows(begins[[document]], min(size, 30))[0]
-        text = " ".join(tokenizer.decode(start.tolist()).split())
-        yield f"  {size:,} tokens: {text[:80]}"
-    if is_text:
-        yield from _show_documents(store, stream, num_samples, separator)
+    if len(ends):
+        yield "tokens per document in the train text:"
+        quantiles = np.quantile(sizes, list(QUANTILES.values()), method="inverted_cdf")
+        yield "  " + "  ".join(
+            f"{name} {size:,}" for name, size in zip(QUANTILES, quantiles.tolist(), strict=True)
+        )
+        yield from _histogram(sizes)
+        yield "longest documents:"
+        tokenizer = store.tokenizer()
+        for document in np.argsort(sizes, kind="stable")[: -NUM_LONGEST - 1 : -1].tolist():
+            size = int(sizes[document])
+            start = stream.read_windows(begins[[document]], min(size, 30))[0]
+            text = " ".join(tokenizer.decode(start.tolist()).split())
+            yield f"  {size:,} tokens: {text[:80]}"
     else:
-        yield from _show_conversations(store, num_samples)
+        yield "the train text has no separator: it is one document"
+    if is_text:
+        yield from _show_documents(store, begins, num_samples)
+    else:
+        yield from _show_conversations(store, begins, sizes, num_samples)
 
 
-def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
+def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[str]:
+    """Yield the first document at each of evenly spaced positions."""
+    stream, tokenizer = store.tokens("train"), store.tokenizer()
+    for number in range(num_samples):
+        position = len(stream) * number // num_samples
+        later = begins[begins > position] if number else [0]
+        begin = int(later[0]) if len(later) else position
+        [window] = stream.read_windows(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))
+        tokens = window.tolist()
+        if store.manifest.separator in tokens[1:]:
+            tokens = tokens[: tokens.index(store.manifest.separator, 1)]
+        yield f"-- from token {begin:,}"
+        yield tokenizer.decode(tokens)
+
+
+def _show_conversations(store: Store, begins: Ints, sizes: Ints, num_samples: int) -> Iterator[str]:
     """Yield evenly spaced conversations, with trained tokens between [[ and ]]."""
-    stream, loss_mask, tokenizer = (
-        store.tokens("train"),
-        store.loss_mask("train"),
-        store.tokenizer(),
-    )
+    stream, loss_mask = store.tokens("train"), store.loss_mask("train")
     assert loss_mask is not None
-    index = store.index("train")
-    begins = np.concatenate(([0], index[:-1, 0]))
-    sizes = index[:, 0] - begins
+    tokenizer, index = store.tokenizer(), store.index("train")
     num_samples = min(num_samples, len(index))
     for number in range(num_samples):
         position = len(index) * number // num_samples
@@ -160,28 +166,3 @@ def _histogram(sizes: Ints) -> Iterator[str]:
         bar = "#" * -(-BAR_WIDTH * count // int(bins.max()))
         low, high = (1 << power) - (power == 0), (2 << power) - 1
         yield f"  {low:>{width},} - {high:>{width},}  {count:>12,}  {bar}".rstrip()
-
-
-def _show_documents(
-    store: Store, stream: TokenStream, num_samples: int, separator: int
-) -> Iterator[str]:
-    """Yield documents at evenly spaced positions, from their start."""
-    tokenizer = store.tokenizer()
-    for number in range(num_samples):
-        position = len(stream) * number // num_samples
-        begin = _find_document_start(stream, position, separator) if number else 0
-        [window] = stream.read_windows(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))
-        tokens = window.tolist()
-        if separator in tokens[1:]:
-            tokens = tokens[: tokens.index(separator, 1)]
-        yield f"-- from token {begin:,}"
-        yield tokenizer.decode(tokens)
-
-
-def _find_document_start(stream: TokenStream, position: int, separator: int) -> int:
-    """Return the start of the next document, or ``position`` if none is near."""
-    tokens = stream.read_windows(
-        np.array([position]), min(SEARCHED_TOKENS, len(stream) - position)
-    )[0]
-    ends = np.flatnonzero(tokens == separator)
-    return position + int(ends[0]) + 1 if len(ends) and ends[0] + 1 < len(tokens) else position

@@ -37,12 +37,11 @@ from weft.data.prepared_cache import (
     build_once,
     collect_errors,
     convert_cache_errors,
-    lock_directory,
+    lock_prepared,
     open_verified_store,
     raise_errors,
 )
-from weft.data.source import SourceRef, detect_source
-from weft.data.source_files import path_error
+from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
 from weft.data.token_shards import CHUNK_BYTES, Corpus, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
@@ -312,7 +311,7 @@ def _load_shared_tokenizer(
         ]
         key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with convert_cache_errors(cache), lock_directory(file.parent, report, WAITING_MESSAGE):
+        with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
             _train_tokenizer(file, text_corpora, section.vocab_size, report)
     tokenizer, digest = load_tokenizer(file)
     return _GivenTokenizer(file, digest, find_separator(tokenizer, file), None)

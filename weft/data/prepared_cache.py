@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -121,14 +120,14 @@ def build_once(
     """
     directory = cache / "stores" / hash_json(content)
     if not is_store(directory):
-        with convert_cache_errors(cache), lock_directory(directory, report, WAITING_MESSAGE):
+        with convert_cache_errors(cache), lock_prepared(directory, report, WAITING_MESSAGE):
             if not is_store(directory):  # another process may have built it meanwhile
                 manifest = asdict(build(directory))
                 write_durably(directory / STORE_FILE, json.dumps(manifest, indent=1).encode())
                 # The hashes are of the tokens just written: no need to read them again.
                 store = open_store(directory)
                 verified_file = _verified_file(store, cache)
-                with lock_directory(verified_file.parent, report, VERIFYING_MESSAGE):
+                with lock_prepared(verified_file.parent, report, VERIFYING_MESSAGE):
                     _mark_verified(verified_file, store)
     return open_verified_store(directory, cache, report)
 
@@ -158,7 +157,7 @@ def open_verified_store(
     with ExitStack() as stack:
         is_cached = True
         try:
-            stack.enter_context(lock_directory(verified_file.parent, report, VERIFYING_MESSAGE))
+            stack.enter_context(lock_prepared(verified_file.parent, report, VERIFYING_MESSAGE))
         except OSError as error:  # the cache is not writable
             is_cached = False
             reason = f"{cache} cannot be written: {error.strerror or error}"
@@ -181,12 +180,11 @@ def open_verified_store(
 def _verified_file(store: Store, cache: Path) -> Path:
     """Return the file that records a verified store in its current state."""
     files: list[list[object]] = []
-    for split in store.splits:
-        for shard in split.files:
-            file = store.path / shard.file
-            stat = file.stat()
-            state = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-            files.append([str(file.absolute()), *state, shard.begin, shard.size_bytes, shard.xxh3])
+    for shard in (shard for split in store.splits for shard in split.files):
+        file = store.path / shard.file
+        stat = file.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        files.append([str(file.absolute()), *state, shard.begin, shard.size_bytes, shard.xxh3])
     manifest = store.manifest
     name = hash_json([FORMAT, manifest.dtype, manifest.vocab_size, files])
     return cache / "verified" / name / "verified.json"
@@ -223,32 +221,23 @@ def _hash_shard(
     """Return the content hash, and a sentence about the first invalid id."""
     hasher, invalid_id, position = xxh3_128(), "", 0
     vocab_size, dtype = store.manifest.vocab_size, np.dtype(store.manifest.dtype)
-    with (store.path / shard.file).open("rb", buffering=0) as file:
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, shard.size_bytes))))
+    with (store.path / shard.file).open("rb") as file:
         file.seek(shard.begin)
-        for block in _read_blocks(file, shard.size_bytes):
+        while count := file.readinto(buffer[: shard.size_bytes - position]):
+            block = buffer[:count]
             hasher.update(block)
             if holds_tokens and not invalid_id:
-                ids = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
+                ids = np.frombuffer(block[: count // dtype.itemsize * dtype.itemsize], dtype)
                 if len(ids) and (largest := int(ids.max())) >= vocab_size:
                     first = position // dtype.itemsize + int(np.argmax(ids >= vocab_size))
                     invalid_id = (
                         f"holds token id {largest:,} (the first such id is token {first:,} of the "
                         f"file); the vocabulary has {vocab_size:,} entries"
                     )
-            position += len(block)
-            advance(len(block))
+            position += count
+            advance(count)
     return hasher.hexdigest(), invalid_id
-
-
-def _read_blocks(file: BinaryIO, size: int) -> Iterator[memoryview]:
-    """Yield up to ``size`` bytes of a file through one buffer."""
-    buffer = memoryview(bytearray(READ_BYTES))
-    while size:
-        wanted, filled = min(size, READ_BYTES), 0
-        while filled < wanted and (count := file.readinto(buffer[filled:wanted])):  # type: ignore[attr-defined]
-            filled += count
-        yield buffer[:filled]
-        size = size - filled if filled == wanted else 0
 
 
 def _check_index(store: Store, split: Split, shard: Shard) -> str:
@@ -300,23 +289,32 @@ def load_or_scan(cache: Path, key: object, adapter: TypeAdapter[T], scan: Callab
 
 
 @contextmanager
-def lock_directory(directory: Path, report: Report, waiting: str) -> Iterator[None]:
-    """Hold the lock of a directory; the system releases it if this process dies.
+def hold_lock(file: Path, when_busy: Callable[[], None], shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file; the system releases it if this process dies.
+
+    Args:
+        file: is created if it does not exist, with its directory.
+        when_busy: is called if another process holds the lock; unless it raises, this one waits.
+        shared: share the lock with other processes that share it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with file.open("a+") as stream:
+        try:
+            fcntl.flock(stream, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            when_busy()
+            fcntl.flock(stream, mode)
+        yield
+
+
+@contextmanager
+def lock_prepared(directory: Path, report: Report, waiting: str) -> Iterator[None]:
+    """Hold the lock of a directory of prepared data, and remove temporary files.
 
     ``waiting`` is reported while another process holds the lock.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
-        reported = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not reported:
-                    report(Progress(waiting))
-                reported = True
-                time.sleep(0.1)
+    with hold_lock(directory / "lock", lambda: report(Progress(waiting))):
         for stale in directory.glob("*.tmp"):  # from a killed attempt
             stale.unlink()
         yield

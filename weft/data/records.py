@@ -19,7 +19,7 @@ from weft.data.fragments import (
     read_user_rows,
     table_error,
 )
-from weft.data.source_files import (
+from weft.data.source import (
     DecompressionError,
     decompress_stream,
     is_compressed,
@@ -83,16 +83,34 @@ def read_lines(
             if isinstance(line, InvalidRecord) or not line.isspace():
                 yield number, line
         return
-    rows: Iterable[dict[str, Any]] = (
+    rows: Iterable[dict[str, Any] | UnicodeDecodeError] = (
         read_user_rows(fragment.file, columns)
         if fragment.kind == "own"
-        else (row for table in read_tables(fragment, columns) for row in table.to_pylist())
+        else _read_table_rows(fragment, columns)
     )
     for number, row in enumerate(rows, 1):
         try:
-            yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            if isinstance(row, UnicodeDecodeError):
+                yield number, InvalidRecord(number, f"is not UTF-8 (byte {row.start} of a text)")
+            else:
+                yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except TypeError as error:
             yield number, InvalidRecord(number, f"is not JSON-serializable: {error}")
+
+
+def _read_table_rows(
+    fragment: FileFragment, columns: Sequence[str]
+) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Yield rows with the columns that exist, or the error of a text that is not UTF-8."""
+    for table in read_tables(fragment, columns):
+        try:
+            yield from table.to_pylist()
+        except UnicodeDecodeError:
+            for number in range(len(table)):
+                try:
+                    yield from table.slice(number, 1).to_pylist()
+                except UnicodeDecodeError as error:
+                    yield error
 
 
 # --------------------------------------------------------------------------- lines

@@ -21,10 +21,11 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 from weft.config.errors import truncate_list
 from weft.config.schema import DataSection
 from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
-from weft.data.source_files import File, changed_error, open_file, path_error, unreadable_error
+from weft.data.source import File, changed_error, open_file, path_error, unreadable_error
 from weft.data.token_shards import (
     CHUNK_BYTES,
     BuiltSplits,
+    Corpus,
     Encoder,
     IncompleteTail,
     TextChunk,
@@ -94,13 +95,14 @@ class DocumentPart:
 
 
 @dataclass(frozen=True)
-class TextCorpus:
-    """Scanned text files: a `weft.data.token_shards.Corpus`."""
+class TextCorpus(Corpus):
+    """Scanned text files, and how many were skipped or repaired."""
 
     scans: list[TextScan]
     train: list[DocumentPart]
     validation: list[DocumentPart]
-    skip_counts: IncompleteTail  # does not count empty files
+    num_skipped: int
+    num_replaced: int
     shard_bytes: int
 
     @property
@@ -112,6 +114,11 @@ class TextCorpus:
     def text_bytes(self) -> int:
         """Bytes of the train text."""
         return sum(part.text_bytes for part in self.train)
+
+    @property
+    def skip_counts(self) -> IncompleteTail:
+        """Number of files that were not used unchanged, without empty files."""
+        return IncompleteTail(self.num_skipped, self.num_replaced)
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
         """Yield at most ``max_bytes`` of the train text, evenly spread."""
@@ -156,8 +163,8 @@ def read_text_corpus(
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         report(Progress(f"skipped {len(skipped)} files that are not UTF-8 text: {names}"))
-    skip_counts = IncompleteTail(len(skipped), len(invalid) - len(skipped))
-    return TextCorpus(valid, train, validation, skip_counts, shard_bytes)
+    num_replaced = len(invalid) - len(skipped)
+    return TextCorpus(valid, train, validation, len(skipped), num_replaced, shard_bytes)
 
 
 def _scan_files(

@@ -8,10 +8,11 @@ writes a shard to a temporary file, flushes and renames it, and then writes a *r
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,31 +61,31 @@ class IncompleteTail(NamedTuple):
     empty: int = 0
 
 
-class Corpus(Protocol):
-    """Data at a path, after one reading."""
+class Corpus(ABC):
+    """Data at a path, after one reading; the defaults hold for data without plain text."""
 
     @property
+    @abstractmethod
     def cache_key(self) -> object:
         """Data that determines the store, except for settings, as JSON types."""
-        ...
 
     @property
     def text_bytes(self) -> int:
         """Approximate bytes of text for training a tokenizer."""
-        ...
+        return 0
 
     @property
     def skip_counts(self) -> IncompleteTail:
         """Return how many files or documents were not used unchanged."""
-        ...
+        return IncompleteTail()
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
         """Yield about ``max_bytes`` of the train text, for training a tokenizer."""
-        ...
+        return iter(())
 
+    @abstractmethod
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Write all shards that ``directory`` does not have yet."""
-        ...
 
 
 def insufficient_data_error(section: DataSection, rule: str, has_train: bool) -> InvalidConfig:
