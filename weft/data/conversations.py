@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from weft.data.chat import (
     INSEPARABLE_TURNS,
     TURNS_REMEDY,
     ChatEncoder,
+    EncodedConversation,
     InvalidConversation,
     parse_line,
 )
@@ -93,40 +95,43 @@ class ConversationCorpus(Corpus):
             train, validation = (
                 _SplitFiles(directory, name, encoder.dtype, stack) for name in SPLITS
             )
-            batch: list[_RenderedLine] = []
-            for count, line in enumerate(self._render_lines(invalid_lines), 1):
-                if line.texts:
-                    batch.append(line)
-                if count % BATCH_LINES and count < len(self.hashes):
-                    continue
-                report(Progress("tokenizing the conversations", count, len(self.hashes)))
-                encoded = iter(self.chat.encode([text for line in batch for text in line.texts]))
-                for line in batch:
-                    conversations = [next(encoded) for _ in line.texts]
-                    if not all(each.loss_mask[1:].any() for each in conversations):
-                        fragment = self.fragments[line.fragment_index]
-                        reason = "the rendered text has no assistant token"
-                        invalid_lines.add(fragment, line.number, reason)
-                        continue
-                    is_validation = line.hash <= self.validation_threshold
-                    split = validation if is_validation else train
-                    for (text, _), (tokens, mask) in zip(line.texts, conversations, strict=True):
-                        split.append(line, text, tokens, mask)
-                        if not is_validation:
-                            trained = tokens[1:][mask[1:]]
-                            frequency += np.bincount(trained, minlength=len(frequency))
-                batch.clear()
-            remedy = f"repair these lines, or the template {self.chat.template.path}"
-            if any(INSEPARABLE_TURNS in line for line in invalid_lines.shown):
-                remedy = TURNS_REMEDY
-            invalid_lines.raise_any(remedy)
+            for line, text, (tokens, loss_mask) in self._encode_lines(invalid_lines, report):
+                is_validation = line.hash <= self.validation_threshold
+                split = validation if is_validation else train
+                split.append(line, text, tokens, loss_mask)
+                if not is_validation:
+                    trained = tokens[1:][loss_mask[1:]]
+                    frequency += np.bincount(trained, minlength=len(frequency))
             template = self.chat.template
+            is_inseparable = any(INSEPARABLE_TURNS in line for line in invalid_lines.shown)
+            remedy = f"repair these lines, or the template {template.path}"
+            invalid_lines.raise_any(TURNS_REMEDY if is_inseparable else remedy)
             write_durably(directory / TEMPLATE_FILE, template.sources["default"].encode())
             special = json.dumps(dict(template.special_tokens))
             write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
             names = [_fragment_name(fragment) for fragment in self.fragments]
             entropy = entropy_nats(frequency)
             return BuiltSplits(train.finish(), validation.finish(), encoder.dtype, entropy, names)
+
+    def _encode_lines(
+        self, invalid_lines: _InvalidLines, report: Report
+    ) -> Iterator[tuple[_RenderedLine, str, EncodedConversation]]:
+        """Yield each conversation with its line and text; omit lines that are invalid."""
+        lines = self._render_lines(invalid_lines)
+        count = 0
+        while batch := list(islice(lines, BATCH_LINES)):
+            count += len(batch)
+            report(Progress("tokenizing the conversations", count, len(self.hashes)))
+            encoded = iter(self.chat.encode([text for line in batch for text in line.texts]))
+            for line in batch:
+                conversations = [next(encoded) for _ in line.texts]
+                if all(each.loss_mask[1:].any() for each in conversations):
+                    for (text, _), conversation in zip(line.texts, conversations, strict=True):
+                        yield line, text, conversation
+                else:
+                    fragment = self.fragments[line.fragment_index]
+                    reason = "the rendered text has no assistant token"
+                    invalid_lines.add(fragment, line.number, reason)
 
     def _render_lines(self, invalid_lines: _InvalidLines) -> Iterator[_RenderedLine]:
         """Read every line again, and render its conversations; no texts: it is invalid.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,12 +167,10 @@ class RecordCorpus(Corpus):
             if scan.row_groups
         ]
         num_processes = choose_num_processes(len(tasks), self.text_bytes, MIN_PARALLEL_ENCODE_BYTES)
-        shards_by_task = dict(parallel_map(_tokenize, tasks, advance, num_processes))
+        shards_by_task = parallel_map(_tokenize, tasks, advance, num_processes)
         splits = []
         for split_index in (0, 1):
-            shards = [
-                shard for index in range(len(tasks)) for shard in shards_by_task[index][split_index]
-            ]
+            shards = [shard for both in shards_by_task for shard in both[split_index]]
             counts = [scan.total(split_index) for scan in self.scans]
             num_documents, text_bytes = (sum(column) for column in zip(*counts, strict=True))
             num_tokens = sum(shard.tokens for shard in shards)
@@ -242,9 +240,8 @@ def _scan_fragments(
     num_processes: int,
 ) -> RecordCorpus:
     """Scan every fragment in parallel; ``path`` is ``data.path``, for messages."""
-    tasks = [_ScanTask(fragment, reader) for fragment in fragments]
-    results = dict(parallel_map(_scan_fragment, tasks, advance, num_processes))
-    scans = [results[index] for index in range(len(tasks))]
+    scan = partial(_scan_fragment, reader)
+    scans = parallel_map(scan, fragments, advance, num_processes)
     _number_by_file(fragments, scans)
     _check_invalid_records(fragments, scans, path)
     if not any(scan.row_groups for scan in scans):
@@ -261,13 +258,7 @@ def _scan_fragments(
     return _scan_fragments(fragments, reader, path, advance, num_processes)
 
 
-class _ScanTask(NamedTuple):
-    fragment: FileFragment
-    reader: RecordReader
-
-
-def _scan_fragment(task: _ScanTask, advance: Advance) -> RecordScan:
-    fragment, reader = task
+def _scan_fragment(reader: RecordReader, fragment: FileFragment, advance: Advance) -> RecordScan:
     scan, group, unreported = RecordScan(), RowGroup(0), 0
     for record in read_documents(fragment, reader.field, reader.invalid):
         scan.lines = record.number
@@ -385,7 +376,7 @@ def _load_encoder_once(file: Path) -> Encoder:
 def _read_row_group(
     task: _TokenizeTask, documents: Iterator[tuple[int, bytes]], begin: int, group: RowGroup
 ) -> Iterator[TextChunk]:
-    """Yield the text of the documents after line or row ``begin``, up to the group's end.
+    """Yield the text of a row group, whose documents follow row ``begin``.
 
     Raises:
         InvalidConfig: the file has changed since the scan.

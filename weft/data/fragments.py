@@ -35,7 +35,7 @@ from weft.data.source import (
 DECODE_BYTES = 4 << 20  # approximate size of rows that are decoded together
 ROWS_PER_READ = 1000  # of a dataset
 
-Kind = Literal["jsonl", "parquet", "arrow", "disk", "hub", "own"]
+Kind = Literal["jsonl", "parquet", "arrow", "saved", "hub", "own"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]
     Raises:
         InvalidConfig: the file cannot be read, is damaged, or has none of the columns.
     """
-    if fragment.kind in ("disk", "hub"):
+    if fragment.kind in ("saved", "hub"):
         yield from _read_dataset(fragment, columns)
         return
     with open_file(fragment.file) as stream:
@@ -335,7 +335,7 @@ def _divide_saved_dataset(path: str, size: int, column: str | None) -> list[File
     rows = len(dataset)
     rows_per_fragment = max(1, rows * size // max(file.size_bytes, 1))
     return [
-        FileFragment(file, "disk", begin, end, file.size_bytes * (end - begin) // rows)
+        FileFragment(file, "saved", begin, end, file.size_bytes * (end - begin) // rows)
         for begin, end in pairwise([*range(0, rows, rows_per_fragment), rows])
     ]
 
@@ -388,7 +388,7 @@ def _hub_error(url: str, error: Exception) -> InvalidConfig:
 
 def _read_dataset(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]:
     file = fragment.file
-    if fragment.kind == "disk":
+    if fragment.kind == "saved":
         data = _load_saved(file.path)
         names = data.column_names  # the order of the columns
         data = data.select(range(fragment.begin, fragment.end))

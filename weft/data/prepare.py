@@ -43,15 +43,9 @@ from weft.data.prepared_cache import (
 )
 from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
-from weft.data.token_shards import CHUNK_BYTES, Corpus, load_encoder, unigram_entropy_nats
+from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.tokenizer import (
-    RECORD_FILE,
-    find_separator,
-    format_record,
-    load_tokenizer,
-    train_tokenizer,
-)
+from weft.data.tokenizer import RECORD_FILE, format_record, train_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,27 +66,28 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
     report = progress or (lambda _: None)
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
     problems: list[ConfigError] = []
-    tokenizer: _GivenTokenizer | None = None
+    encoder: Encoder | None = None
     corpora: list[Corpus | None] = []
     for source_section in sections:
         with collect_errors(problems, mixture=True):
-            source, tokenizer = _detect_inputs(source_section)
-            corpora.append(_read_corpus(source_section, source, tokenizer, cache, report))
+            inputs = _detect_inputs(source_section)
+            encoder = inputs.encoder
+            corpora.append(_read_corpus(source_section, inputs, cache, report))
     raise_errors(problems)
-    if tokenizer is None:
-        tokenizer = _load_shared_tokenizer(section, corpora, cache, report)
-        update = {"tokenizer": str(tokenizer.file)}
+    if encoder is None:
+        encoder = _load_shared_tokenizer(section, corpora, cache, report)
+        update = {"tokenizer": str(encoder.file)}
         sections = [source_section.model_copy(update=update) for source_section in sections]
     stores = []
     for source_section, corpus in zip(sections, corpora, strict=True):
         with collect_errors(problems, mixture=True):
-            stores.append(_prepare_corpus(source_section, corpus, tokenizer, cache, report))
+            stores.append(_prepare_corpus(source_section, corpus, encoder, cache, report))
     raise_errors(problems)
     for path, store in zip(section.mixture, stores, strict=True):
-        if store.manifest.separator != tokenizer.separator:
+        if store.manifest.separator != encoder.separator:
             rule = (
                 f"is a store whose documents end with token {store.manifest.separator}; those of "
-                f"the other sources end with token {tokenizer.separator}"
+                f"the other sources end with token {encoder.separator}"
             )
             problems.append(
                 ConfigError("data.mixture", path, rule, "prepare it again from its text")
@@ -126,9 +121,9 @@ def prepare_store(
         WeftError: a worker process was killed.
     """
     report = progress or (lambda _: None)
-    source, tokenizer = _detect_inputs(section)
-    corpus = _read_corpus(section, source, tokenizer, cache, report, shard_bytes)
-    return _prepare_corpus(section, corpus, tokenizer, cache, report, shard_bytes)
+    inputs = _detect_inputs(section)
+    corpus = _read_corpus(section, inputs, cache, report, shard_bytes)
+    return _prepare_corpus(section, corpus, inputs.encoder, cache, report, shard_bytes)
 
 
 def check_chat(section: DataSection) -> list[ConfigError]:
@@ -143,23 +138,28 @@ def check_chat(section: DataSection) -> list[ConfigError]:
 # --------------------------------------------------------------------------- steps
 
 
-class _GivenTokenizer(NamedTuple):
-    """Tokenizer that is not trained on the text; ``chat`` encodes conversations."""
+class _Inputs(NamedTuple):
+    """Inputs of a preparation, which exist but are not read yet.
 
-    file: Path
-    hash: str
-    separator: int
+    ``source`` is None for a prepared store; ``encoder`` is the user's tokenizer, if weft does not
+    train one; ``chat`` encodes conversations.
+    """
+
+    source: SourceRef | None
+    encoder: Encoder | None
     chat: ChatEncoder | None
 
 
-def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokenizer | None]:
-    """Return the source (None: a prepared store), and the user's tokenizer.
+def _detect_inputs(section: DataSection) -> _Inputs:
+    """Return the inputs that ``section`` names.
 
     Raises:
-        InvalidConfig: all errors of both.
+        InvalidConfig: all errors of source, tokenizer and chat template.
     """
     source: SourceRef | None = None
-    tokenizer: _GivenTokenizer | None = None
+    encoder: Encoder | None = None
+    chat: ChatEncoder | None = None
+    template: ChatTemplate | None = None
     problems: list[ConfigError] = []
     with collect_errors(problems):
         source = None if is_store(section.path) else detect_source(section.path)
@@ -169,7 +169,12 @@ def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokeni
         remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of these, or hf://"
         problems += path_error(section.path, rule, remedy).problems
     if not section.trains_tokenizer:
-        tokenizer = _load_given_tokenizer(section, problems)
+        if not section.is_text:
+            with collect_errors(problems):
+                template = load_chat_template(section)
+        with collect_errors(problems):
+            encoder = load_encoder(section.tokenizer)
+            chat = None if template is None else ChatEncoder(section.tokenizer, template)
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
         remedy = "give the tokenizer.json of a model, with its chat template in the same directory"
@@ -179,39 +184,22 @@ def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokeni
         remedy = "give the tokenizer.json that encoded them"
         problems.append(ConfigError("data.tokenizer", "train", rule, remedy))
     raise_errors(problems)
-    return source, tokenizer
-
-
-def _load_given_tokenizer(
-    section: DataSection, problems: list[ConfigError]
-) -> _GivenTokenizer | None:
-    """Load the tokenizer, and the chat template of conversations; add all errors."""
-    given: _GivenTokenizer | None = None
-    template: ChatTemplate | None = None
-    if not section.is_text:
-        with collect_errors(problems):
-            template = load_chat_template(section)
-    with collect_errors(problems):
-        tokenizer, digest = load_tokenizer(section.tokenizer)
-        separator = find_separator(tokenizer, section.tokenizer)
-        chat = None if template is None else ChatEncoder(section.tokenizer, template)
-        given = _GivenTokenizer(section.tokenizer_path, digest, separator, chat)
-    return given
+    return _Inputs(source, encoder, chat)
 
 
 def _read_corpus(
     section: DataSection,
-    source: SourceRef | None,
-    tokenizer: _GivenTokenizer | None,
+    inputs: _Inputs,
     cache: Path,
     report: Report,
     shard_bytes: int = SHARD_BYTES,
 ) -> Corpus | None:
     """Read a source once, and find all its errors; None: it is a prepared store."""
+    source, _, chat = inputs
     if source is None:
         return None
-    if tokenizer is not None and tokenizer.chat is not None:
-        return read_conversation_corpus(section, source, tokenizer.chat, report)
+    if chat is not None:
+        return read_conversation_corpus(section, source, chat, report)
     if source.kind == "text":
         return read_text_corpus(section, source.files, cache, shard_bytes, report)
     if source.kind == "tokens":
@@ -222,31 +210,31 @@ def _read_corpus(
 def _prepare_corpus(
     section: DataSection,
     corpus: Corpus | None,
-    tokenizer: _GivenTokenizer | None,
+    given: Encoder | None,
     cache: Path,
     report: Report,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Build the store of a corpus, unless it exists; None: open the given store."""
     if corpus is None:
-        return _open_given_store(section, tokenizer, cache, report)
+        return _open_given_store(section, given, cache, report)
     settings: list[object] = [
         *(FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8)
     ]
     tokenizer_key: list[object] = ["train", section.vocab_size, TOKENIZER_TRAIN_BYTES]
-    if tokenizer is not None:
-        tokenizer_key = [tokenizer.hash, tokenizer.separator]
+    if given is not None:
+        tokenizer_key = [given.hash, given.separator]
     content: object = [settings, tokenizer_key, corpus.cache_key]
     if not section.is_text:
         content = corpus.cache_key  # conversations have other settings
 
     def build(directory: Path) -> Manifest:
         file = directory / TOKENIZER_FILE
-        if tokenizer is None:
+        if given is None:
             _train_tokenizer(file, [corpus], section.vocab_size, report)
         else:
-            write_durably(file, tokenizer.file.read_bytes())
-            record = format_record(tokenizer.separator, starts_documents=section.is_text)
+            write_durably(file, given.file.read_bytes())
+            record = format_record(given.separator, starts_documents=section.is_text)
             write_durably(directory / RECORD_FILE, record.encode())
         encoder = load_encoder(file)
         built = corpus.build(directory, encoder, report)
@@ -275,12 +263,12 @@ def _prepare_corpus(
 
 
 def _open_given_store(
-    section: DataSection, tokenizer: _GivenTokenizer | None, cache: Path, report: Report
+    section: DataSection, given: Encoder | None, cache: Path, report: Report
 ) -> Store:
     """Open the store at ``data.path``, and compare its tokenizer and kind."""
     store = open_verified_store(section.path, cache, report)
     kind = store.manifest.kind
-    if tokenizer is not None and tokenizer.hash != store.manifest.tokenizer_hash:
+    if given is not None and given.hash != store.manifest.tokenizer_hash:
         rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
         remedy = f"use {store.path / TOKENIZER_FILE}"
         raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
@@ -295,7 +283,7 @@ def _open_given_store(
 
 def _load_shared_tokenizer(
     section: DataSection, corpora: Sequence[Corpus | None], cache: Path, report: Report
-) -> _GivenTokenizer:
+) -> Encoder:
     """Return the tokenizer of a store in the mixture, or train one on all texts."""
     stores = [path for path in section.mixture if is_store(path)]
     if stores:
@@ -313,8 +301,7 @@ def _load_shared_tokenizer(
         file = cache / "tokenizers" / key / TOKENIZER_FILE
         with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
             _train_tokenizer(file, text_corpora, section.vocab_size, report)
-    tokenizer, digest = load_tokenizer(file)
-    return _GivenTokenizer(file, digest, find_separator(tokenizer, file), None)
+    return load_encoder(file)
 
 
 def _train_tokenizer(

@@ -101,7 +101,7 @@ def read_lines(
 def _read_table_rows(
     fragment: FileFragment, columns: Sequence[str]
 ) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Yield rows with the columns that exist, or the error of a text that is not UTF-8."""
+    """Yield rows with the columns that exist; an error: a text is not UTF-8."""
     for table in read_tables(fragment, columns):
         try:
             yield from table.to_pylist()

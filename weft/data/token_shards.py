@@ -62,7 +62,7 @@ class IncompleteTail(NamedTuple):
 
 
 class Corpus(ABC):
-    """Data at a path, after one reading; the defaults hold for data without plain text."""
+    """Data at a path after one reading; the defaults are those without text."""
 
     @property
     @abstractmethod
@@ -101,8 +101,9 @@ def insufficient_data_error(section: DataSection, rule: str, has_train: bool) ->
 
 
 class Encoder(NamedTuple):
-    """Tokenizer, and its properties that a store records."""
+    """Tokenizer of a ``tokenizer.json``, and its properties that a store records."""
 
+    file: Path
     tokenizer: Tokenizer
     hash: str
     separator: int
@@ -110,16 +111,16 @@ class Encoder(NamedTuple):
     dtype: Dtype
 
 
-def load_encoder(file: Path) -> Encoder:
+def load_encoder(path: str | Path) -> Encoder:
     """Load a ``tokenizer.json``.
 
     Raises:
         InvalidConfig: the file cannot be read, or has no separator.
     """
-    tokenizer, digest = load_tokenizer(file)
-    entries = required_vocab_size(tokenizer)
-    separator = find_separator(tokenizer, file)
-    return Encoder(tokenizer, digest, separator, entries, token_dtype(entries))
+    tokenizer, digest = load_tokenizer(path)
+    entries, file = required_vocab_size(tokenizer), Path(path).expanduser()
+    separator = find_separator(tokenizer, path)
+    return Encoder(file, tokenizer, digest, separator, entries, token_dtype(entries))
 
 
 def find_cut(data: bytes, begin: int, size: int) -> int:
@@ -206,7 +207,7 @@ def build_shards(
     encoder: Encoder,
     advance: Advance,
 ) -> dict[int, Shard]:
-    """Encode chunks of text into shards, unless an earlier attempt completed all of them.
+    """Encode chunks of text into shards, unless all are complete already.
 
     Args:
         files: file of each shard; each shard has a chunk.
