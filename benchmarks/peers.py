@@ -65,7 +65,7 @@ from torch.utils.data import DataLoader
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
-from weft.data.order import sample_index
+from weft.data.loader import sample_index
 from weft.data.prepare import prepare_store
 from weft.data.token_store import open_store
 from weft.models import load_family

@@ -14,7 +14,6 @@ import pytest
 
 from tests.harness import ROOT
 from weft.cli.main import main
-from weft.cluster.preparing import show_progress
 from weft.config.escaping import (
     EscapingStream,
     escape_controls,
@@ -22,6 +21,7 @@ from weft.config.escaping import (
     is_one_line,
     raw_stream,
 )
+from weft.data.prepare import show_progress
 from weft.data.prepared_cache import Progress
 from weft.monitor.terminal import quiet_console
 

@@ -34,10 +34,9 @@ from weft.data.chat import (
     load_chat_template,
     parse_line,
 )
-from weft.data.conversations import check_chat, prepare_conversations
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.inspect import inspect_dataset
-from weft.data.prepare import prepare_data
+from weft.data.prepare import check_chat, prepare_data
 from weft.data.token_store import SplitName, Store
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "<b>&'"}}}
@@ -298,7 +297,8 @@ def test_chat_error_raised_by_a_template_has_its_location(tmp_path: Path) -> Non
     with pytest.raises(InvalidConfig, match=r"a\.jsonl:2: .*must alternate") as caught:
         prepare_data(section(file, tokenizer), tmp_path / "cache")
     assert "tokenizer_config.json" in caught.value.problems[0].remedy
-    assert {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()} == {"lock"}
+    files = {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()}
+    assert files == {"lock", "tokenizer.json", "document_tokens.json"}
 
 
 def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
@@ -469,11 +469,11 @@ def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InvalidConfig, match=rule):
-            prepare_conversations(section(tmp_path / name, tokenizer), tmp_path / "cache")
+            prepare_data(section(tmp_path / name, tokenizer), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     marked = b"\xef\xbb\xbf" + jsonl.replace(b"\n", b"\n\n")
     (tmp_path / "h.jsonl.zst").write_bytes(zstandard.compress(marked) + packed)
-    text = prepare_conversations(section(tmp_path / "h.jsonl.zst", tokenizer), tmp_path / "cache")
+    text = prepare_data(section(tmp_path / "h.jsonl.zst", tokenizer), tmp_path / "cache")
     index = [line for split in ("train", "validation") for line in lines_of(text, split)]
     assert sorted(index) == sorted([*range(1, 201, 2), *range(201, 301)])
 
@@ -543,18 +543,22 @@ def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:
     chosen = section(tmp_path / "a.parquet", tokenizer)
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
     with pytest.raises(InvalidConfig, match=r"has no column 'messages' or .*it has text"):
-        prepare_conversations(chosen, tmp_path / "cache")
+        prepare_data(chosen, tmp_path / "cache")
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "a.parquet")
     with pytest.raises(InvalidConfig, match=r"a\.parquet:1: has no messages"):
-        prepare_conversations(chosen, tmp_path / "cache")
+        prepare_data(chosen, tmp_path / "cache")
     rows = [{"messages": [{"role": "user", "content": b"\xff"}]}] * 2
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(InvalidConfig, match=r"a\.parquet:1: is not JSON-serializable: .*bytes"):
-        prepare_conversations(chosen, tmp_path / "cache")
+        prepare_data(chosen, tmp_path / "cache")
+    prompts = pa.array([b"good", b"a\xffb"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": prompts, "response": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=r"a line .*:\n  a\.parquet:2: is not UTF-8 \(byte 1"):
+        prepare_data(chosen, tmp_path / "cache")
 
 
 def test_chat_too_few_conversations_are_refused(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     file = write_lines(tmp_path / "a.jsonl", [conversation(1)] * 3)
     with pytest.raises(InvalidConfig, match="fewer than two"):
-        prepare_conversations(section(file, tokenizer), tmp_path / "cache")
+        prepare_data(section(file, tokenizer), tmp_path / "cache")

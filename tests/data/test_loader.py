@@ -19,8 +19,8 @@ from weft.data.loader import (
     TokenChunks,
     check_length,
     evaluation_batches,
+    sample_index,
 )
-from weft.data.order import sample_index
 from weft.data.token_store import TokenStream
 
 SEPARATOR = 0

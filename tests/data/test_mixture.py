@@ -12,8 +12,18 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import DataSection
 from weft.data.dataset import derive_source_names, open_dataset
-from weft.data.loader import IGNORE_INDEX, Batch, Loader, Mixture, TokenChunks, evaluation_batches
-from weft.data.order import ROUND_SIZE, MixtureSampler, apportion, sample_index
+from weft.data.loader import (
+    IGNORE_INDEX,
+    ROUND_SIZE,
+    Batch,
+    Loader,
+    Mixture,
+    MixtureSampler,
+    TokenChunks,
+    apportion,
+    evaluation_batches,
+    sample_index,
+)
 from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import TokenStream
 from weft.train.job_checks import prepare_job

@@ -14,7 +14,7 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.prepare import prepare_store
+from weft.data.prepare import cache_dir, prepare_store
 from weft.data.prepared_cache import Progress
 from weft.data.token_shards import CHUNK_BYTES
 from weft.data.token_store import Store
@@ -315,3 +315,14 @@ def test_prepare_large_vocabulary_takes_four_bytes(text: Path, tmp_path: Path) -
 def test_prepare_does_not_import_torch() -> None:
     code = "print('torch' in sys.modules)"
     assert in_subprocess(code, "x", "y").communicate(timeout=60)[0].strip() == "False"
+
+
+def test_cache_dir_follows_the_key_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir(DataSection()) == tmp_path / ".cache" / "weft"
+    assert cache_dir(DataSection(cache_dir="~/texts")) == tmp_path / "texts"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
+    assert cache_dir(DataSection()) == Path("/fast/weft")

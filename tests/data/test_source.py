@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.source import check_path, detect_source
-from weft.data.source_files import File
+from weft.data.source import File, check_path, detect_source
 
 
 def find_documents(path: str) -> tuple[File, ...]:

@@ -20,10 +20,11 @@ from tests.data.test_documents import decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
 from weft.config.errors import InvalidConfig
 from weft.data.prepare import prepare_store
-from weft.data.source import check_path, detect_source
-from weft.data.source_files import (
+from weft.data.source import (
     _filesystem,
+    check_path,
     detect_format,
+    detect_source,
     list_remote_files,
     open_file,
     stat_local_file,

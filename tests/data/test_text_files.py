@@ -10,8 +10,7 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import text_files as textfiles
-from weft.data.source import detect_source
-from weft.data.source_files import stat_local_file
+from weft.data.source import File, detect_source, stat_local_file
 from weft.data.text_files import (
     DocumentPart,
     TextScan,
@@ -25,7 +24,11 @@ from weft.data.token_shards import CHUNK_BYTES
 
 
 def scan_all(path: Path, validation_fraction: float = 0.1) -> list[TextScan]:
-    return [scan_file(document, validation_fraction) for document in detect_source(str(path)).files]
+    return [scan(document, validation_fraction) for document in detect_source(str(path)).files]
+
+
+def scan(file: File, validation_fraction: float) -> TextScan:
+    return scan_file(file, validation_fraction, lambda size: None)
 
 
 def text_of(parts: list[DocumentPart]) -> str:
@@ -196,6 +199,6 @@ def test_split_documents_of_tiny_files_cuts_no_character(
 ) -> None:
     (tmp_path / "x").write_text(text)
     train, validation = split_documents(
-        [scan_file(stat_local_file(tmp_path / "x", "x"), validation_fraction)], validation_fraction
+        [scan(stat_local_file(tmp_path / "x", "x"), validation_fraction)], validation_fraction
     )
     assert text_of(train) + text_of(validation) == text

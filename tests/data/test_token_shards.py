@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models
 from weft.config.errors import InvalidConfig
 from weft.data import token_shards as shards
 from weft.data.token_shards import (
-    BatchEncoder,
     Encoder,
-    Tokens,
+    TextChunk,
+    encode_chunks,
     entropy_nats,
     load_encoder,
     load_finished_shard,
@@ -36,25 +36,24 @@ def test_encode_in_batches_changes_no_token(
 ) -> None:
     monkeypatch.setattr(shards, "BATCH_BYTES", batch_bytes)
     counts: list[int] = []
-    batches, odd, even = BatchEncoder(encoder, counts.append), list[Tokens](), list[Tokens]()
     texts = [f"{number} some words" for number in range(9)]
-    for number, text in enumerate(texts):
-        batches.add(text, len(text), number % 3 == 2, odd if number % 2 else even)
-    batches.flush()
+    chunks = [
+        TextChunk(text, len(text), number % 3 == 2, number % 2) for number, text in enumerate(texts)
+    ]
+    encoded = list(encode_chunks(chunks, encoder, counts.append))
     assert sum(counts) == sum(map(len, texts))
-    for first, result in ((0, even), (1, odd)):
-        for number, tokens in zip(range(first, 9, 2), result, strict=True):
-            ids = encoder.tokenizer.encode(texts[number], add_special_tokens=False).ids
-            assert tokens.tolist() == ids + [encoder.separator] * (number % 3 == 2)
-            assert tokens.dtype == encoder.dtype
+    for chunk, (shard, tokens) in zip(chunks, encoded, strict=True):
+        ids = encoder.tokenizer.encode(chunk.text, add_special_tokens=False).ids
+        assert shard == chunk.shard
+        assert tokens.tolist() == ids + [encoder.separator] * chunk.ends_document
+        assert tokens.dtype == encoder.dtype
 
 
 def test_encode_text_unknown_to_the_tokenizer_is_a_problem(encoder: Encoder) -> None:
     words = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
-    batches = BatchEncoder(encoder._replace(tokenizer=words), lambda size: None)
-    batches.add("other", 5, True, [])
+    chunks = [TextChunk("other", 5, True)]
     with pytest.raises(InvalidConfig, match=r"data\.tokenizer=.*cannot encode the text"):
-        batches.flush()
+        list(encode_chunks(chunks, encoder._replace(tokenizer=words), lambda size: None))
 
 
 def test_finished_shard_incomplete_or_of_another_tokenizer_is_none(

@@ -17,7 +17,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.dataset import write_mixture
 from weft.data.prepare import prepare_store
-from weft.data.prepared_cache import Progress, lock_directory, open_verified_store
+from weft.data.prepared_cache import Progress, lock_prepared, open_verified_store
 from weft.data.token_store import Store, TokenStream, hash_tokens, open_store
 
 
@@ -196,7 +196,7 @@ def test_open_verified_while_another_process_checks_waits_and_reads_nothing(
         messages.append(progress.message)
 
     with ThreadPoolExecutor(1) as pool:
-        with lock_directory(memory.parent, ignore_progress, ""):
+        with lock_prepared(memory.parent, ignore_progress, ""):
             waiting = pool.submit(open_verified_store, store.path, cache, report)
             while not messages:
                 time.sleep(0.01)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import InvalidConfig
-from weft.data.document_tokens import END_OF_TEXT
 from weft.data.tokenizer import (
+    END_OF_TEXT,
     find_separator,
     load_tokenizer,
     required_vocab_size,

@@ -37,25 +37,23 @@ def kill_worker(number: int, advance: Advance) -> int:
 def test_workers_process_each_item_once_and_report_it() -> None:
     for processes in (1, 2):
         counts: list[int] = []
-        actual = dict(parallel_map(double, range(20), counts.append, processes))
-        assert {position: result[0] for position, result in actual.items()} == {
-            n: 2 * n for n in range(20)
-        }
+        actual = parallel_map(double, range(20), counts.append, processes)
+        assert [result for result, _ in actual] == [2 * n for n in range(20)]
         assert sum(counts) == sum(range(20))
-        assert {pid == os.getpid() for _, pid in actual.values()} == {processes == 1}
+        assert {pid == os.getpid() for _, pid in actual} == {processes == 1}
 
 
 def test_workers_refusal_stops_the_others_and_keeps_its_problems() -> None:
     start_time = time.monotonic()
     with pytest.raises(InvalidConfig) as caught:
-        list(parallel_map(fail_at_3, [1, 3], lambda size: None, 2))
+        parallel_map(fail_at_3, [1, 3], lambda size: None, 2)
     assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
     assert time.monotonic() - start_time < 50
 
 
 def test_workers_killed_process_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
-        list(parallel_map(kill_worker, [1, 2], lambda size: None, 2))
+        parallel_map(kill_worker, [1, 2], lambda size: None, 2)
 
 
 class Slow(list[int]):
@@ -69,4 +67,4 @@ class Slow(list[int]):
 
 def test_workers_process_killed_during_submission_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, possibly out of memory"):
-        list(parallel_map(kill_worker, Slow(range(30)), lambda size: None, 2))
+        parallel_map(kill_worker, Slow(range(30)), lambda size: None, 2)

@@ -55,12 +55,13 @@ from weft.data.loader import (
     LOOKUP_POSITIONS,
     Loader,
     Mixture,
+    MixtureSampler,
     Prefetcher,
     TokenChunks,
     build_mixture,
     evaluation_batches,
+    sample_index,
 )
-from weft.data.order import MixtureSampler, sample_index
 from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family, resolve_model
@@ -282,7 +283,7 @@ def check_streams() -> None:
 @check("unit: token files of others")
 def check_token_files() -> None:
     from weft.data.foreign_tokens import Span, read_chunks, read_headers, split_tokens
-    from weft.data.source_files import stat_local_file
+    from weft.data.source import stat_local_file
 
     module = "data/foreign_tokens.py"
     random = np.random.default_rng(0)

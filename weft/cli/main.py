@@ -498,8 +498,8 @@ def evaluate(options: argparse.Namespace) -> int:
     """Print validation losses, or scores of tasks."""
     from dataclasses import asdict
 
-    from weft.cluster.preparing import show_progress
     from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
+    from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources, read_task, score_task
     from weft.tools.generate import load_chat_format
@@ -567,7 +567,7 @@ def rollback(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Export a checkpoint to Hugging Face's format."""
-    from weft.cluster.preparing import show_progress
+    from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import export_checkpoint
 
@@ -581,7 +581,7 @@ def export(options: argparse.Namespace) -> int:
 
 def import_(options: argparse.Namespace) -> int:
     """Create a run from a Hugging Face model."""
-    from weft.cluster.preparing import show_progress
+    from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.tools.hf_convert import import_model
 
@@ -616,8 +616,8 @@ def data_verify(options: argparse.Namespace) -> int:
     """Compare prepared stores with their manifests, byte by byte."""
     from rich.console import Console
 
-    from weft.cluster.preparing import cache_dir, show_progress
     from weft.data.dataset import MIXTURE_FILE, list_mixture_stores
+    from weft.data.prepare import cache_dir, show_progress
     from weft.data.prepared_cache import open_verified_store
     from weft.data.token_store import STORE_FILE
 
@@ -662,8 +662,7 @@ def data_verify(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> Dataset:
-    from weft.cluster.preparing import cache_dir, show_progress
-    from weft.data.prepare import prepare_data
+    from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
 
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")

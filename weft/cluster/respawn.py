@@ -12,11 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from weft.cluster.preparing import cache_dir, show_progress
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.prepare import prepare_data
+from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.plan.plan import Plan
 from weft.tools.inference_model import CheckpointRef

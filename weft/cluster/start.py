@@ -30,7 +30,6 @@ from weft.checkpoint.manifest import (
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
-from weft.cluster.preparing import cache_dir, show_progress
 from weft.cluster.rank_exit import (
     exit_process,
     log_path,
@@ -44,13 +43,12 @@ from weft.config.files import replace_bytes, replace_text
 from weft.config.reader import read_job
 from weft.config.schema import Job, difference, to_toml
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.loader import build_mixture
 from weft.data.packing import describe_packing
-from weft.data.prepare import prepare_data
+from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.source import STDLIB
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from weft.data.tokenizer import has_excess_padding
+from weft.data.tokenizer import IMPORTED_DIR, RECORD_FILE, format_record, has_excess_padding
 from weft.estimate.memory_check import RunPrediction, predict_run, save_prediction
 from weft.models import expand_preset
 from weft.monitor.anomaly import divergence_of

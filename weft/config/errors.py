@@ -60,6 +60,10 @@ class InvalidConfig(WeftError):
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[InvalidConfig], tuple[list[ConfigError]]]:
+        """Pickle the problems, not the message: processes send this error to each other."""
+        return InvalidConfig, (self.problems,)
+
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Suggest the name of ``known`` that is nearest, or list all if none is near."""

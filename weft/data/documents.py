@@ -1,10 +1,11 @@
 """Files with many documents: scan them once, then encode them into shards.
 
-A *scan* reads a fragment (see `weft.data.records`) once.  It finds every invalid line, and divides
-the fragment into *row groups*: consecutive lines or rows with a bounded amount of text.  Each row
-group becomes one shard of train tokens and one of validation tokens.  (Row groups of Parquet files
-are different.)  So the assignment of documents to shards is fixed before tokenization, any process
-can encode any shard, and an interrupted shard is encoded again from its row group.
+A *scan* reads a fragment (see `weft.data.fragments`) once.  It finds every invalid line, and
+divides the fragment into *row groups*: consecutive lines or rows with a bounded amount of text.
+Each row group becomes one shard of train tokens and one of validation tokens.  (Row groups of
+Parquet files are different.)  So the assignment of documents to shards is fixed before
+tokenization, any process can encode any shard, and an interrupted shard is encoded again from its
+row group.
 
 A hash of its text assigns a document to train or validation, so neither other documents nor later
 files change the assignment, and all copies are in the same split.
@@ -12,68 +13,42 @@ files change the assignment, and all copies are in the same split.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_intdigest
 
-from weft.config.errors import SHOWN, ConfigError, InvalidConfig, truncate_list
+from weft.config.errors import SHOWN, truncate_list
 from weft.config.schema import DataSection
-from weft.data.prepared_cache import (
-    Progress,
-    Report,
-    convert_cache_errors,
-    progress_counter,
-    read_scans,
-    write_scans,
-)
-from weft.data.records import (
-    Document,
-    FileFragment,
-    Invalid,
-    InvalidRecord,
-    list_fragments,
-    read_documents,
-)
-from weft.data.source import SourceRef
-from weft.data.source_files import File, changed_error
+from weft.data.fragments import FileFragment, list_fragments
+from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
+from weft.data.records import Document, Invalid, InvalidRecord, read_documents
+from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import (
-    BatchEncoder,
     BuiltSplits,
+    Corpus,
     Encoder,
     IncompleteTail,
-    Tokens,
+    TextChunk,
+    build_shards,
     insufficient_data_error,
     load_encoder,
-    load_finished_shard,
     split_chunks,
-    write_shard,
 )
-from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
+from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split
 from weft.data.workers import Advance, choose_num_processes, parallel_map
 
-FORMAT = 2  # of cached scans
+FORMAT = 3  # of cached scans
 REPORT_BYTES = 4 << 20
 MAX_SHARD_BYTES = 256 << 20  # of text, in very large sources
 TARGET_SHARDS = 2048  # beyond this, shards get larger: every rank maps each file
 # Below these, starting processes takes longer than they save.
 MIN_PARALLEL_READ_BYTES, MIN_PARALLEL_ENCODE_BYTES = 128 << 20, 8 << 20
-
-
-# Field names in cached scans and in their keys.
-_STORED_NAMES = {
-    "row_group_bytes": "extent_bytes",
-    "validation_threshold": "below",
-    "row_groups": "extents",
-    "omitted_rows": "left_out",
-    "lowest_hash": "lowest",
-    "invalid_records": "faults",
-    "num_invalid": "num_faults",
-}
 
 
 @dataclass(frozen=True)
@@ -89,6 +64,12 @@ class RecordReader:
         """Return True if the document with this text is in the validation split."""
         return xxh3_64_intdigest(data) < self.validation_threshold
 
+    def read_texts(self, fragment: FileFragment) -> Iterator[tuple[int, bytes]]:
+        """Yield number and text of the valid documents of a fragment."""
+        for record in read_documents(fragment, self.field, self.invalid):
+            if isinstance(record, Document) and record.data and not record.data.isspace():
+                yield record.number, record.data
+
 
 @dataclass
 class RowGroup:
@@ -97,6 +78,12 @@ class RowGroup:
     end: int
     documents: list[int] = field(default_factory=lambda: [0, 0])
     text_bytes: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, number: int, split_index: int, size_bytes: int) -> None:
+        """Count a document of the train (0) or validation (1) split."""
+        self.end = number
+        self.documents[split_index] += 1
+        self.text_bytes[split_index] += size_bytes
 
 
 @dataclass
@@ -125,8 +112,8 @@ class RecordScan:
 
 
 @dataclass(frozen=True)
-class RecordCorpus:
-    """Scanned files of documents: a `weft.data.token_shards.Corpus`."""
+class RecordCorpus(Corpus):
+    """Scanned files of documents."""
 
     fragments: list[FileFragment]
     scans: list[RecordScan]
@@ -136,7 +123,7 @@ class RecordCorpus:
     def cache_key(self) -> object:
         """Files and field that determine the store, as JSON types."""
         files = {fragment.file.path: fragment.file for fragment in self.fragments}
-        return ["records", self.reader.field, *map(_file_key, files.values())]
+        return ["records", self.reader.field, *(file.identity for file in files.values())]
 
     @property
     def text_bytes(self) -> int:
@@ -152,16 +139,6 @@ class RecordCorpus:
             empty=sum(scan.empty for scan in self.scans),
         )
 
-    @property
-    def omitted_rows(self) -> list[str]:
-        """Return the first rows that are empty or not UTF-8."""
-        offsets = _count_preceding_rows(self.fragments, self.scans)
-        return [
-            f"{fragment.file.name}, {fragment.record_noun} {offset + number}"
-            for fragment, scan, offset in zip(self.fragments, self.scans, offsets, strict=True)
-            for number in scan.omitted_rows
-        ]
-
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
         """Yield at most ``max_bytes`` of train text (plus one chunk per fragment).
 
@@ -171,7 +148,7 @@ class RecordCorpus:
         total = sum(scan.total(0)[1] for scan in self.scans)
         for fragment, scan in zip(self.fragments, self.scans, strict=True):
             remaining = scan.total(0)[1] * max_bytes / max(total, 1)
-            for _, data in _read_nonempty(fragment, self.reader, 0):
+            for _, data in self.reader.read_texts(fragment):
                 if remaining <= 0:
                     break
                 if self.reader.is_validation(data):
@@ -185,17 +162,15 @@ class RecordCorpus:
         """Tokenize the fragments in parallel, and write their shards."""
         advance = progress_counter(report, "tokenizing", self.text_bytes)
         tasks = [
-            _TokenizeTask(directory, number, fragment, scan, self.reader)
+            _TokenizeTask(directory, number, fragment, scan.row_groups, self.reader)
             for number, (fragment, scan) in enumerate(zip(self.fragments, self.scans, strict=True))
             if scan.row_groups
         ]
         num_processes = choose_num_processes(len(tasks), self.text_bytes, MIN_PARALLEL_ENCODE_BYTES)
-        shards_by_task = dict(parallel_map(_tokenize, tasks, advance, num_processes))
+        shards_by_task = parallel_map(_tokenize, tasks, advance, num_processes)
         splits = []
         for split_index in (0, 1):
-            shards = [
-                shard for index in range(len(tasks)) for shard in shards_by_task[index][split_index]
-            ]
+            shards = [shard for both in shards_by_task for shard in both[split_index]]
             counts = [scan.total(split_index) for scan in self.scans]
             num_documents, text_bytes = (sum(column) for column in zip(*counts, strict=True))
             num_tokens = sum(shard.tokens for shard in shards)
@@ -217,102 +192,73 @@ def read_record_corpus(
     if source.kind == "hub":
         report(Progress("querying the hub"))
     files_bytes = sum(file.size_bytes for file in source.files)
-    row_group_bytes = max(shard_bytes, min(files_bytes // TARGET_SHARDS, MAX_SHARD_BYTES))
-    fragments = list_fragments(section.path, source, row_group_bytes, section.text_field)
+    reader = RecordReader(
+        section.text_field,
+        section.invalid_utf8,
+        max(shard_bytes, min(files_bytes // TARGET_SHARDS, MAX_SHARD_BYTES)),
+        int(section.validation_fraction * 2**64),
+    )
+    fragments = list_fragments(section.path, source, reader.row_group_bytes, reader.field)
     size = files_bytes or sum(fragment.size_bytes for fragment in fragments)
     # Counts text, but the total is the size of the files: an estimate.
     advance = progress_counter(report, "reading the documents", size)
     advance(0)
-    reader = RecordReader(
-        section.text_field,
-        section.invalid_utf8,
-        row_group_bytes,
-        int(section.validation_fraction * 2**64),
-    )
     # The hub reports no size.
     read_bytes = MIN_PARALLEL_READ_BYTES if source.kind == "hub" else size
     num_processes = choose_num_processes(len(fragments), read_bytes, MIN_PARALLEL_READ_BYTES)
-    with convert_cache_errors(cache):
-        records = _scan_fragments(fragments, reader, section.path, cache, advance, num_processes)
-    if not any(scan.total(0)[0] for scan in records.scans):
-        rule = f"has too little text ({records.text_bytes} bytes)"
+    key = [FORMAT, vars(reader), [(*f.file.identity, f.kind, f.begin, f.end) for f in fragments]]
+    corpus = load_or_scan(
+        cache,
+        key,
+        TypeAdapter(RecordCorpus),
+        lambda: _scan_fragments(fragments, reader, section.path, advance, num_processes),
+    )
+    if not any(scan.total(0)[0] for scan in corpus.scans):
+        rule = f"has too little text ({corpus.text_bytes} bytes)"
         raise insufficient_data_error(section, rule, has_train=False)
-    skip_counts = records.skip_counts
+    skip_counts = corpus.skip_counts
     if count := skip_counts.empty + skip_counts.skipped:
         reason = "empty or not UTF-8" if skip_counts.skipped else "empty"
-        rows = truncate_list(records.omitted_rows, "; ", count)
-        report(Progress(f"skipped {count:,} documents that are {reason}: {rows}"))
-    return records
+        rows = [
+            f"{fragment.file.name}, {fragment.record_noun} {number}"
+            for fragment, scan in zip(fragments, corpus.scans, strict=True)
+            for number in scan.omitted_rows
+        ]
+        shown = truncate_list(rows, "; ", count)
+        report(Progress(f"skipped {count:,} documents that are {reason}: {shown}"))
+    return corpus
+
+
+# --------------------------------------------------------------------------- scanning
 
 
 def _scan_fragments(
     fragments: list[FileFragment],
     reader: RecordReader,
     path: str,
-    cache: Path,
     advance: Advance,
     num_processes: int,
 ) -> RecordCorpus:
-    """Scan every fragment in parallel, or load cached scans.
-
-    ``path`` is ``data.path``, for messages.
-    """
-    settings = [FORMAT, _to_stored(reader)]
-    key = [
-        settings,
-        [
-            [*_file_key(fragment.file), fragment.kind, fragment.begin, fragment.end]
-            for fragment in fragments
-        ],
-    ]
-    cache_file = cache / "scans" / f"{hash_json(key)}.json"
-    if (tree := read_scans(cache_file)) is not None:
-        return RecordCorpus(
-            fragments,
-            [_scan_from_stored(scan) for scan in tree["scans"]],
-            RecordReader(**_from_stored(tree["reader"])),
-        )
-    tasks = [_ScanTask(fragment, reader) for fragment in fragments]
-    results = dict(parallel_map(_scan_fragment, tasks, advance, num_processes))
-    scans = [results[index] for index in range(len(tasks))]
+    """Scan every fragment in parallel; ``path`` is ``data.path``, for messages."""
+    scan = partial(_scan_fragment, reader)
+    scans = parallel_map(scan, fragments, advance, num_processes)
+    _number_by_file(fragments, scans)
     _check_invalid_records(fragments, scans, path)
     if not any(scan.row_groups for scan in scans):
         empty, skipped = sum(s.empty for s in scans), sum(s.skipped for s in scans)
         rule = "holds no documents" + (f" except {empty:,} empty ones" if empty else "")
         rule += f" except {skipped:,} that are not UTF-8" if skipped else ""
         remedy = "give text, or set data.text_field to the field that holds it"
-        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
+        raise path_error(path, rule, remedy)
     if any(scan.total(1)[0] for scan in scans):
-        records = RecordCorpus(fragments, scans, reader)
-    else:
-        # With few documents, none may be selected; then select the one with the lowest hash.
-        lowest_hash = min(scan.lowest_hash for scan in scans)
-        records = _scan_fragments(
-            fragments,
-            replace(reader, validation_threshold=lowest_hash + 1),
-            path,
-            cache,
-            advance,
-            num_processes,
-        )
-    tree = {
-        "reader": _to_stored(records.reader),
-        "scans": [_to_stored(scan) for scan in records.scans],
-    }
-    write_scans(cache_file, tree)
-    return records
+        return RecordCorpus(fragments, scans, reader)
+    # With few documents, none may be selected; then select the one with the lowest hash.
+    threshold = min(scan.lowest_hash for scan in scans) + 1
+    reader = replace(reader, validation_threshold=threshold)
+    return _scan_fragments(fragments, reader, path, advance, num_processes)
 
 
-# --------------------------------------------------------------------------- scanning
-
-
-class _ScanTask(NamedTuple):
-    fragment: FileFragment
-    reader: RecordReader
-
-
-def _scan_fragment(task: _ScanTask, advance: Advance) -> RecordScan:
-    fragment, reader = task
+def _scan_fragment(reader: RecordReader, fragment: FileFragment, advance: Advance) -> RecordScan:
     scan, group, unreported = RecordScan(), RowGroup(0), 0
     for record in read_documents(fragment, reader.field, reader.invalid):
         scan.lines = record.number
@@ -327,18 +273,15 @@ def _scan_fragment(task: _ScanTask, advance: Advance) -> RecordScan:
             scan.empty += data is not None
             if len(scan.omitted_rows) < SHOWN:
                 scan.omitted_rows.append(record.number)
-        else:
-            scan.replaced += record.has_replacements
-            digest = xxh3_64_intdigest(data)
-            scan.lowest_hash = min(scan.lowest_hash, digest)
-            split_index = int(digest < reader.validation_threshold)
-            group.end = record.number
-            group.documents[split_index] += 1
-            group.text_bytes[split_index] += len(data)
-            unreported += len(data)
-            if sum(group.text_bytes) >= reader.row_group_bytes:
-                scan.row_groups.append(group)
-                group = RowGroup(0)
+            continue
+        scan.replaced += record.has_replacements
+        digest = xxh3_64_intdigest(data)
+        scan.lowest_hash = min(scan.lowest_hash, digest)
+        group.add(record.number, int(digest < reader.validation_threshold), len(data))
+        if sum(group.text_bytes) >= reader.row_group_bytes:
+            scan.row_groups.append(group)
+            group = RowGroup(0)
+        unreported += len(data)
         if unreported >= REPORT_BYTES:
             advance(unreported)
             unreported = 0
@@ -348,62 +291,38 @@ def _scan_fragment(task: _ScanTask, advance: Advance) -> RecordScan:
     return scan
 
 
-def _file_key(file: File) -> list[object]:
-    return [file.name, file.size_bytes, file.version]
-
-
-def _to_stored(value: RecordReader | RecordScan) -> dict[str, Any]:
-    return {_STORED_NAMES.get(name, name): field for name, field in asdict(value).items()}
-
-
-def _from_stored(tree: dict[str, Any]) -> dict[str, Any]:
-    names = {stored: name for name, stored in _STORED_NAMES.items()}
-    return {names.get(stored, stored): value for stored, value in tree.items()}
-
-
-def _scan_from_stored(tree: dict[str, Any]) -> RecordScan:
-    scan = RecordScan(**_from_stored(tree))
-    scan.row_groups = [RowGroup(**group) for group in tree["extents"]]
-    return scan
-
-
-def _count_preceding_rows(
-    fragments: Sequence[FileFragment], scans: Sequence[RecordScan]
-) -> Iterator[int]:
-    """Yield the lines or rows of the same file before each fragment."""
-    counts: dict[str, int] = {}
+def _number_by_file(fragments: Sequence[FileFragment], scans: Sequence[RecordScan]) -> None:
+    """Renumber listed lines or rows: as in their files, not as in their fragments."""
+    num_before = Counter[str]()
     for fragment, scan in zip(fragments, scans, strict=True):
-        count = counts.get(fragment.file.path, 0)
-        counts[fragment.file.path] = count + scan.lines
-        yield count
+        before = num_before[fragment.file.path]
+        scan.invalid_records = [
+            record._replace(number=before + record.number) for record in scan.invalid_records
+        ]
+        scan.omitted_rows = [before + number for number in scan.omitted_rows]
+        num_before[fragment.file.path] += scan.lines
 
 
 def _check_invalid_records(
     fragments: Sequence[FileFragment], scans: Sequence[RecordScan], path: str
 ) -> None:
-    """Reject invalid records, numbered as in their files."""
+    """Reject invalid records."""
     lines, count = [], 0
     fatal_files: set[str] = set()  # later line numbers in these files are unknown
-    for fragment, scan, num_before in zip(
-        fragments, scans, _count_preceding_rows(fragments, scans), strict=True
-    ):
+    for fragment, scan in zip(fragments, scans, strict=True):
         if fragment.file.path in fatal_files:
             continue
-        fatal_files |= {
-            fragment.file.path for record in scan.invalid_records[-1:] if record.is_fatal
-        }
         count += scan.num_invalid
         for record in scan.invalid_records:
-            location = f"{fragment.record_noun} {num_before + record.number}"
-            lines.append(f"{fragment.file.name}, {location}: {record.reason}")
+            location = f"{fragment.file.name}, {fragment.record_noun} {record.number}"
+            lines.append(f"{location}: {record.reason}")
+        if any(record.is_fatal for record in scan.invalid_records[-1:]):
+            fatal_files.add(fragment.file.path)
     if not count:
         return
-    noun = (
-        "has a line or row that is not a document"
-        if count == 1
-        else f"has {count:,} lines or rows that are not documents"
-    )
-    rule = f"{noun}:\n  " + truncate_list(lines, "\n  ", count)
+    rule = "has a line or row that is not a document"
+    if count > 1:
+        rule = f"has {count:,} lines or rows that are not documents"
     remedy = "repair them"
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or set data.invalid_utf8=skip or replace for text that is not UTF-8"
@@ -411,7 +330,7 @@ def _check_invalid_records(
         remedy += (
             ", or set data.text_field to the field with the text (for chats: data.format=chat)"
         )
-    raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
+    raise path_error(path, f"{rule}:\n  " + truncate_list(lines, "\n  ", count), remedy)
 
 
 # --------------------------------------------------------------------------- tokenizing
@@ -423,7 +342,7 @@ class _TokenizeTask(NamedTuple):
     directory: Path
     fragment_index: int
     fragment: FileFragment
-    scan: RecordScan
+    row_groups: list[RowGroup]
     reader: RecordReader
 
 
@@ -431,27 +350,19 @@ def _tokenize(task: _TokenizeTask, advance: Advance) -> tuple[list[Shard], list[
     """Return train and validation shards, one of each per row group with documents."""
     encoder = _load_encoder_once(task.directory / TOKENIZER_FILE)
     shards: tuple[list[Shard], list[Shard]] = ([], [])
-    documents: Iterator[tuple[int, bytes]] | None = None
+    documents = task.reader.read_texts(task.fragment)
     begin = 0
-    for index, group in enumerate(task.scan.row_groups):
-        files = [task.directory / f"{s}-{task.fragment_index:05d}-{index:05d}.bin" for s in SPLITS]
-        split_indices = [split_index for split_index in (0, 1) if group.documents[split_index]]
-        group_shards = [
-            load_finished_shard(files[split_index], encoder) for split_index in split_indices
-        ]
-        if None in group_shards:
-            documents = documents or _read_nonempty(task.fragment, task.reader, begin)
-            tokens = _encode_row_group(group, documents, task, BatchEncoder(encoder, advance))
-            group_shards = [
-                write_shard(files[split_index], np.concatenate(tokens[split_index]), encoder)
-                for split_index in split_indices
-            ]
-        else:
-            documents = None  # reopen the file after this row group
-            advance(sum(group.text_bytes))
-        for split_index, shard in zip(split_indices, group_shards, strict=True):
-            assert shard is not None
-            shards[split_index].append(shard)
+    for number, group in enumerate(task.row_groups):
+        suffix = f"{task.fragment_index:05d}-{number:05d}.bin"
+        files = {
+            index: task.directory / f"{name}-{suffix}"
+            for index, name in enumerate(SPLITS)
+            if group.documents[index]
+        }
+        chunks = _read_row_group(task, documents, begin, group)
+        built = build_shards(files, sum(group.text_bytes), chunks, encoder, advance)
+        for index, shard in built.items():
+            shards[index].append(shard)
         begin = group.end
     return shards
 
@@ -462,37 +373,25 @@ def _load_encoder_once(file: Path) -> Encoder:
     return load_encoder(file)
 
 
-def _encode_row_group(
-    group: RowGroup,
-    documents: Iterator[tuple[int, bytes]],
-    task: _TokenizeTask,
-    encoder: BatchEncoder,
-) -> tuple[list[Tokens], list[Tokens]]:
-    """Return the tokens of a row group in chunks, train and validation."""
-    tokens: tuple[list[Tokens], list[Tokens]] = ([], [])
-    actual = RowGroup(group.end)
-    number = 0
-    while number < group.end:
+def _read_row_group(
+    task: _TokenizeTask, documents: Iterator[tuple[int, bytes]], begin: int, group: RowGroup
+) -> Iterator[TextChunk]:
+    """Yield the text of a row group, whose documents follow row ``begin``.
+
+    Raises:
+        InvalidConfig: the file has changed since the scan.
+    """
+    actual = RowGroup(begin)
+    while actual.end < group.end:
         number, data = next(documents, (group.end + 1, b""))
-        if number > group.end:
-            raise changed_error(task.fragment.file)
+        if number <= begin:  # in a group whose shards are complete
+            continue
         split_index = int(task.reader.is_validation(data))
-        actual.documents[split_index] += 1
-        actual.text_bytes[split_index] += len(data)
-        for begin, end in split_chunks(data):
-            encoder.add(
-                data[begin:end].decode(), end - begin, end == len(data), tokens[split_index]
-            )
-    encoder.flush()
+        actual.add(number, split_index, len(data))
+        if number > group.end or actual.documents[split_index] > group.documents[split_index]:
+            raise changed_error(task.fragment.file)
+        for first, end in split_chunks(data):
+            text = data[first:end].decode()
+            yield TextChunk(text, end - first, end == len(data), split_index)
     if actual != group:
         raise changed_error(task.fragment.file)
-    return tokens
-
-
-def _read_nonempty(
-    fragment: FileFragment, reader: RecordReader, skip_rows: int
-) -> Iterator[tuple[int, bytes]]:
-    """Yield number and text of valid documents after the first ``skip_rows`` rows."""
-    for record in read_documents(fragment, reader.field, reader.invalid, skip_rows):
-        if isinstance(record, Document) and record.data and not record.data.isspace():
-            yield record.number, record.data

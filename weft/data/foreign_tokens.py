@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,19 @@ from numpy.typing import NDArray
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
-from weft.data.order import Ints
-from weft.data.prepared_cache import Report, progress_counter
-from weft.data.source_files import File
+from weft.data.prepared_cache import Report, collect_errors, progress_counter, raise_errors
+from weft.data.source import File, path_error
 from weft.data.token_shards import (
     BuiltSplits,
+    Corpus,
     Encoder,
-    IncompleteTail,
     describe_shard,
     insufficient_data_error,
 )
 from weft.data.token_store import (
     SPLITS,
     Dtype,
+    Ints,
     Shard,
     Split,
     SplitName,
@@ -54,16 +54,9 @@ from weft.data.workers import Advance
 CHUNK_TOKENS = 16 << 20  # per read
 
 _MEGATRON = b"MMIDIDX\x00\x00"
-_MEGATRON_TYPES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
+_MEGATRON_TYPES = dict(
+    enumerate(["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"], start=1)
+)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
 _HEADER_BYTES = 1024
 # Dtypes that can be used in place, and as which: no token is negative.
@@ -104,23 +97,17 @@ class Span:
 
 
 @dataclass(frozen=True)
-class TokenCorpus:
-    """Token files with known headers: a `weft.data.token_shards.Corpus`."""
+class TokenCorpus(Corpus):
+    """Token files with known headers."""
 
     section: DataSection
     files: list[TokenFile]
-    text_bytes: int = 0  # no tokenizer is trained on tokens
-    skip_counts: IncompleteTail = field(default_factory=IncompleteTail)
 
     @property
     def cache_key(self) -> object:
         """Files that determine the store, as JSON types."""
         files = [source.file for source in self.files]
         return ["tokens", [[file.path, file.size_bytes, file.version] for file in files]]
-
-    def sample_texts(self, max_bytes: int) -> Iterator[str]:
-        """Yield nothing: the corpus has tokens, not text."""
-        return iter(())
 
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Validate every token, and copy those that cannot be used in place."""
@@ -131,9 +118,8 @@ class TokenCorpus:
         )
         total = sum(span.end - span.begin for span in (*train, *validation))
         if not train or not validation:
-            raise insufficient_data_error(
-                self.section, f"has too few tokens ({total})", bool(train)
-            )
+            rule = f"has too few tokens ({total})"
+            raise insufficient_data_error(self.section, rule, bool(train))
         message = "copying the tokens" if dtype is None else "checking the tokens"
         advance = progress_counter(report, message, total)
         splits = [
@@ -197,49 +183,47 @@ def read_headers(files: Sequence[File]) -> list[TokenFile]:
     Raises:
         InvalidConfig: one error for each file whose name or header is wrong.
     """
-    token_files, problems = [], []
+    token_files: list[TokenFile] = []
+    problems: list[ConfigError] = []
     for file in files:
-        try:
-            index = Path(file.path).with_suffix(".idx")
-            token_file = (
-                _read_megatron_header(file, index) if index.is_file() else _read_plain_header(file)
-            )
-            if token_file.tokens:
-                token_files.append(token_file)
-        except InvalidConfig as invalid:
-            problems += invalid.problems
-        except OSError as error:
-            problems += _file_error(file, f"cannot be read: {error.strerror}").problems
-    if problems:
-        raise InvalidConfig(problems)
-    if not token_files:
-        raise _file_error(files[0], "holds no tokens")
-    return token_files
+        with collect_errors(problems):
+            try:
+                index = Path(file.path).with_suffix(".idx")
+                is_megatron = index.is_file()
+                token_files.append(
+                    _read_megatron_header(file, index) if is_megatron else _read_plain_header(file)
+                )
+            except OSError as error:
+                raise _file_error(file, f"cannot be read: {error.strerror}") from error
+    raise_errors(problems)
+    if token_files := [token_file for token_file in token_files if token_file.tokens]:
+        return token_files
+    raise _file_error(files[0], "holds no tokens")
 
 
 def _read_megatron_header(file: File, index: Path) -> TokenFile:
+    prefix = f"cannot be read: {index.name}"
     data = memoryview(index.read_bytes())
     header_size = 9 + 8 + 1 + 8 + 8
     if bytes(data[:9]) != _MEGATRON or len(data) < header_size:
-        raise _index_error(file, index, "is not an index of Megatron-LM (wrong magic bytes)")
+        raise _file_error(file, f"{prefix} is not an index of Megatron-LM (wrong magic bytes)")
     version, type_code, num_sequences, num_documents = struct.unpack("<QBQQ", data[9:header_size])
     if version != 1:
-        raise _index_error(file, index, f"has version {version}, not 1")
+        raise _file_error(file, f"{prefix} has version {version}, not 1")
     dtype = _MEGATRON_TYPES.get(type_code)
     if dtype is None or dtype.startswith("float"):
-        raise _index_error(
-            file, index, f"declares the unsupported token type {type_code} ({dtype})"
-        )
+        rule = f"{prefix} declares the unsupported token type {type_code} ({dtype})"
+        raise _file_error(file, rule)
     if len(data) < header_size + 12 * num_sequences + 8 * num_documents:
-        raise _index_error(file, index, "is truncated")
+        raise _file_error(file, f"{prefix} is truncated")
     sizes = np.frombuffer(data, "<i4", num_sequences, header_size).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", num_sequences, header_size + 4 * num_sequences)
     first_sequences = np.frombuffer(data, "<i8", num_documents, header_size + 12 * num_sequences)
     width = np.dtype(dtype).itemsize
     ends = pointers + sizes * width
     if len(sizes) and (sizes.min() < 0 or pointers.min() < 0 or ends.max() > file.size_bytes):
-        rule = f"refers to byte {ends.max()}, but the file has {file.size_bytes} bytes"
-        raise _index_error(file, index, rule)
+        rule = f"{prefix} refers to byte {ends.max()}, but the file has {file.size_bytes} bytes"
+        raise _file_error(file, rule)
     sequence_ends = np.cumsum(sizes)
     total = int(sequence_ends[-1]) if len(sequence_ends) else 0
     if num_documents and (
@@ -247,7 +231,7 @@ def _read_megatron_header(file: File, index: Path) -> TokenFile:
         or first_sequences.max() > num_sequences
         or (np.diff(first_sequences) < 0).any()
     ):
-        raise _index_error(file, index, "has documents with sequences that do not exist")
+        raise _file_error(file, f"{prefix} has documents with sequences that do not exist")
     boundaries = np.unique(np.concatenate(([0], sequence_ends))[first_sequences])
     is_contiguous = np.array_equal(pointers, (sequence_ends - sizes) * width)
     sequences = None if is_contiguous else (pointers // width, sizes)
@@ -272,13 +256,9 @@ def _read_plain_header(file: File) -> TokenFile:
     return TokenFile(file, "uint16", 0, file.size_bytes // 2)
 
 
-def _index_error(file: File, index: Path, rule: str) -> InvalidConfig:
-    return _file_error(file, f"cannot be read: {index.name} {rule}")
-
-
 def _file_error(file: File, rule: str) -> InvalidConfig:
     remedy = "give the .bin of Megatron-LM (with its .idx), llm.c or nanoGPT"
-    return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
+    return path_error(file.path, rule, remedy)
 
 
 # --------------------------------------------------------------------------- splitting
@@ -290,15 +270,15 @@ def split_tokens(
     """Return train and validation spans, by file names or at the end of each file."""
     is_validation = ["val" in Path(source.file.name).name.lower() for source in sources]
     if any(is_validation) and not all(is_validation):
-        cuts = [
-            0 if validation else source.tokens
-            for source, validation in zip(sources, is_validation, strict=True)
-        ]
+        pairs = zip(sources, is_validation, strict=True)
+        cuts = [0 if validation else source.tokens for source, validation in pairs]
     else:
         cuts = [_find_cut(source, separator, validation_fraction) for source in sources]
-    pairs = list(zip(sources, cuts, strict=True))
-    train = [Span(source, 0, cut) for source, cut in pairs if cut]
-    return train, [Span(source, cut, source.tokens) for source, cut in pairs if cut < source.tokens]
+    train = [Span(source, 0, cut) for source, cut in zip(sources, cuts, strict=True)]
+    validation = [Span(span.source, span.end, span.source.tokens) for span in train]
+    return [span for span in train if span.end], [
+        span for span in validation if span.begin < span.end
+    ]
 
 
 def _find_cut(source: TokenFile, separator: int, validation_fraction: float) -> int:

@@ -6,7 +6,6 @@ consists of tails of files, both splits count these documents.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.dataset import Dataset, Source
-from weft.data.order import Ints
-from weft.data.token_store import Store, TokenStream
+from weft.data.token_store import Ints, Store
 
-CHUNK_TOKENS = 16 << 20
 NUM_LONGEST = 3
 SHOWN_TOKENS = 120  # per sample
 BAR_WIDTH = 40  # characters
@@ -99,72 +96,52 @@ def inspect_dataset(dataset: Dataset, num_samples: int) -> Iterator[str]:
 
 def _inspect_store(store: Store, num_samples: int) -> Iterator[str]:
     stream, separator = store.tokens("train"), store.manifest.separator
-    lengths: dict[int, int] = {}
-    longest: list[tuple[int, int]] = []  # (tokens, start) of documents
     is_text = store.manifest.kind == "text"
-    for begins, sizes in (
-        _iterate_documents(stream, separator) if is_text else [_locate_conversations(store)]
-    ):
-        for size, count in zip(*np.unique(sizes, return_counts=True), strict=True):
-            lengths[int(size)] = lengths.get(int(size), 0) + int(count)
-        indices = np.argsort(sizes)[-NUM_LONGEST:]
-        candidates = [
-            *longest,
-            *zip(sizes[indices].tolist(), begins[indices].tolist(), strict=True),
-        ]
-        longest = heapq.nlargest(NUM_LONGEST, candidates)
-    if not lengths:
-        yield "the train text has no separator: it is one document"
-        yield from _show_documents(store, stream, num_samples, separator)
-        return
-    values = np.array(sorted(lengths))
-    counts = np.array([lengths[value] for value in values.tolist()])
-    yield "tokens per document in the train text:"
-    yield "  " + "  ".join(
-        f"{name} {_quantile(values, counts, fraction):,}" for name, fraction in QUANTILES.items()
-    )
-    yield from _histogram(values, counts)
-    yield "longest documents:"
-    tokenizer = store.tokenizer()
-    for size, begin in longest:
-        start = stream.read_windows(np.array([begin]), min(size, 30))[0]
-        yield f"  {size:,} tokens: {_join_lines(tokenizer.decode(start.tolist()))[:80]}"
-    if is_text:
-        yield from _show_documents(store, stream, num_samples, separator)
+    ends = stream.find_token(separator) if is_text else store.index("train")[:, 0]
+    begins = np.concatenate(([0], ends[:-1] + is_text))[: len(ends)]  # after the separator
+    sizes = ends - begins
+    if len(ends):
+        yield "tokens per document in the train text:"
+        quantiles = np.quantile(sizes, list(QUANTILES.values()), method="inverted_cdf")
+        yield "  " + "  ".join(
+            f"{name} {size:,}" for name, size in zip(QUANTILES, quantiles.tolist(), strict=True)
+        )
+        yield from _histogram(sizes)
+        yield "longest documents:"
+        tokenizer = store.tokenizer()
+        for document in np.argsort(sizes, kind="stable")[: -NUM_LONGEST - 1 : -1].tolist():
+            size = int(sizes[document])
+            start = stream.read_windows(begins[[document]], min(size, 30))[0]
+            text = " ".join(tokenizer.decode(start.tolist()).split())
+            yield f"  {size:,} tokens: {text[:80]}"
     else:
-        yield from _show_conversations(store, num_samples)
+        yield "the train text has no separator: it is one document"
+    if is_text:
+        yield from _show_documents(store, begins, num_samples)
+    else:
+        yield from _show_conversations(store, begins, sizes, num_samples)
 
 
-def _iterate_documents(stream: TokenStream, separator: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield starts and token counts (without separator) of documents, in chunks."""
-    begin = 0
-    for first in range(0, len(stream), CHUNK_TOKENS):
-        size = min(CHUNK_TOKENS, len(stream) - first)
-        tokens = stream.read_windows(np.array([first]), size)[0]
-        ends = np.flatnonzero(tokens == separator) + first
-        if len(ends):
-            begins = np.concatenate(([begin], ends[:-1] + 1))
-            yield begins, ends - begins
-            begin = int(ends[-1]) + 1
+def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[str]:
+    """Yield the first document at each of evenly spaced positions."""
+    stream, tokenizer = store.tokens("train"), store.tokenizer()
+    for number in range(num_samples):
+        position = len(stream) * number // num_samples
+        later = begins[begins > position] if number else [0]
+        begin = int(later[0]) if len(later) else position
+        [window] = stream.read_windows(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))
+        tokens = window.tolist()
+        if store.manifest.separator in tokens[1:]:
+            tokens = tokens[: tokens.index(store.manifest.separator, 1)]
+        yield f"-- from token {begin:,}"
+        yield tokenizer.decode(tokens)
 
 
-def _locate_conversations(store: Store) -> tuple[Ints, Ints]:
-    """Return starts and token counts of conversations."""
-    ends = store.index("train")[:, 0]
-    begins = np.concatenate(([0], ends[:-1]))
-    return begins, ends - begins
-
-
-def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
+def _show_conversations(store: Store, begins: Ints, sizes: Ints, num_samples: int) -> Iterator[str]:
     """Yield evenly spaced conversations, with trained tokens between [[ and ]]."""
-    stream, loss_mask, tokenizer = (
-        store.tokens("train"),
-        store.loss_mask("train"),
-        store.tokenizer(),
-    )
+    stream, loss_mask = store.tokens("train"), store.loss_mask("train")
     assert loss_mask is not None
-    index = store.index("train")
-    begins, sizes = _locate_conversations(store)
+    tokenizer, index = store.tokenizer(), store.index("train")
     num_samples = min(num_samples, len(index))
     for number in range(num_samples):
         position = len(index) * number // num_samples
@@ -180,48 +157,12 @@ def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
         yield text
 
 
-def _quantile(values: Ints, counts: Ints, fraction: float) -> int:
-    index = np.searchsorted(np.cumsum(counts), fraction * counts.sum())
-    return int(values[min(index, len(values) - 1)])
-
-
-def _histogram(values: Ints, counts: Ints) -> Iterator[str]:
+def _histogram(sizes: Ints) -> Iterator[str]:
     """Yield documents by length, in powers of two."""
-    bins = np.bincount(np.frexp(np.maximum(values, 1))[1] - 1, weights=counts).astype(np.int64)
+    bins = np.bincount(np.frexp(np.maximum(sizes, 1))[1] - 1)
     first = int(np.flatnonzero(bins)[0])
     width = len(f"{(1 << len(bins)) - 1:,}")
-    for power, count in enumerate(bins.tolist()):
-        if power < first:
-            continue
+    for power, count in enumerate(bins.tolist()[first:], first):
         bar = "#" * -(-BAR_WIDTH * count // int(bins.max()))
         low, high = (1 << power) - (power == 0), (2 << power) - 1
         yield f"  {low:>{width},} - {high:>{width},}  {count:>12,}  {bar}".rstrip()
-
-
-def _show_documents(
-    store: Store, stream: TokenStream, num_samples: int, separator: int
-) -> Iterator[str]:
-    """Yield documents at evenly spaced positions, from their start."""
-    tokenizer = store.tokenizer()
-    for number in range(num_samples):
-        position = len(stream) * number // num_samples
-        begin = _find_document_start(stream, position, separator) if number else 0
-        [window] = stream.read_windows(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))
-        tokens = window.tolist()
-        if separator in tokens[1:]:
-            tokens = tokens[: tokens.index(separator, 1)]
-        yield f"-- from token {begin:,}"
-        yield tokenizer.decode(tokens)
-
-
-def _find_document_start(stream: TokenStream, position: int, separator: int) -> int:
-    """Return the start of the next document, or ``position`` if none is near."""
-    tokens = stream.read_windows(
-        np.array([position]), min(CHUNK_TOKENS // 16, len(stream) - position)
-    )[0]
-    ends = np.flatnonzero(tokens == separator)
-    return position + int(ends[0]) + 1 if len(ends) and ends[0] + 1 < len(tokens) else position
-
-
-def _join_lines(text: str) -> str:
-    return " ".join(text.split())

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.schema import DataSection
-from weft.data.order import Ints
-from weft.data.token_store import SPLITS, SplitName, Store
+from weft.data.token_store import SPLITS, Ints, SplitName, Store
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,33 @@
-"""Prepare a token store: tokenize text once, crash-safely.
+"""Prepare a token store: tokenize a source once, crash-safely.
 
-Preparation may be killed at any time: the next attempt reuses the completed shards
-(`weft.data.token_shards`) and builds the rest.  ``store.json`` is written last.
+Every source takes the same steps.  `weft.data.source` *detects* its kind, a *corpus* reads it once
+(which finds every error), and the corpus *builds* the shards of a store.  ``store.json`` is written
+last, so preparation may be killed at any time: the next attempt reuses the completed shards
+(`weft.data.token_shards`) and builds the rest.
 
-Text has three forms.  Each *text file* (`weft.data.text_files`) is a document; weft hashes a file
+There are four corpora.  Each *text file* (`weft.data.text_files`) is a document; weft hashes a file
 when it seems changed, and the tokenizer's own threads encode it.  Files with many documents,
 *records* (`weft.data.documents`), may be large and remote: name, size and time identify them, and
 processes build their shards.  *Tokens* of other software (`weft.data.foreign_tokens`) are validated
-and used in place.  `weft.data.conversations` prepares *conversations*.
+and used in place.  *Conversations* (`weft.data.conversations`) are the lines or rows of such files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.escaping import escape_controls
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
-from weft.data.conversations import prepare_conversations
+from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
+from weft.data.conversations import read_conversation_corpus
 from weft.data.dataset import Dataset, dataset_from_store, write_mixture
-from weft.data.document_tokens import RECORD_FILE, format_record
 from weft.data.documents import read_record_corpus
 from weft.data.foreign_tokens import TokenCorpus, read_headers
 from weft.data.prepared_cache import (
@@ -31,64 +37,57 @@ from weft.data.prepared_cache import (
     build_once,
     collect_errors,
     convert_cache_errors,
-    lock_directory,
-    open_given_store,
+    lock_prepared,
+    open_verified_store,
     raise_errors,
 )
-from weft.data.source import SourceRef, detect_source
+from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
-from weft.data.token_shards import CHUNK_BYTES, Corpus, load_encoder, unigram_entropy_nats
+from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.tokenizer import find_separator, load_tokenizer, train_tokenizer
+from weft.data.tokenizer import RECORD_FILE, format_record, train_tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which memory must hold
 TOKENIZER_TRAIN_BYTES = 64 << 20  # of train text for a new tokenizer
+LOG_SECONDS = 30.0  # between lines of one stage, if the output is not a terminal
 
 
 def prepare_data(section: DataSection, cache: Path, progress: Report | None = None) -> Dataset:
     """Return the dataset that ``section`` selects; prepare it if it does not exist.
 
-    Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`
-    and `weft.data.conversations.prepare_conversations`.
+    Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`.
+    Sources of a mixture may be prepared stores of one tokenizer, and text beside conversations.
     """
-    if not section.is_text:
-        return prepare_conversations(section, cache, progress)
     if not section.is_mixture:
         return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
     problems: list[ConfigError] = []
-    tokenizer: _GivenTokenizer | None = None
+    encoder: Encoder | None = None
     corpora: list[Corpus | None] = []
     for source_section in sections:
         with collect_errors(problems, mixture=True):
-            source, tokenizer = _detect_inputs(source_section)
-            corpora.append(
-                None
-                if source is None
-                else _read_corpus(source_section, source, cache, SHARD_BYTES, report)
-            )
+            inputs = _detect_inputs(source_section)
+            encoder = inputs.encoder
+            corpora.append(_read_corpus(source_section, inputs, cache, report))
     raise_errors(problems)
-    if tokenizer is None:
-        tokenizer = _load_shared_tokenizer(section, corpora, cache, report)
-        sections = [
-            source_section.model_copy(update={"tokenizer": str(tokenizer.file)})
-            for source_section in sections
-        ]
+    if encoder is None:
+        encoder = _load_shared_tokenizer(section, corpora, cache, report)
+        update = {"tokenizer": str(encoder.file)}
+        sections = [source_section.model_copy(update=update) for source_section in sections]
     stores = []
     for source_section, corpus in zip(sections, corpora, strict=True):
         with collect_errors(problems, mixture=True):
-            stores.append(
-                open_given_store(source_section, tokenizer.hash, cache, report)
-                if corpus is None
-                else _prepare_corpus(source_section, corpus, tokenizer, cache, SHARD_BYTES, report)
-            )
+            stores.append(_prepare_corpus(source_section, corpus, encoder, cache, report))
     raise_errors(problems)
     for path, store in zip(section.mixture, stores, strict=True):
-        if store.manifest.separator != tokenizer.separator:
+        if store.manifest.separator != encoder.separator:
             rule = (
                 f"is a store whose documents end with token {store.manifest.separator}; those of "
-                f"the other sources end with token {tokenizer.separator}"
+                f"the other sources end with token {encoder.separator}"
             )
             problems.append(
                 ConfigError("data.mixture", path, rule, "prepare it again from its text")
@@ -105,7 +104,7 @@ def prepare_store(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
-    """Return the store of the text at ``section.path``; prepare it if necessary.
+    """Return the store of the data at ``section.path``; prepare it if necessary.
 
     Any number of processes may call this at once, on all machines that share ``cache``: one
     prepares the store, the others wait.
@@ -117,56 +116,90 @@ def prepare_store(
         shard_bytes: approximate text per shard; documents in records are not split.
 
     Raises:
-        InvalidConfig: errors of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
+        InvalidConfig: errors of ``data.path``, ``data.tokenizer``, ``data.chat_template`` or
+            ``data.cache_dir``.
         WeftError: a worker process was killed.
     """
     report = progress or (lambda _: None)
-    source, tokenizer = _detect_inputs(section)
-    if source is None:
-        return open_given_store(section, tokenizer and tokenizer.hash, cache, report)
-    corpus = _read_corpus(section, source, cache, shard_bytes, report)
-    return _prepare_corpus(section, corpus, tokenizer, cache, shard_bytes, report)
+    inputs = _detect_inputs(section)
+    corpus = _read_corpus(section, inputs, cache, report, shard_bytes)
+    return _prepare_corpus(section, corpus, inputs.encoder, cache, report, shard_bytes)
 
 
-class _GivenTokenizer(NamedTuple):
-    """Tokenizer that is not trained on the text."""
+def check_chat(section: DataSection) -> list[ConfigError]:
+    """Return the errors of tokenizer, template and files, without reading lines."""
+    problems: list[ConfigError] = []
+    for path in () if section.is_text else section.sources:
+        with collect_errors(problems, mixture=section.is_mixture):
+            _detect_inputs(section.model_copy(update={"path": path}))
+    return list({str(problem): problem for problem in problems}.values())
 
-    file: Path
-    hash: str
-    separator: int
+
+# --------------------------------------------------------------------------- steps
 
 
-def _detect_inputs(section: DataSection) -> tuple[SourceRef | None, _GivenTokenizer | None]:
-    """Return the source (None: a prepared store), and the user's tokenizer.
+class _Inputs(NamedTuple):
+    """Inputs of a preparation, which exist but are not read yet.
+
+    ``source`` is None for a prepared store; ``encoder`` is the user's tokenizer, if weft does not
+    train one; ``chat`` encodes conversations.
+    """
+
+    source: SourceRef | None
+    encoder: Encoder | None
+    chat: ChatEncoder | None
+
+
+def _detect_inputs(section: DataSection) -> _Inputs:
+    """Return the inputs that ``section`` names.
 
     Raises:
-        InvalidConfig: all errors of both.
+        InvalidConfig: all errors of source, tokenizer and chat template.
     """
     source: SourceRef | None = None
-    given_tokenizer: _GivenTokenizer | None = None
+    encoder: Encoder | None = None
+    chat: ChatEncoder | None = None
+    template: ChatTemplate | None = None
     problems: list[ConfigError] = []
     with collect_errors(problems):
         source = None if is_store(section.path) else detect_source(section.path)
-    if section.trains_tokenizer:
-        if source is not None and source.kind == "tokens":
-            rule = f"cannot be trained: {section.path} already holds tokens"
-            problems.append(
-                ConfigError(
-                    "data.tokenizer", "train", rule, "give the tokenizer.json that encoded them"
-                )
-            )
-    else:
+    kind = source and source.kind
+    if kind in ("text", "tokens") and not section.is_text:
+        rule = "holds no conversations, or also other files"
+        remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of these, or hf://"
+        problems += path_error(section.path, rule, remedy).problems
+    if not section.trains_tokenizer:
+        if not section.is_text:
+            with collect_errors(problems):
+                template = load_chat_template(section)
         with collect_errors(problems):
-            tokenizer, digest = load_tokenizer(section.tokenizer)
-            separator = find_separator(tokenizer, section.tokenizer)
-            given_tokenizer = _GivenTokenizer(section.tokenizer_path, digest, separator)
+            encoder = load_encoder(section.tokenizer)
+            chat = None if template is None else ChatEncoder(section.tokenizer, template)
+    elif not section.is_text:
+        rule = "is only for text; conversations need the tokens of a chat template"
+        remedy = "give the tokenizer.json of a model, with its chat template in the same directory"
+        problems.append(ConfigError("data.tokenizer", "train", rule, remedy))
+    elif kind == "tokens":
+        rule = f"cannot be trained: {section.path} already holds tokens"
+        remedy = "give the tokenizer.json that encoded them"
+        problems.append(ConfigError("data.tokenizer", "train", rule, remedy))
     raise_errors(problems)
-    return source, given_tokenizer
+    return _Inputs(source, encoder, chat)
 
 
 def _read_corpus(
-    section: DataSection, source: SourceRef, cache: Path, shard_bytes: int, report: Report
-) -> Corpus:
+    section: DataSection,
+    inputs: _Inputs,
+    cache: Path,
+    report: Report,
+    shard_bytes: int = SHARD_BYTES,
+) -> Corpus | None:
+    """Read a source once, and find all its errors; None: it is a prepared store."""
+    source, _, chat = inputs
+    if source is None:
+        return None
+    if chat is not None:
+        return read_conversation_corpus(section, source, chat, report)
     if source.kind == "text":
         return read_text_corpus(section, source.files, cache, shard_bytes, report)
     if source.kind == "tokens":
@@ -176,31 +209,38 @@ def _read_corpus(
 
 def _prepare_corpus(
     section: DataSection,
-    corpus: Corpus,
-    tokenizer: _GivenTokenizer | None,
+    corpus: Corpus | None,
+    given: Encoder | None,
     cache: Path,
-    shard_bytes: int,
     report: Report,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Store:
-    settings = [FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8]
-    tokenizer_key = (
-        [tokenizer.hash, tokenizer.separator]
-        if tokenizer
-        else ["train", section.vocab_size, TOKENIZER_TRAIN_BYTES]
-    )
-    cache_key = [settings, tokenizer_key, corpus.cache_key]
+    """Build the store of a corpus, unless it exists; None: open the given store."""
+    if corpus is None:
+        return _open_given_store(section, given, cache, report)
+    settings: list[object] = [
+        *(FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8)
+    ]
+    tokenizer_key: list[object] = ["train", section.vocab_size, TOKENIZER_TRAIN_BYTES]
+    if given is not None:
+        tokenizer_key = [given.hash, given.separator]
+    content: object = [settings, tokenizer_key, corpus.cache_key]
+    if not section.is_text:
+        content = corpus.cache_key  # conversations have other settings
 
     def build(directory: Path) -> Manifest:
         file = directory / TOKENIZER_FILE
-        if tokenizer:
-            write_durably(file, tokenizer.file.read_bytes())
-            write_durably(
-                directory / RECORD_FILE, format_record(tokenizer.separator, True).encode()
-            )
-        else:
+        if given is None:
             _train_tokenizer(file, [corpus], section.vocab_size, report)
+        else:
+            write_durably(file, given.file.read_bytes())
+            record = format_record(given.separator, starts_documents=section.is_text)
+            write_durably(directory / RECORD_FILE, record.encode())
         encoder = load_encoder(file)
         built = corpus.build(directory, encoder, report)
+        entropy = built.entropy_nats
+        if entropy is None:
+            entropy = unigram_entropy_nats(directory, built, encoder.vocab_size)
         return Manifest(
             format=FORMAT,
             key=directory.name,
@@ -209,15 +249,33 @@ def _prepare_corpus(
             vocab_size=encoder.vocab_size,
             separator=encoder.separator,
             tokenizer_hash=encoder.hash,
-            unigram_entropy_nats=unigram_entropy_nats(directory, built, encoder.vocab_size),
+            unigram_entropy_nats=entropy,
             skipped_files=corpus.skip_counts.skipped,
             replaced_files=corpus.skip_counts.replaced,
             train=built.train,
             validation=built.validation,
             empty_documents=corpus.skip_counts.empty,
+            kind=section.format,
+            files=list(built.files),
         )
 
-    return build_once(cache, cache_key, report, build)
+    return build_once(cache, content, report, build)
+
+
+def _open_given_store(
+    section: DataSection, given: Encoder | None, cache: Path, report: Report
+) -> Store:
+    """Open the store at ``data.path``, and compare its tokenizer and kind."""
+    store = open_verified_store(section.path, cache, report)
+    kind = store.manifest.kind
+    if given is not None and given.hash != store.manifest.tokenizer_hash:
+        rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
+        remedy = f"use {store.path / TOKENIZER_FILE}"
+        raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
+    if not section.is_text and section.has_preferences != (kind == "preferences"):
+        rule = f"is a store of {kind}, not of {section.format}"
+        raise path_error(section.path, rule, f"set data.format={kind}")
+    return store
 
 
 # --------------------------------------------------------------------------- tokenizers
@@ -225,7 +283,7 @@ def _prepare_corpus(
 
 def _load_shared_tokenizer(
     section: DataSection, corpora: Sequence[Corpus | None], cache: Path, report: Report
-) -> _GivenTokenizer:
+) -> Encoder:
     """Return the tokenizer of a store in the mixture, or train one on all texts."""
     stores = [path for path in section.mixture if is_store(path)]
     if stores:
@@ -241,10 +299,9 @@ def _load_shared_tokenizer(
         ]
         key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with convert_cache_errors(cache), lock_directory(file.parent, report, WAITING_MESSAGE):
+        with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
             _train_tokenizer(file, text_corpora, section.vocab_size, report)
-    tokenizer, digest = load_tokenizer(file)
-    return _GivenTokenizer(file, digest, find_separator(tokenizer, file))
+    return load_encoder(file)
 
 
 def _train_tokenizer(
@@ -265,3 +322,61 @@ def _train_tokenizer(
         for text in corpus.sample_texts(TOKENIZER_TRAIN_BYTES * corpus.text_bytes // total)
     )
     write_durably(file, train_tokenizer(texts, vocab_size).to_str(pretty=True).encode())
+
+
+# --------------------------------------------------------------------------- commands
+
+
+def cache_dir(section: DataSection) -> Path:
+    """Return the directory that ``data.cache_dir`` names."""
+    if section.cache_dir != "auto":
+        return Path(section.cache_dir).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "weft"
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Report]:
+    """Yield a callback that shows progress: a transient bar on a terminal, else lines.
+
+    Without a terminal it prints one line per stage, and the time left every `LOG_SECONDS`.
+    """
+    import rich.progress
+
+    stage, stage_start, last_log = "", 0.0, 0.0
+
+    def log(progress: Progress) -> None:
+        nonlocal stage, stage_start, last_log
+        now = time.monotonic()
+        if progress.message != stage:
+            stage, stage_start, last_log = progress.message, now, now
+            console.print(stage, soft_wrap=True)
+        elif progress.total and progress.done and now - last_log > LOG_SECONDS:
+            last_log = now
+            fraction = progress.done / progress.total
+            left = (now - stage_start) * (1 - fraction) / fraction
+            console.print(f"{stage}: {fraction:.0%}, {left / 60:.1f} min left", soft_wrap=True)
+
+    if not console.is_terminal:
+        yield log
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.percentage:3.0f}%"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(progress: Progress) -> None:
+            nonlocal stage
+            if stage != progress.message:
+                stage = progress.message
+                bar.reset(task)  # the time left is that of this stage
+            text = escape_controls(progress.message)
+            bar.update(
+                task, description=text, completed=progress.done, total=progress.total or None
+            )
+
+        yield show

@@ -2,35 +2,45 @@
 
 A store's directory in the cache is named by a hash of all that determines its content.  So a
 changed file, tokenizer or setting gives another store, and equal inputs are tokenized once.
+
+weft *verifies* a store, its content hashes and token ids, once for each state of its files.
+Undetected damage trains a wrong model: a flipped bit is another token, and an id outside the
+vocabulary is an index error deep inside the model.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from xxhash import xxh3_64_hexdigest
+import numpy as np
+from pydantic import TypeAdapter
+from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
-from weft.config.schema import DataSection
-from weft.data.integrity import find_damage
 from weft.data.token_store import (
+    DATA_REMEDY,
     FORMAT,
     STORE_FILE,
-    TOKENIZER_FILE,
     Manifest,
+    Shard,
+    Split,
     Store,
+    damaged_store_error,
     hash_json,
     is_store,
     open_store,
 )
+from weft.data.workers import num_cores
+
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------- progress
 
@@ -52,6 +62,8 @@ Report = Callable[[Progress], None]
 WAITING_MESSAGE = "waiting for another process that prepares the same data"
 VERIFYING_MESSAGE = "waiting for another process that verifies the data"
 MIN_REPORT_BYTES = 1 << 28  # smaller stores are verified without progress reports
+READ_BYTES = 1 << 20  # per read: fits into the CPU cache between hash and maximum
+MAX_THREADS = 8  # xxhash and NumPy release the GIL
 
 
 def progress_counter(report: Report, message: str, total: int) -> Callable[[int], None]:
@@ -95,18 +107,6 @@ def raise_errors(problems: Sequence[ConfigError]) -> None:
 # --------------------------------------------------------------------------- stores
 
 
-def open_given_store(
-    section: DataSection, tokenizer_hash: str | None, cache: Path, report: Report
-) -> Store:
-    """Open the store at ``data.path``, and compare its tokenizer with the given one."""
-    store = open_verified_store(section.path, cache, report)
-    if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
-        rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
-        remedy = f"use {store.path / TOKENIZER_FILE}"
-        raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
-    return store
-
-
 def build_once(
     cache: Path, content: object, report: Report, build: Callable[[Path], Manifest]
 ) -> Store:
@@ -120,14 +120,14 @@ def build_once(
     """
     directory = cache / "stores" / hash_json(content)
     if not is_store(directory):
-        with convert_cache_errors(cache), lock_directory(directory, report, WAITING_MESSAGE):
+        with convert_cache_errors(cache), lock_prepared(directory, report, WAITING_MESSAGE):
             if not is_store(directory):  # another process may have built it meanwhile
                 manifest = asdict(build(directory))
                 write_durably(directory / STORE_FILE, json.dumps(manifest, indent=1).encode())
                 # The hashes are of the tokens just written: no need to read them again.
                 store = open_store(directory)
                 verified_file = _verified_file(store, cache)
-                with lock_directory(verified_file.parent, report, VERIFYING_MESSAGE):
+                with lock_prepared(verified_file.parent, report, VERIFYING_MESSAGE):
                     _mark_verified(verified_file, store)
     return open_verified_store(directory, cache, report)
 
@@ -157,7 +157,7 @@ def open_verified_store(
     with ExitStack() as stack:
         is_cached = True
         try:
-            stack.enter_context(lock_directory(verified_file.parent, report, VERIFYING_MESSAGE))
+            stack.enter_context(lock_prepared(verified_file.parent, report, VERIFYING_MESSAGE))
         except OSError as error:  # the cache is not writable
             is_cached = False
             reason = f"{cache} cannot be written: {error.strerror or error}"
@@ -168,9 +168,10 @@ def open_verified_store(
             verified_file.unlink(missing_ok=True)
         size = sum(s.size_bytes for split in store.splits for s in split.files)
         progress = report if size >= MIN_REPORT_BYTES else lambda progress: None
-        raise_errors(
-            find_damage(store, progress_counter(progress, f"verifying {store.path}", size))
-        )
+        advance = progress_counter(progress, f"verifying {store.path}", size)
+        tasks = [(store, split, shard, advance) for split in store.splits for shard in split.files]
+        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
+            raise_errors(list(filter(None, pool.map(_check_file, *zip(*tasks, strict=True)))))
         if is_cached:
             _mark_verified(verified_file, store)
     return store
@@ -179,12 +180,11 @@ def open_verified_store(
 def _verified_file(store: Store, cache: Path) -> Path:
     """Return the file that records a verified store in its current state."""
     files: list[list[object]] = []
-    for split in store.splits:
-        for shard in split.files:
-            file = store.path / shard.file
-            stat = file.stat()
-            state = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-            files.append([str(file.absolute()), *state, shard.begin, shard.size_bytes, shard.xxh3])
+    for shard in (shard for split in store.splits for shard in split.files):
+        file = store.path / shard.file
+        stat = file.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        files.append([str(file.absolute()), *state, shard.begin, shard.size_bytes, shard.xxh3])
     manifest = store.manifest
     name = hash_json([FORMAT, manifest.dtype, manifest.vocab_size, files])
     return cache / "verified" / name / "verified.json"
@@ -192,6 +192,66 @@ def _verified_file(store: Store, cache: Path) -> Path:
 
 def _mark_verified(verified_file: Path, store: Store) -> None:
     write_durably(verified_file, json.dumps({"store": str(store.path)}).encode())
+
+
+def _check_file(
+    store: Store, split: Split, shard: Shard, advance: Callable[[int], None]
+) -> ConfigError | None:
+    """Return an error if a file of a store differs from what was prepared."""
+    damage, remedy = "", DATA_REMEDY
+    if shard.is_external:
+        remedy = f"restore {shard.file}; if it was changed on purpose, prepare the data again"
+    try:
+        digest, invalid_id = _hash_shard(store, shard, shard in split.shards, advance)
+        if digest != shard.xxh3:
+            damage = f"is damaged: its content hash is {digest}, store.json has {shard.xxh3}"
+        elif invalid_id:
+            damage = invalid_id
+            remedy = "prepare the data again with the tokenizer that encoded the tokens"
+        elif shard == split.index:
+            damage = _check_index(store, split, shard)
+    except OSError as error:
+        damage = f"cannot be read: {error.strerror or error}"
+    return damaged_store_error(store.path, f"{shard.file} {damage}", remedy) if damage else None
+
+
+def _hash_shard(
+    store: Store, shard: Shard, holds_tokens: bool, advance: Callable[[int], None]
+) -> tuple[str, str]:
+    """Return the content hash, and a sentence about the first invalid id."""
+    hasher, invalid_id, position = xxh3_128(), "", 0
+    vocab_size, dtype = store.manifest.vocab_size, np.dtype(store.manifest.dtype)
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, shard.size_bytes))))
+    with (store.path / shard.file).open("rb") as file:
+        file.seek(shard.begin)
+        while count := file.readinto(buffer[: shard.size_bytes - position]):
+            block = buffer[:count]
+            hasher.update(block)
+            if holds_tokens and not invalid_id:
+                ids = np.frombuffer(block[: count // dtype.itemsize * dtype.itemsize], dtype)
+                if len(ids) and (largest := int(ids.max())) >= vocab_size:
+                    first = position // dtype.itemsize + int(np.argmax(ids >= vocab_size))
+                    invalid_id = (
+                        f"holds token id {largest:,} (the first such id is token {first:,} of the "
+                        f"file); the vocabulary has {vocab_size:,} entries"
+                    )
+            position += count
+            advance(count)
+    return hasher.hexdigest(), invalid_id
+
+
+def _check_index(store: Store, split: Split, shard: Shard) -> str:
+    """Return the damage of the conversation index of a split."""
+    rows = np.fromfile(store.path / shard.file, np.int64).reshape(-1, 3)
+    ends, files = rows[:, 0], rows[:, 1]
+    if len(ends) and ((np.diff(ends, prepend=0) <= 0).any() or ends[-1] != split.tokens):
+        return f"does not partition the {split.tokens:,} tokens into conversations"
+    if len(files) and (files.min() < 0 or files.max() >= len(store.manifest.files)):
+        return f"refers to a file that is not among the {len(store.manifest.files)} in store.json"
+    return ""
+
+
+# --------------------------------------------------------------------------- scans and locks
 
 
 def write_scans(path: Path, value: Any) -> None:
@@ -209,24 +269,52 @@ def read_scans(path: Path) -> Any:
     return json.loads(text) if digest == xxh3_64_hexdigest(text).encode() else None
 
 
+def load_or_scan(cache: Path, key: object, adapter: TypeAdapter[T], scan: Callable[[], T]) -> T:
+    """Return the cached result of scanning a source, or scan it and cache the result.
+
+    Args:
+        cache: directory of prepared data; the result goes below ``scans/``.
+        key: all that determines the result, as JSON types.
+        adapter: converts the result to JSON and back.
+        scan: reads the source.
+    """
+    file = cache / "scans" / f"{hash_json(key)}.json"
+    with convert_cache_errors(cache):
+        if (tree := read_scans(file)) is not None:
+            return adapter.validate_python(tree)
+    result = scan()
+    with convert_cache_errors(cache):
+        write_scans(file, adapter.dump_python(result, mode="json"))
+    return result
+
+
 @contextmanager
-def lock_directory(directory: Path, report: Report, waiting: str) -> Iterator[None]:
-    """Hold the lock of a directory; the system releases it if this process dies.
+def hold_lock(file: Path, when_busy: Callable[[], None], shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file; the system releases it if this process dies.
+
+    Args:
+        file: is created if it does not exist, with its directory.
+        when_busy: is called if another process holds the lock; unless it raises, this one waits.
+        shared: share the lock with other processes that share it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with file.open("a+") as stream:
+        try:
+            fcntl.flock(stream, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            when_busy()
+            fcntl.flock(stream, mode)
+        yield
+
+
+@contextmanager
+def lock_prepared(directory: Path, report: Report, waiting: str) -> Iterator[None]:
+    """Hold the lock of a directory of prepared data, and remove temporary files.
 
     ``waiting`` is reported while another process holds the lock.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
-        reported = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not reported:
-                    report(Progress(waiting))
-                reported = True
-                time.sleep(0.1)
+    with hold_lock(directory / "lock", lambda: report(Progress(waiting))):
         for stale in directory.glob("*.tmp"):  # from a killed attempt
             stale.unlink()
         yield

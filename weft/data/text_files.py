@@ -13,38 +13,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal
 
-import numpy as np
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from weft.config.errors import ConfigError, InvalidConfig, truncate_list
+from weft.config.errors import truncate_list
 from weft.config.schema import DataSection
-from weft.data.prepared_cache import (
-    Progress,
-    Report,
-    convert_cache_errors,
-    progress_counter,
-    read_scans,
-    write_scans,
-)
-from weft.data.source_files import File, changed_error, open_file, unreadable_error
+from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
+from weft.data.source import File, changed_error, open_file, path_error, unreadable_error
 from weft.data.token_shards import (
     CHUNK_BYTES,
-    BatchEncoder,
     BuiltSplits,
+    Corpus,
     Encoder,
     IncompleteTail,
-    Tokens,
+    TextChunk,
+    build_shards,
     find_cut,
     insufficient_data_error,
-    load_finished_shard,
-    write_shard,
 )
-from weft.data.token_store import SPLITS, Split, SplitName, hash_json
+from weft.data.token_store import SPLITS, Shard, Split, SplitName
 from weft.data.workers import Advance
 
-FORMAT = 2  # of cached scans
+FORMAT = 3  # of cached scans
 BLOCK_BYTES = 1 << 20
 MIN_WHOLE_DOCUMENTS = 20  # with fewer, the validation set consists of tails
 
@@ -103,13 +95,14 @@ class DocumentPart:
 
 
 @dataclass(frozen=True)
-class TextCorpus:
-    """Scanned text files: a `weft.data.token_shards.Corpus`."""
+class TextCorpus(Corpus):
+    """Scanned text files, and how many were skipped or repaired."""
 
     scans: list[TextScan]
     train: list[DocumentPart]
     validation: list[DocumentPart]
-    skip_counts: IncompleteTail  # does not count empty files
+    num_skipped: int
+    num_replaced: int
     shard_bytes: int
 
     @property
@@ -121,6 +114,11 @@ class TextCorpus:
     def text_bytes(self) -> int:
         """Bytes of the train text."""
         return sum(part.text_bytes for part in self.train)
+
+    @property
+    def skip_counts(self) -> IncompleteTail:
+        """Number of files that were not used unchanged, without empty files."""
+        return IncompleteTail(self.num_skipped, self.num_replaced)
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
         """Yield at most ``max_bytes`` of the train text, evenly spread."""
@@ -165,8 +163,8 @@ def read_text_corpus(
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         report(Progress(f"skipped {len(skipped)} files that are not UTF-8 text: {names}"))
-    skip_counts = IncompleteTail(len(skipped), len(invalid) - len(skipped))
-    return TextCorpus(valid, train, validation, skip_counts, shard_bytes)
+    num_replaced = len(invalid) - len(skipped)
+    return TextCorpus(valid, train, validation, len(skipped), num_replaced, shard_bytes)
 
 
 def _scan_files(
@@ -180,106 +178,75 @@ def _scan_files(
             changed_ns = Path(file.path).stat().st_ctime_ns
         except OSError as error:
             raise unreadable_error(file, error) from error
-        states.append([file.path, file.size_bytes, file.version, changed_ns])
-    cache_file = (
-        cache / "scans" / f"{hash_json([FORMAT, CHUNK_BYTES, validation_fraction, states])}.json"
-    )
-    if (rows := read_scans(cache_file)) is not None:
-        return [
-            TextScan(
-                file, content_hash, cuts, tail, InvalidText(*error.values()) if error else None
-            )
-            for file, (content_hash, cuts, tail, error) in zip(files, rows, strict=True)
-        ]
-    advance = progress_counter(report, "reading the text", sum(file.size_bytes for file in files))
-    scans = []
-    for file in files:
-        scans.append(scan_file(file, validation_fraction))
-        advance(file.size_bytes)
-    rows = [
-        [s.content_hash, s.cuts, s.tail_start, s.error and _error_to_dict(s.error)] for s in scans
-    ]
-    with convert_cache_errors(cache):
-        write_scans(cache_file, rows)
-    return scans
+        states.append([file.path, *file.identity, changed_ns])
 
+    def scan() -> list[TextScan]:
+        total = sum(file.size_bytes for file in files)
+        advance = progress_counter(report, "reading the text", total)
+        return [scan_file(file, validation_fraction, advance) for file in files]
 
-def _error_to_dict(error: InvalidText) -> dict[str, int | str]:
-    return {"offset": error.offset, "line": error.line, "what": error.reason}
+    key = [FORMAT, CHUNK_BYTES, validation_fraction, states]
+    return load_or_scan(cache, key, TypeAdapter(list[TextScan]), scan)
 
 
 # --------------------------------------------------------------------------- scanning
 
 
-def scan_file(file: File, validation_fraction: float) -> TextScan:
+def scan_file(file: File, validation_fraction: float, advance: Advance) -> TextScan:
     """Read a document once, in blocks.
 
     Args:
         file: a file of ``data.path``.
         validation_fraction: fraction of the document in its tail.
+        advance: is called with the bytes read since the last call.
 
     Raises:
         InvalidConfig: the file cannot be read.
     """
-    hasher, validator = xxh3_128(), _TextValidator()
-    size = 0
-    cuts: list[int] = []
-    pending = b""  # the bytes since the last cut
+    hasher = xxh3_128()
+    pending, error = b"", None
+    size = num_newlines = 0
     with open_file(file) as stream:
         try:
+            cuts = [3 if stream.read(3) == codecs.BOM_UTF8 else 0]
+            stream.seek(0)
             while block := stream.read(BLOCK_BYTES):
-                if not cuts:
-                    cuts.append(3 if block.startswith(codecs.BOM_UTF8) else 0)
-                    pending = block[cuts[0] :]
-                else:
-                    pending += block
+                pending += block if size else block[cuts[0] :]
                 hasher.update(block)
-                validator.feed(block, size)
                 size += len(block)
-                while len(pending) > CHUNK_BYTES:
-                    cut = find_cut(pending, 0, CHUNK_BYTES)
+                advance(len(block))
+                is_end = size == file.size_bytes
+                while len(pending) > CHUNK_BYTES or (is_end and pending):
+                    cut = len(pending)
+                    if cut > CHUNK_BYTES:
+                        cut = find_cut(pending, 0, CHUNK_BYTES)
+                    chunk, pending = pending[:cut], pending[cut:]
+                    error = error or _find_invalid_byte(chunk, cuts[-1], num_newlines)
+                    num_newlines += chunk.count(b"\n")
                     cuts.append(cuts[-1] + cut)
-                    pending = pending[cut:]
-            validator.feed(b"", size, final=True)
-            cuts = cuts or [0]
-            if pending:
-                cuts.append(size)
             tail_start = _find_tail(stream, cuts[0], size, validation_fraction)
-        except OSError as error:
-            raise unreadable_error(file, error) from error
-    return TextScan(file, hasher.hexdigest(), cuts, tail_start, validator.error)
+        except OSError as failure:
+            raise unreadable_error(file, failure) from failure
+    if pending or size != file.size_bytes:
+        raise changed_error(file)
+    return TextScan(file, hasher.hexdigest(), cuts, tail_start, error)
 
 
-class _TextValidator:
-    """Incremental search for the first byte that is not UTF-8 text."""
-
-    def __init__(self) -> None:
-        self.error: InvalidText | None = None
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._newlines = 0
-
-    def feed(self, block: bytes, position: int, final: bool = False) -> None:
-        if self.error:
-            return
-        offset, reason = None, ""
-        undecoded = len(self._decoder.getstate()[0])
-        try:
-            self._decoder.decode(block, final)
-        except UnicodeDecodeError as error:
-            offset = position - undecoded + error.start
-            reason = "UTF-16 byte order mark" if _is_utf16(error.object, offset) else "not UTF-8"
-        # UTF-8 allows NUL, but only binary files contain it.
-        nul = block.find(0)
-        if nul >= 0 and (offset is None or position + nul < offset):
-            offset, reason = position + nul, "NUL, as in a binary file"
-        if offset is not None:
-            line = self._newlines + block.count(b"\n", 0, max(0, offset - position)) + 1
-            self.error = InvalidText(offset, line, reason)
-        self._newlines += block.count(b"\n")
-
-
-def _is_utf16(data: bytes, offset: int) -> bool:
-    return offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+def _find_invalid_byte(chunk: bytes, begin: int, num_newlines: int) -> InvalidText | None:
+    """Return the first byte that is not UTF-8 text in a chunk from byte ``begin``."""
+    # UTF-8 allows NUL, but only binary files contain it.
+    offset, reason = chunk.find(0), "NUL, as in a binary file"
+    try:
+        chunk.decode()
+    except UnicodeDecodeError as error:
+        if offset < 0 or error.start < offset:
+            is_utf16 = chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            offset, reason = error.start, "not UTF-8"
+            if is_utf16 and begin == offset == 0:
+                reason = "UTF-16 byte order mark"
+    if offset < 0:
+        return None
+    return InvalidText(begin + offset, num_newlines + chunk.count(b"\n", 0, offset) + 1, reason)
 
 
 def _find_tail(file: BinaryIO, begin: int, size: int, validation_fraction: float) -> int:
@@ -314,17 +281,12 @@ def select_text(
         f"{name}: byte {error.offset}, line {error.line}: {error.reason}" for name, error in invalid
     ]
     count = "has a file that is" if len(invalid) == 1 else f"has {len(invalid)} files that are"
-    raise InvalidConfig(
-        [
-            ConfigError(
-                "data.path",
-                path,
-                f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
-                "set data.invalid_utf8=skip to skip such files (best for binary files), "
-                "data.invalid_utf8=replace to replace invalid bytes by U+FFFD, "
-                "or give a path with only text",
-            )
-        ]
+    raise path_error(
+        path,
+        f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
+        "set data.invalid_utf8=skip to skip such files (best for binary files), "
+        "data.invalid_utf8=replace to replace invalid bytes by U+FFFD, "
+        "or give a path with only text",
     )
 
 
@@ -362,18 +324,14 @@ def split_documents(
     train, validation = [], []
     for scan in scans:
         begin, end = scan.cuts[0], scan.cuts[-1]
-        cut = (
-            scan.tail_start
-            if not validation_hashes
-            else begin
-            if scan.content_hash in validation_hashes
-            else end
-        )
-        train.append(DocumentPart(scan, begin, cut))
-        validation.append(DocumentPart(scan, cut, end))
-    return [part for part in train if part.begin < part.end], [
-        part for part in validation if part.begin < part.end
-    ]
+        cut = scan.tail_start
+        if validation_hashes:
+            cut = begin if scan.content_hash in validation_hashes else end
+        if begin < cut:
+            train.append(DocumentPart(scan, begin, cut))
+        if cut < end:
+            validation.append(DocumentPart(scan, cut, end))
+    return train, validation
 
 
 def _select_validation_documents(scans: Sequence[TextScan], validation_fraction: float) -> set[str]:
@@ -398,23 +356,18 @@ def _select_validation_documents(scans: Sequence[TextScan], validation_fraction:
 # --------------------------------------------------------------------------- shards
 
 
-class _Chunk(NamedTuple):
-    scan: TextScan
-    begin: int
-    end: int
-    ends_part: bool  # a separator follows it
-
-
-def _group_chunks(parts: Sequence[DocumentPart], shard_bytes: int) -> Iterator[list[_Chunk]]:
-    """Yield the chunks of each shard, in order."""
-    shard: list[_Chunk] = []
+def _group_chunks(
+    parts: Sequence[DocumentPart], shard_bytes: int
+) -> Iterator[list[tuple[DocumentPart, int, int]]]:
+    """Yield the chunks of each shard, in order: part, begin and end."""
+    shard: list[tuple[DocumentPart, int, int]] = []
     size = 0
     for part in parts:
         for begin, end in part.chunks():
             if shard and size + end - begin > shard_bytes:
                 yield shard
                 shard, size = [], 0
-            shard.append(_Chunk(part.scan, begin, end, end == part.end))
+            shard.append((part, begin, end))
             size += end - begin
     yield shard
 
@@ -427,18 +380,14 @@ def _build_split(
     encoder: Encoder,
     advance: Advance,
 ) -> Split:
-    shards = []
-    for index, chunks in enumerate(_group_chunks(parts, shard_bytes)):
+    shards: list[Shard] = []
+    for index, group in enumerate(_group_chunks(parts, shard_bytes)):
+        texts = (
+            TextChunk(read_chunk(part.scan, begin, end), end - begin, end == part.end)
+            for part, begin, end in group
+        )
+        size = sum(end - begin for _, begin, end in group)
         file = directory / f"{name}-{index:05d}.bin"
-        if shard := load_finished_shard(file, encoder):
-            advance(sum(chunk.end - chunk.begin for chunk in chunks))
-        else:
-            tokens: list[Tokens] = []
-            batches = BatchEncoder(encoder, advance)
-            for scan, begin, end, ends_part in chunks:
-                batches.add(read_chunk(scan, begin, end), end - begin, ends_part, tokens)
-            batches.flush()
-            shard = write_shard(file, np.concatenate(tokens), encoder)
-        shards.append(shard)
+        shards += build_shards({0: file}, size, texts, encoder, advance).values()
     text_bytes = sum(part.text_bytes for part in parts)
     return Split(len(parts), text_bytes, sum(shard.tokens for shard in shards), shards)

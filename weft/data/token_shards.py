@@ -8,10 +8,11 @@ writes a shard to a temporary file, flushes and renames it, and then writes a *r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +37,17 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class BuiltSplits(NamedTuple):
-    """Both splits, and the dtype of their tokens."""
+    """Both splits, the dtype of their tokens, and what else only conversations have.
+
+    ``entropy_nats``: see `unigram_entropy_nats`, which computes it if it is None; ``files``: the
+    names of the files that the index of conversations refers to.
+    """
 
     train: Split
     validation: Split
     dtype: Dtype
+    entropy_nats: float | None = None
+    files: Sequence[str] = ()
 
 
 class IncompleteTail(NamedTuple):
@@ -54,31 +61,31 @@ class IncompleteTail(NamedTuple):
     empty: int = 0
 
 
-class Corpus(Protocol):
-    """Data at a path, after one reading."""
+class Corpus(ABC):
+    """Data at a path after one reading; the defaults are those without text."""
 
     @property
+    @abstractmethod
     def cache_key(self) -> object:
         """Data that determines the store, except for settings, as JSON types."""
-        ...
 
     @property
     def text_bytes(self) -> int:
         """Approximate bytes of text for training a tokenizer."""
-        ...
+        return 0
 
     @property
     def skip_counts(self) -> IncompleteTail:
         """Return how many files or documents were not used unchanged."""
-        ...
+        return IncompleteTail()
 
     def sample_texts(self, max_bytes: int) -> Iterator[str]:
         """Yield about ``max_bytes`` of the train text, for training a tokenizer."""
-        ...
+        return iter(())
 
+    @abstractmethod
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Write all shards that ``directory`` does not have yet."""
-        ...
 
 
 def insufficient_data_error(section: DataSection, rule: str, has_train: bool) -> InvalidConfig:
@@ -94,8 +101,9 @@ def insufficient_data_error(section: DataSection, rule: str, has_train: bool) ->
 
 
 class Encoder(NamedTuple):
-    """Tokenizer, and its properties that a store records."""
+    """Tokenizer of a ``tokenizer.json``, and its properties that a store records."""
 
+    file: Path
     tokenizer: Tokenizer
     hash: str
     separator: int
@@ -103,16 +111,16 @@ class Encoder(NamedTuple):
     dtype: Dtype
 
 
-def load_encoder(file: Path) -> Encoder:
+def load_encoder(path: str | Path) -> Encoder:
     """Load a ``tokenizer.json``.
 
     Raises:
         InvalidConfig: the file cannot be read, or has no separator.
     """
-    tokenizer, digest = load_tokenizer(file)
-    entries = required_vocab_size(tokenizer)
-    separator = find_separator(tokenizer, file)
-    return Encoder(tokenizer, digest, separator, entries, token_dtype(entries))
+    tokenizer, digest = load_tokenizer(path)
+    entries, file = required_vocab_size(tokenizer), Path(path).expanduser()
+    separator = find_separator(tokenizer, path)
+    return Encoder(file, tokenizer, digest, separator, entries, token_dtype(entries))
 
 
 def find_cut(data: bytes, begin: int, size: int) -> int:
@@ -140,45 +148,86 @@ def split_chunks(data: bytes) -> Iterator[tuple[int, int]]:
     yield begin, len(data)
 
 
-class BatchEncoder:
-    """Encodes chunks of text in batches; the result does not depend on the batches."""
+class TextChunk(NamedTuple):
+    """Text to encode; the separator follows it if it ends a document.
 
-    def __init__(self, encoder: Encoder, advance: Advance) -> None:
-        self._encoder, self._advance = encoder, advance
-        self._chunks: list[tuple[str, bool, list[Tokens]]] = []
-        self._size_bytes = 0
+    ``size_bytes`` is its size in the source; ``shard`` is its shard's number in `build_shards`.
+    """
 
-    def add(self, text: str, size_bytes: int, ends_document: bool, output: list[Tokens]) -> None:
-        """Add a chunk, whose tokens are appended to ``output`` no later than in `flush`.
+    text: str
+    size_bytes: int
+    ends_document: bool
+    shard: int = 0
 
-        ``size_bytes`` is the size of the text.  If ``ends_document``, the separator follows.
 
-        Raises:
-            InvalidConfig: the tokenizer cannot encode the text.
-        """
-        self._chunks.append((text, ends_document, output))
-        self._size_bytes += size_bytes
-        if self._size_bytes >= BATCH_BYTES:
-            self.flush()
+def encode_chunks(
+    chunks: Iterable[TextChunk], encoder: Encoder, advance: Advance
+) -> Iterator[tuple[int, Tokens]]:
+    """Yield shard number and tokens of each chunk, in order.
 
-    def flush(self) -> None:
-        """Encode all chunks that were added and are not encoded yet."""
-        tokenizer, separator = self._encoder.tokenizer, self._encoder.separator
-        texts = [text for text, _, _ in self._chunks]
+    Raises:
+        InvalidConfig: the tokenizer cannot encode the text.
+    """
+    tokenizer, separator = encoder.tokenizer, encoder.separator
+    for batch in _batch_chunks(chunks):
+        texts = [chunk.text for chunk in batch]
         try:
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises bare Exceptions
             rule = f"cannot encode the text: {error}"
             remedy = "use a tokenizer that covers every text, such as a byte-level one"
             raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
-        for (_, ends_document, output), encoding in zip(self._chunks, encodings, strict=True):
-            output.append(np.array(encoding.ids + [separator] * ends_document, self._encoder.dtype))
-        self._chunks.clear()
-        self._advance(self._size_bytes)
-        self._size_bytes = 0
+        for chunk, encoding in zip(batch, encodings, strict=True):
+            ids = encoding.ids + [separator] * chunk.ends_document
+            yield chunk.shard, np.array(ids, encoder.dtype)
+        advance(sum(chunk.size_bytes for chunk in batch))
+
+
+def _batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Yield chunks in batches of about `BATCH_BYTES`."""
+    batch: list[TextChunk] = []
+    size = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += chunk.size_bytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 # --------------------------------------------------------------------------- files
+
+
+def build_shards(
+    files: Mapping[int, Path],
+    size_bytes: int,
+    chunks: Iterable[TextChunk],
+    encoder: Encoder,
+    advance: Advance,
+) -> dict[int, Shard]:
+    """Encode chunks of text into shards, unless all are complete already.
+
+    Args:
+        files: file of each shard; each shard has a chunk.
+        size_bytes: size of all chunks.
+        chunks: text in the order of the tokens; not read if the shards are complete.
+        encoder: the tokenizer.
+        advance: is called with the bytes of text done since the last call.
+    """
+    finished = {number: load_finished_shard(file, encoder) for number, file in files.items()}
+    shards = {number: shard for number, shard in finished.items() if shard is not None}
+    if len(shards) == len(files):
+        advance(size_bytes)
+        return shards
+    tokens: dict[int, list[Tokens]] = {number: [] for number in files}
+    for number, part in encode_chunks(chunks, encoder, advance):
+        tokens[number].append(part)
+    return {
+        number: write_shard(file, np.concatenate(tokens[number]), encoder)
+        for number, file in files.items()
+    }
 
 
 def describe_shard(file: Path, tokens: Tokens) -> Shard:

@@ -42,6 +42,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # bos_token and so on, for the template
 
+Ints = NDArray[np.int64]
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, SplitName] = ("train", "validation")

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.config.errors import WeftError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,11 +39,11 @@ def choose_num_processes(num_items: int, size_bytes: int, min_parallel_bytes: in
 
 def parallel_map(
     function: Callable[[T, Advance], R],
-    items: Sequence[T],
+    items: Iterable[T],
     advance: Advance,
     num_processes: int,
-) -> Iterator[tuple[int, R]]:
-    """Yield ``(index, function(item, advance))`` in order of completion.
+) -> list[R]:
+    """Return ``function(item, advance)`` for each item, in order.
 
     Args:
         function: picklable; calls its second argument with the bytes done since the last call.
@@ -56,9 +56,7 @@ def parallel_map(
         WeftError: a worker was killed.
     """
     if num_processes == 1:
-        for index, item in enumerate(items):
-            yield index, function(item, advance)
-        return
+        return [function(item, advance) for item in items]
     # Not fork: this process may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     shared = context.Array("q", 2)
@@ -68,18 +66,16 @@ def parallel_map(
         num_processes, context, initializer=_init_worker, initargs=(shared, threads)
     ) as pool:
         try:
-            indices = {pool.submit(_run_item, function, item): n for n, item in enumerate(items)}
-            pending = set(indices)
+            futures = [pool.submit(function, item, _advance) for item in items]
+            pending = set(futures)
             while pending:
                 done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
                 current = shared[0]  # read once: workers change it meanwhile
                 advance(current - reported)
                 reported = current
                 for future in done:
-                    result = future.result()
-                    if isinstance(result, _ConfigFailure):
-                        raise InvalidConfig(result.problems)
-                    yield indices[future], result
+                    future.result()  # raises the error of a worker
+            return [future.result() for future in futures]
         except BrokenProcessPool as error:
             reason = "a process that prepares the data was killed, possibly out of memory"
             raise WeftError(f"{reason}; run the same command to resume") from error
@@ -109,16 +105,3 @@ def _advance(size: int) -> None:
         raise _Cancelled
     with _shared.get_lock():
         _shared[0] += size
-
-
-class _ConfigFailure(NamedTuple):
-    """Errors of an InvalidConfig, which cannot be pickled."""
-
-    problems: list[ConfigError]
-
-
-def _run_item(function: Callable[[T, Advance], R], item: T) -> R | _ConfigFailure:
-    try:
-        return function(item, _advance)
-    except InvalidConfig as invalid:
-        return _ConfigFailure(invalid.problems)

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
-from weft.data.document_tokens import (
+from weft.data.tokenizer import (
     IMPORTED_DIR,
     add_start_token,
     find_start_token,
     load_document_tokens,
+    load_tokenizer,
+    required_vocab_size,
 )
-from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.models.kv_cache import KeyValueCache, use_kv_cache
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 
@@ -74,7 +75,7 @@ class ChatFormat:
 
 
 def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> ChatFormat:
-    """Load the text format of a run; see `weft.data.document_tokens`.
+    """Load the text format of a run; see `weft.data.tokenizer`.
 
     Args:
         checkpoint: a checkpoint of the run.

@@ -27,13 +27,12 @@ from weft.config.errors import ConfigError, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
-from weft.data.conversations import check_chat
 from weft.data.dataset import Dataset
 from weft.data.loader import check_length
 from weft.data.packing import check_conversations
-from weft.data.source import STDLIB, check_path
+from weft.data.prepare import check_chat
+from weft.data.source import STDLIB, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
-from weft.data.user_source import is_user_function
 from weft.models import expand_preset
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from weft.config.files import replace_text, write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
+from weft.data.prepared_cache import hold_lock
 from weft.plan.devices import GIB
 from weft.plan.plan import DeviceType, Plan
 from weft.train.machine import detect_machine
@@ -40,16 +40,15 @@ def lock_directory(directory: Path, in_use: ConfigError, shared: bool = False) -
         InvalidConfig: if another process holds the lock.
         WeftError: if the directory cannot be written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("a+")
-    except OSError as error:
-        raise unwritable_error(directory, error) from error
-    with file:
+
+    def fail() -> None:
+        raise InvalidConfig([in_use])
+
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InvalidConfig([in_use]) from error
+            stack.enter_context(hold_lock(directory / ".lock", fail, shared))
+        except OSError as error:
+            raise unwritable_error(directory, error) from error
         yield
 
 
