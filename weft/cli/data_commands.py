@@ -24,7 +24,7 @@ from weft.config.reader import read_job, recipe_names
 if TYPE_CHECKING:
     from weft.data.dataset import Dataset
 
-SUMMARY, _, EXAMPLES = __doc__.partition("\n\n")
+SUMMARY, _, EXAMPLES = (__doc__ or "").partition("\n\n")
 VERIFY_HELP = """\
 Read prepared stores in full and compare them with their manifests.
 

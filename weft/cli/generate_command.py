@@ -80,8 +80,8 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.chat and not prompts and not problems:
         remedy = "add --prompt or --prompts"
         problems.append(ConfigError("--chat", MISSING, "needs a prompt", remedy))
-    options.stop = tuple(filter(None, options.stop))
-    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
+    values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+    sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
     problems += sampling.problems()
     if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8

@@ -50,13 +50,14 @@ def add_plan(commands: Commands) -> None:
     add("--write", metavar="FILE", help="with --search: write the best layout as a recipe")
 
 
-def run_plan(options: argparse.Namespace) -> int | None:
+def run_plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
     from weft.plan.plan_text import format_placement, plan_recipe
     from weft.train.machine import detect_machine
 
     if options.calibrate:
-        return calibrate_device(options)
+        calibrate_device(options)
+        return 0
     problems: list[ConfigError] = options.problems
     if options.recipe is None:
         raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", "use demo")])
@@ -73,11 +74,13 @@ def run_plan(options: argparse.Namespace) -> int | None:
     plan, machine = plan_recipe(
         options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
+    if options.search:
+        return search_layouts(options, plan, machine)
     if options.rank_map:
         print(format_placement(plan))
-        return 0
-    show = search_layouts if options.search else show_forecast
-    return show(options, plan, machine)
+    else:
+        show_forecast(options, plan, machine)
+    return 0
 
 
 def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
@@ -137,5 +140,5 @@ def calibrate_device(options: argparse.Namespace) -> None:
         raise InvalidConfig(problems)
     result = calibrate(read_run(Path(options.calibrate)))
     path = save_calibration(result)
-    as_json = json.dumps(result.to_dict(), indent=2)
-    print(as_json if options.json else render_calibration(result, path))
+    text = render_calibration(result, path)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else text)
