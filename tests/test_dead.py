@@ -18,6 +18,7 @@ CALLED_BY_OTHERS = {
     "readable",  # io.RawIOBase
     "find_class",  # pickle.Unpickler
     "on_broken_pipe",  # rich.console.Console
+    "parse",  # jinja2.ext.Extension
     "setup_context",  # torch.autograd.Function
     "writelines",  # io.TextIOBase
     "eot_token_id",  # lm_eval's TemplateLM, from here on

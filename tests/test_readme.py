@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import io
@@ -15,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.lines import lines_of_code, lines_of_packages
-from weft.cli.arguments import options_of, parser, split_overrides
-from weft.cli.main import main
+from weft.cli.main import build_parser, main
 from weft.config.reader import read_job, recipe_names
 
 ROOT = Path(__file__).parent.parent
@@ -47,18 +47,18 @@ def test_commands_of_pages_parse(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "demo"\n')
     for words in commands(page):
-        known = parser()
-        rest, overrides, problems = split_overrides(words, options_of(words[0]))
-        assert problems == [], words
-        status: object = 0
+        options, status = argparse.Namespace(), None
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                known.parse_args(rest)
+                build_parser().parse_args(words, options)
             except SystemExit as exit_:  # raised by --help
                 status = exit_.code
-        assert status == 0, words
-        recipe = next((word for word in rest[1:] if word in (*recipe_names(), "mine.toml")), "demo")
-        _, _, problems = read_job(recipe, overrides)
+        assert not status, words
+        assert getattr(options, "problems", []) == [], words
+        recipe = next(
+            (word for word in words[1:] if word in (*recipe_names(), "mine.toml")), "demo"
+        )
+        _, _, problems = read_job(recipe, getattr(options, "overrides", []))
         wrong = [str(problem) for problem in problems if problem.key not in MISTAKES]
         assert wrong == [], words
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from weft.cli.arguments import parser
+from weft.cli.main import build_parser
 from weft.config.schema import SECTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -234,7 +234,6 @@ EXCEPTIONS = {
 LITERALS = {
     ("weft/monitor/faults.py", "tell"): "a fault site, which drills and recipes name",
     ("weft/train/metric_logger.py", "tell"): "the same site",
-    ("weft/cli/arguments.py", "folder"): "the name of an argument, which weft/cli/main.py uses",
 }
 
 OPENINGS = ("What", "Which", "Who", "Whether", "Where", "How", "Of", "By", "Inside")
@@ -406,7 +405,7 @@ def test_help_of_keys_has_no_retired_word() -> None:
 
 
 def test_help_of_commands_has_no_retired_word() -> None:
-    result, remaining = [], [parser()]
+    result, remaining = [], [build_parser()]
     while remaining:
         command = remaining.pop()
         result += retired_words(Passage(f"{command.prog} --help", 1, command.format_help()))

@@ -16,8 +16,7 @@ import pytest
 
 from tests.cluster.conftest import WEFT
 from tests.harness import ROOT
-from weft.cli.arguments import parse
-from weft.cli.main import main
+from weft.cli.main import build_parser, main
 from weft.config.reader import read_job
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -75,7 +74,7 @@ def test_page_of_a_gpu_machine_names_existing_recipes_and_keys(
     for words, needs in commands_of("gpu-node", tmp_path):
         assert words[0] == "weft"
         if not needs or words[1] == "train":
-            options = parse(words[1:])
+            options = build_parser().parse_args(words[1:])
             assert options.problems == []
             recipes = options.recipes if words[1] == "compare" else [options.recipe]
             for recipe in recipes:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
 from weft.checkpoint.load import load_checkpoint
-from weft.cli.main import main, parse_layout
+from weft.cli.main import main
+from weft.cli.verify_command import parse_layout
 from weft.config.schema import flatten
 from weft.models import FAMILIES
 from weft.plan.plan import Plan

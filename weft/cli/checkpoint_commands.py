@@ -1,0 +1,77 @@
+"""``weft rollback``, ``weft export`` and ``weft import``: commands on checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from weft.cli.command_parser import Commands, add_command
+from weft.cli.option_values import count, directory
+
+
+def add_rollback(commands: Commands) -> None:
+    """Add ``weft rollback``."""
+    add = add_command(commands, "rollback", run_rollback, takes_keys=False).add_argument
+    add("run", metavar="RUN", type=Path, help="run directory")
+    add("step", type=count, help="step of the checkpoint; 0: from the beginning")
+
+
+def add_export(commands: Commands) -> None:
+    """Add ``weft export``."""
+    add = add_command(commands, "export", run_export, takes_keys=False).add_argument
+    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    add("out", metavar="OUT", type=directory, help="new directory, or s3://bucket/prefix")
+    add("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
+    add("--max-shard", default="5GB", help="maximum file size (default: 5GB)")
+    adapter_help = "export only the adapters of a LoRA run, as PEFT does"
+    add("--adapter", action="store_true", help=adapter_help)
+
+
+def add_import(commands: Commands) -> None:
+    """Add ``weft import``."""
+    add = add_command(commands, "import", run_import, takes_keys=False).add_argument
+    text = "directory, or s3://bucket/prefix, with config.json, safetensors, tokenizer.json"
+    add("source", metavar="DIR", type=directory, help=text)
+    add("run_dir", metavar="RUN_DIR", type=Path, help="new run directory")
+    text = "accept a tokenizer far smaller than the model's vocabulary"
+    add("--force", action="store_true", help=text)
+
+
+def run_rollback(options: argparse.Namespace) -> None:
+    """Resume a run from an earlier checkpoint.
+
+    later checkpoints no longer count; weft deletes them when the run has passed them
+    """
+    from weft.cluster.start import rollback
+
+    print(rollback(options.run.resolve(), options.step))
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Export a checkpoint as a Hugging Face model directory."""
+    from weft.data.prepare import show_progress
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.hf_convert import export_checkpoint
+
+    console = quiet_console(sys.stdout)
+    with show_progress(console) as show:
+        paths = (options.checkpoint.resolve(), options.out.absolute())
+        summary = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
+    console.print(summary, soft_wrap=True)
+
+
+def run_import(options: argparse.Namespace) -> None:
+    """Import a Hugging Face model as a run, to train it further."""
+    from weft.data.prepare import show_progress
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.hf_convert import import_model
+
+    console = quiet_console(sys.stdout)
+    with show_progress(console) as show:
+        source, run_dir = options.source.absolute(), options.run_dir.absolute()
+        summary = import_model(source, run_dir, show, options.force)
+    recipe = shlex.quote(str(options.run_dir / "job.toml"))
+    command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
+    console.print(f"{summary}\nnext:  {command}", soft_wrap=True)

@@ -1,0 +1,137 @@
+"""Tokenize data before a run, inspect or verify it.
+
+  weft data prepare my-recipe.toml --data.path 'web/*.jsonl.zst'
+  weft data prepare s3://bucket/web --data.tokenizer tokenizer.json
+  weft data inspect hf://org/name:config@train --data.text_field content
+
+Override the keys of [data] as --data.key value; 'weft train --help' lists them.  docs/data.md
+describes the kinds of data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.command_parser import Commands, add_command
+from weft.cli.option_values import count
+from weft.cluster import FAILED
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job, recipe_names
+
+if TYPE_CHECKING:
+    from weft.data.dataset import Dataset
+
+SUMMARY, _, EXAMPLES = (__doc__ or "").partition("\n\n")
+VERIFY_HELP = """\
+Read prepared stores in full and compare them with their manifests.
+
+A run checks a store when it first opens it, and again when the size or modification time of a file
+changes.  This command reads every byte again.  It finds damage that changes neither, such as that
+of a failing disk.  It compares content hashes, and token ids with the vocabulary.  'weft data
+prepare' prints the directory of a store.
+
+  weft data verify /data/store
+  weft data verify ~/.cache/weft/stores/*
+
+weft remembers a good result in data.cache_dir (--data.cache_dir DIR).  After a bad one, the next
+run checks the store, too.
+
+exit status: 0 every store equals what was prepared; 1 a store is damaged; 2 a mistake in the
+arguments"""
+
+
+def add_data(commands: Commands) -> None:
+    """Add ``weft data prepare``, ``weft data inspect`` and ``weft data verify``."""
+    group = commands.add_parser("data", help=SUMMARY, description=SUMMARY).add_commands()
+    text = f"{run_data_prepare.__doc__}\n\n{EXAMPLES}"
+    prepare = add_command(group, "prepare", run_data_prepare, text)
+    text = f"{run_data_inspect.__doc__}\n\n{EXAMPLES}"
+    inspect = add_command(group, "inspect", run_data_inspect, text)
+    inspect.add_argument("--samples", type=count, default=3, help="documents to print (default: 3)")
+    for parser in (prepare, inspect):
+        parser.add_argument("what", metavar="PATH|RECIPE", help="data, or a recipe that names it")
+    verify = add_command(group, "verify", run_data_verify, VERIFY_HELP)
+    text = "directory of a prepared store, or of a mixture of stores"
+    verify.add_argument("stores", metavar="STORE", type=Path, nargs="+", help=text)
+
+
+def run_data_prepare(options: argparse.Namespace) -> None:
+    """Tokenize data once for all runs; resumes where it was interrupted."""
+    from weft.data.inspect import summarize_dataset
+
+    print("\n".join(summarize_dataset(prepare_named_data(options))))
+
+
+def run_data_inspect(options: argparse.Namespace) -> None:
+    """Show the size of data, the lengths of its documents, and some of them."""
+    from weft.data.inspect import inspect_dataset
+
+    for line in inspect_dataset(prepare_named_data(options), options.samples):
+        print(line)
+
+
+def prepare_named_data(options: argparse.Namespace) -> Dataset:
+    """Prepare the data of a recipe or path."""
+    from weft.data.prepare import cache_dir, prepare_data, show_progress
+    from weft.monitor.terminal import quiet_console
+
+    is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
+    recipe = options.what if is_recipe else "demo"
+    path = [] if is_recipe else [("data.path", options.what)]
+    job, _, problems = read_job(recipe, [*path, *options.overrides])
+    if problems := [*options.problems, *problems]:
+        raise InvalidConfig(problems)
+    with show_progress(quiet_console(sys.stderr)) as show:
+        return prepare_data(job.data, cache_dir(job.data), show)
+
+
+def run_data_verify(options: argparse.Namespace) -> int:
+    """Compare prepared stores with their manifests, byte by byte."""
+    from rich.console import Console
+
+    from weft.data.dataset import MIXTURE_FILE, list_mixture_stores
+    from weft.data.prepare import cache_dir, show_progress
+    from weft.data.prepared_cache import open_verified_store
+    from weft.data.token_store import STORE_FILE
+
+    job, _, problems = read_job("demo", options.overrides)
+    problems = [*options.problems, *problems]
+    rule, remedy = "has no effect on weft data verify", "remove it; it reads data.cache_dir only"
+    others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
+    for problem in problems:
+        others.pop(problem.key, None)
+    problems += [ConfigError(name, value, rule, remedy) for name, value in others.items()]
+    stores: list[Path] = []
+    for path in options.stores:
+        try:
+            stores += list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+        except InvalidConfig as error:
+            problems += error.problems
+    rule = f"is not a prepared store, because it has no {STORE_FILE}"
+    remedy = "create one with weft data prepare"
+    problems += [
+        ConfigError("STORE", str(path), rule, remedy)
+        for path in stores
+        if not (path / STORE_FILE).is_file()
+    ]
+    if problems:
+        raise InvalidConfig(problems)
+    damaged = 0
+    with show_progress(Console(stderr=True)) as show:
+        for path in stores:
+            try:
+                store = open_verified_store(path, cache_dir(job.data), show, force=True)
+            except InvalidConfig as error:
+                damaged += 1
+                print(error, flush=True)
+                continue
+            files = [file for split in store.splits for file in split.files]
+            size = sum(file.size_bytes for file in files)
+            what = f"{len(files):,} files, {size:,} bytes, unchanged since they were prepared"
+            print(f"{path}: {what}", flush=True)
+    if damaged:
+        print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
+    return FAILED if damaged else 0

@@ -1,0 +1,102 @@
+"""Evaluate a trained model: its loss on text, or multiple-choice tasks.
+
+Without --task, weft computes the loss on the validation set of the run, or on all of the data of
+--data.path.  --train.eval_sequences N uses N sequences, evenly spread.
+
+  weft evaluate runs/demo
+  weft evaluate runs/mine --data.path book.txt --parallel.dp_shard 2 --json
+  weft evaluate runs/mine --task questions.yaml --parallel.tp 2
+
+The layout is that of this command: one process, unless degrees are given.  Tasks take parallel.tp
+and parallel.dp_shard; the loss takes any degree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from weft.cli.command_parser import Commands, add_command
+from weft.cli.option_values import positive
+from weft.config.errors import ConfigError, InvalidConfig
+
+
+def add_evaluate(commands: Commands) -> None:
+    """Add ``weft evaluate``."""
+    add = add_command(commands, "evaluate", run_evaluate, __doc__).add_argument
+    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    text = "multiple-choice task, a YAML file of the LM Evaluation Harness; repeatable"
+    add("--task", action="append", default=[], type=Path, metavar="FILE", help=text)
+    add("--batch", type=positive, default=8, help="task batch size, in sequences (default: 8)")
+    add("--json", action="store_true", help="print one JSON object per line instead")
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    """Print validation losses, or scores of tasks."""
+    from dataclasses import asdict
+
+    from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
+    from weft.data.prepare import show_progress
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources, read_task, score_task
+    from weft.tools.generate import load_chat_format
+    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.train.machine import is_launched_rank
+    from weft.train.setup import Rank
+
+    problems: list[ConfigError] = options.problems
+    tasks = []
+    for path in options.task:
+        try:
+            tasks.append(read_task(path))
+        except InvalidConfig as error:
+            problems += error.problems
+    checkpoint = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
+    if not tasks:
+        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
+        allowed += ["train.eval_sequences"]
+    job, plan = plan_inference(
+        checkpoint, options.overrides, problems, allowed, for_generation=bool(options.task)
+    )
+    keys = {name for name, _ in options.overrides}
+    is_own_data = not keys & {"data.path", "data.mixture"}
+    sequences = job.train.eval_sequences if "train.eval_sequences" in keys else ALL_SEQUENCES
+    # One process prepares the data, so that one reports mistakes.
+    if not tasks and plan.world_size > 1 and not is_launched_rank():
+        prepare_eval_data(checkpoint, job, is_own_data, quiet_console(sys.stderr))
+
+    def run(rank: Rank) -> None:
+        console = quiet_console(sys.stderr, quiet=rank.rank != 0)
+        results: dict[str, dict[str, object]] = {}
+        if tasks:
+            model = load_model(checkpoint, plan, rank)
+            chat_format = load_chat_format(checkpoint)
+            for task in tasks:
+                results[task.name] = asdict(score_task(task, model, chat_format, options.batch))
+        else:
+            data = load_eval_data(checkpoint, job, is_own_data, console, rank)
+            # Other data was not trained on: use its training set, too.
+            with show_progress(console) as show:
+                losses = evaluate_sources(
+                    checkpoint, plan, data, sequences, rank, not is_own_data, show
+                )
+            results = {loss.name: loss.to_dict() for loss in losses}
+        for name, numbers in results.items() if rank.rank == 0 else ():
+            if options.json:
+                print(json.dumps({"checkpoint": str(checkpoint.path), "name": name, **numbers}))
+            else:
+                print_numbers(name, numbers)
+
+    return run_on_all_ranks(plan, options.words, run)
+
+
+def print_numbers(name: str, numbers: dict[str, object]) -> None:
+    """Print a heading, and one line per number."""
+    print(name)
+    for key, value in numbers.items():
+        if isinstance(value, int | float):
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            print(f"  {key:<16}{shown}")

@@ -1,0 +1,123 @@
+"""Generate text with a trained model.
+
+The seed of a prompt is --seed plus its number from 0, for any --batch.
+
+  weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
+  weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
+  weft generate runs/tuned --chat --prompt 'What is 2 + 2?'
+
+--parallel.tp and --parallel.dp_shard shard the model over that many ranks of this machine, or of
+torchrun, in any layout that it was trained in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from weft.cli.command_parser import Commands, add_command
+from weft.cli.option_values import count, not_negative, positive
+from weft.config.errors import MISSING, ConfigError
+from weft.config.escaping import raw_stream
+
+
+def add_generate(commands: Commands) -> None:
+    """Add ``weft generate``."""
+    add = add_command(commands, "generate", run_generate, __doc__).add_argument
+    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    text = "prompt; repeatable (default: start of a document)"
+    add("--prompt", action="append", default=[], help=text)
+    text = "file with one prompt per line; .jsonl: a string, or an object with 'prompt'"
+    add("--prompts", type=Path, metavar="FILE", help=text)
+    add(
+        "--chat",
+        action="store_true",
+        help="format prompts as user messages with the chat template of the run or of "
+        "--data.chat_template; an object in --prompts may have 'messages'",
+    )
+    add("--batch", type=positive, default=8, help="batch size in prompts (default: 8)")
+    add("--json", action="store_true", help="print one JSON object per prompt")
+    min_p_help = "minimum probability relative to the most likely token (default: 0, off)"
+    for name, kind, default, text in (
+        ("--max-tokens", count, 200, "maximum new tokens (default: 200)"),
+        ("--temperature", not_negative, 0.8, "sampling temperature; 0: greedy (default: 0.8)"),
+        ("--top-k", count, 50, "sample from the k most likely tokens; 0: off (default: 50)"),
+        ("--top-p", not_negative, 1.0, "nucleus sampling (default: 1, off)"),
+        ("--min-p", not_negative, 0.0, min_p_help),
+        ("--repetition-penalty", not_negative, 1.0, "repetition penalty (default: 1, off)"),
+    ):
+        add(name, type=kind, default=default, help=text)
+    text = "stop sequence, not printed; repeatable"
+    add("--stop", action="append", default=[], metavar="TEXT", help=text)
+    add("--seed", type=count, default=0, help="seed of the first prompt (default: 0)")
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    """Print prompts and their continuations; stream a single one."""
+    from weft.cluster.respawn import run_on_all_ranks
+    from weft.tools.generate import (
+        Prompt,
+        Sampling,
+        generate,
+        load_chat_format,
+        make_sequences,
+        read_prompts,
+    )
+    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.train.setup import Rank
+
+    problems: list[ConfigError] = options.problems
+    prompts: list[Prompt] = [
+        os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
+    ]
+    if options.prompts:
+        prompts += read_prompts(options.prompts, problems, options.chat)
+    if options.chat and not prompts and not problems:
+        remedy = "add --prompt or --prompts"
+        problems.append(ConfigError("--chat", MISSING, "needs a prompt", remedy))
+    values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+    sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
+    problems += sampling.problems()
+    if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    checkpoint = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
+    allowed += ["data.chat_template"] * options.chat
+    _job, plan = plan_inference(
+        checkpoint, options.overrides, problems, allowed, for_generation=True
+    )
+    template = dict(options.overrides).get("data.chat_template", "auto")
+    chat_format = load_chat_format(checkpoint, template if options.chat else None)
+    prompts = prompts or [""]
+    is_streaming = len(prompts) == 1 and not options.json
+
+    def run(rank: Rank) -> None:
+        model = load_model(checkpoint, plan, rank)
+        # A file or pipe gets the generated text unescaped.
+        out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
+
+        def write(text: str) -> None:
+            if rank.rank == 0:
+                print(text, end="", flush=True, file=out)
+
+        if is_streaming and not options.chat:
+            write(str(prompts[0]))
+        for first in range(0, len(prompts), options.batch):
+            batch = prompts[first : first + options.batch]
+            sequences = make_sequences(batch, chat_format, sampling, first)
+            for _, text in generate(model, chat_format, sequences, sampling):
+                if is_streaming:
+                    write(text)
+            separator = "\n" if options.chat else ""
+            for each in [] if is_streaming else sequences:
+                shown = f"{each.prompt}{separator}{each.text}\n---"
+                write(f"{json.dumps(each.to_dict()) if options.json else shown}\n")
+        if is_streaming:
+            write("\n")
+
+    return run_on_all_ranks(plan, options.words, run)

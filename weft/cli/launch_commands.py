@@ -1,0 +1,89 @@
+r"""Submit a recipe to a cluster.
+
+weft prints what it submits, and keeps it in the run directory.  The job starts 'weft train' with
+the same arguments on every node.  A job that reaches its time limit saves, and resumes when it is
+scheduled again.
+
+  weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time_limit 12:00:00
+  weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 --run.dir runs/mine \
+    --launch.options partition=gpu,account=mine --dry-run
+  weft job status runs/mine
+  weft job logs runs/mine --follow
+  weft job cancel runs/mine
+
+--nodes N requests N nodes, MIN:MAX as many as are available.  run.cluster names the devices of a
+node (--run.device cpu: no GPUs).  The keys of [launch] request the rest.
+Override any key as --section.key value; 'weft train --help' lists the keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
+
+
+def add_launch(commands: Commands) -> None:
+    """Add ``weft launch``."""
+    add = add_command(commands, "launch", run_launch, __doc__).add_argument
+    add("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    add("--on", help="kind of cluster: slurm, kubernetes, sagemaker or skypilot")
+    add("--dry-run", action="store_true", help="print the script or manifest; submit nothing")
+
+
+def add_job(commands: Commands) -> None:
+    """Add ``weft job status``, ``weft job logs`` and ``weft job cancel``."""
+    summary = "Show the status or logs of a submitted run, or cancel it."
+    group = commands.add_parser("job", help=summary, description=summary).add_commands()
+    status = add_command(group, "status", run_job_status, takes_keys=False)
+    logs = add_command(group, "logs", run_job_logs, takes_keys=False)
+    cancel = add_command(group, "cancel", run_job_cancel, takes_keys=False)
+    for parser in (status, logs, cancel):
+        parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    logs.add_argument("--follow", action="store_true", help="keep printing until the job ends")
+
+
+def run_launch(options: argparse.Namespace) -> None:
+    """Submit a recipe to a cluster."""
+    from weft.cluster.submit import build_request, get_cluster, submit
+    from weft.train.machine import detect_machine
+
+    request = build_request(
+        options.on, options.recipe, options.overrides, options.problems, detect_machine
+    )
+    text = get_cluster(options.on).render(request)
+    print(text)
+    if rules := get_cluster(options.on).check(text):
+        raise InvalidConfig(
+            ConfigError(f"--on {options.on}", MISSING, f"rejects the job: {rule}") for rule in rules
+        )
+    if not options.dry_run:
+        id = submit(options.on, request, text)
+        next = f"weft job status {shlex.quote(str(request.run_dir))}"
+        print(f"submitted {options.on} job {id}: {next}")
+
+
+def run_job_status(options: argparse.Namespace) -> None:
+    """Show the status of a submitted run."""
+    from weft.cluster.submit import SubmittedJob
+
+    run = SubmittedJob.load(options.run)
+    print(f"{run.on} job {run.id}: {run.status()}")
+
+
+def run_job_logs(options: argparse.Namespace) -> None:
+    """Print the output of a submitted run."""
+    from weft.cluster.submit import SubmittedJob
+
+    for line in SubmittedJob.load(options.run).logs(options.follow):
+        print(line, flush=True)
+
+
+def run_job_cancel(options: argparse.Namespace) -> None:
+    """Cancel a submitted run."""
+    from weft.cluster.submit import SubmittedJob
+
+    print(SubmittedJob.load(options.run).cancel())

@@ -1,0 +1,71 @@
+"""Values of options: types for argparse, and checks that add to a list of errors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.config.errors import ConfigError, WeftError
+
+
+def count(text: str) -> int:
+    """Parse an integer of at least 0."""
+    if not text.isdecimal() or int(text[:20]) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if (number := count(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is not an integer of at least 1")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """Parse a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def directory(text: str) -> Path:
+    """Parse a directory, or the URL of an object store."""
+    from weft.checkpoint.storage import open_directory
+
+    return open_directory(text)
+
+
+def parse_integer(name: str, text: str, low: int, high: int, problems: list[ConfigError]) -> int:
+    """Parse an option's integer; if it is not in [low, high], add an error."""
+    if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
+        return int(text)
+    problems.append(ConfigError(name, text, f"must be an integer between {low} and {high}"))
+    return low
+
+
+def check_file(option: str, path: Path, problems: list[ConfigError]) -> None:
+    """Add an error to ``problems`` if an option's file cannot be created."""
+    if not path.parent.is_dir():
+        rule, remedy = "is in a directory that does not exist", "create the directory first"
+        problems.append(ConfigError(option, str(path), rule, remedy))
+    elif path.is_dir():
+        problems.append(ConfigError(option, str(path), "is a directory", "name a file in it"))
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write the file of an option atomically.
+
+    Raises:
+        WeftError: if the file cannot be written.
+    """
+    from weft.config.files import replace_bytes
+
+    try:
+        replace_bytes(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,144 @@
+"""Predict memory and step time of a recipe on any cluster; needs no GPU.
+
+weft traces one rank of each kind of stage with fake tensors, by the code that trains, and
+extrapolates to the whole step.  The trace gives memory, FLOPs and communication.  docs/planner.md
+describes the time model, and compares predictions with published runs.
+
+  weft plan llama3-405b --cluster 64x8xh100
+  weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
+
+Override any key as --section.key value; 'weft train --help' lists the keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
+from weft.cli.option_values import check_file, write_file
+from weft.cluster import FAILED
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.escaping import escape_controls, raw_stream
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Machine, Plan
+
+
+def add_plan(commands: Commands) -> None:
+    """Add ``weft plan``."""
+    parser = add_command(commands, "plan", run_plan, __doc__)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
+    text = "NODESxDEVICESxNAME, such as 64x8xH100, or local (default: run.cluster)"
+    add("--cluster", metavar="NxMxNAME", help=text)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--rank-map", action="store_true", help="print the position of each rank in the device mesh"
+    )
+    mode.add_argument(
+        "--search", action="store_true", help="rank other layouts of the model by step time"
+    )
+    mode.add_argument(
+        "--calibrate", metavar="RUN", help="calibrate this device's speed from a finished run"
+    )
+    add("--json", action="store_true", help="print one JSON object instead")
+    add("--report", metavar="FILE", help="also write charts as an HTML page")
+    add("--write", metavar="FILE", help="with --search: write the best layout as a recipe")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the predicted memory and step time of a recipe."""
+    from weft.plan.plan_text import format_placement, plan_recipe
+    from weft.train.machine import detect_machine
+
+    if options.calibrate:
+        calibrate_device(options)
+        return 0
+    problems: list[ConfigError] = options.problems
+    if options.recipe is None:
+        raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", "use demo")])
+    if options.write and not options.search:
+        problems.append(ConfigError("--write", options.write, "is for --search", "add --search"))
+    if options.rank_map and options.json:
+        problems.append(ConfigError("--rank-map", True, "has no JSON form", "remove --json"))
+    if options.report and (options.rank_map or options.search):
+        rule, remedy = "needs a plan", "remove --rank-map and --search"
+        problems.append(ConfigError("--report", options.report, rule, remedy))
+    for option in ("report", "write"):
+        if path := getattr(options, option):
+            check_file(f"--{option}", Path(path), problems)
+    plan, machine = plan_recipe(
+        options.recipe, options.overrides, problems, options.cluster, detect_machine
+    )
+    if options.search:
+        return search_layouts(options, plan, machine)
+    if options.rank_map:
+        print(format_placement(plan))
+    else:
+        show_forecast(options, plan, machine)
+    return 0
+
+
+def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
+    """Print the prediction for a plan, and advice."""
+    from weft.estimate.advice import advise
+    from weft.estimate.charts import render_page
+    from weft.estimate.cost import device_spec
+    from weft.estimate.forecast import forecast, forecast_to_json
+    from weft.estimate.forecast_text import render_plan
+    from weft.plan.plan_text import describe_machine
+
+    device = device_spec(plan, machine)
+    prediction = forecast(plan, machine, device)
+    if options.report:
+        page = render_page(plan, prediction, options.recipe, describe_machine(plan, machine))
+        write_file(Path(options.report), page)
+    if options.json:
+        print(forecast_to_json(plan, prediction))
+        return
+    advice = [] if device is None else advise(plan, machine, device, prediction)
+    print(render_plan(plan, machine, options.recipe, prediction, advice))
+
+
+def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:
+    """Print the best layouts of a recipe's model on a cluster."""
+    from weft.estimate.forecast_text import render_search
+    from weft.estimate.search import render_recipe, search
+
+    def show_status(text: str) -> None:
+        if not options.json and sys.stderr.isatty():
+            line = f"\r\033[K{escape_controls(text)}"
+            print(line, end="", file=raw_stream(sys.stderr), flush=True)
+
+    result = search(plan, machine, log=show_status)
+    show_status("")
+    print(json.dumps(result.to_dict(), indent=2) if options.json else render_search(result))
+    if options.write and result.winner:
+        cluster = options.cluster or plan.job.run.cluster
+        text = render_recipe(result, plan.job, options.recipe, cluster)
+        write_file(Path(options.write), text)
+        if not options.json:
+            print(f"\nlayout {result.best.index(result.winner) + 1} is in {options.write}")
+    return 0 if result.winner else FAILED
+
+
+def calibrate_device(options: argparse.Namespace) -> None:
+    """Calibrate the device's speed from a run, and print the errors before and after."""
+    from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
+
+    words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
+    rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
+    problems = options.problems + [
+        ConfigError(word, MISSING, rule, remedy)
+        for word in filter(None, [*words, options.report, options.write])
+    ]
+    if problems:
+        raise InvalidConfig(problems)
+    result = calibrate(read_run(Path(options.calibrate)))
+    path = save_calibration(result)
+    text = render_calibration(result, path)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else text)

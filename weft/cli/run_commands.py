@@ -1,0 +1,78 @@
+"""``weft report``, ``weft hang`` and ``weft diff``: commands that explain runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.cli.command_parser import Commands, add_command
+from weft.cli.option_values import check_file, not_negative, write_file
+from weft.cluster import FAILED
+from weft.config.errors import InvalidConfig
+
+
+def add_report(commands: Commands) -> None:
+    """Add ``weft report``."""
+    add = add_command(commands, "report", run_report, takes_keys=False).add_argument
+    add("runs", metavar="RUN", type=Path, nargs="+", help="run directory")
+    text = "output file (default: report.html in the run directory, or here for several runs)"
+    add("--out", metavar="FILE", type=Path, help=text)
+
+
+def add_hang(commands: Commands) -> None:
+    """Add ``weft hang``."""
+    add = add_command(commands, "hang", run_hang, takes_keys=False).add_argument
+    add("run", metavar="RUN", type=Path, help="run directory")
+    add("--json", action="store_true", help="print one JSON object instead")
+
+
+def add_diff(commands: Commands) -> None:
+    """Add ``weft diff``."""
+    add = add_command(commands, "diff", run_diff, takes_keys=False).add_argument
+    add("run_a", type=Path, help="run directory")
+    add("run_b", type=Path, help="another run directory")
+    text = "relative difference that counts as rounding (default: 1e-4)"
+    add("--tolerance", type=not_negative, default=1e-4, help=text)
+    add("--json", action="store_true", help="print one JSON object instead")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """Render one or several runs as one self-contained HTML page."""
+    from weft.monitor.html import read_plotly
+    from weft.monitor.run_reader import RunReader, is_run_dir, run_dir_error
+    from weft.tools.run_report import REPORT_FILE, report_page
+
+    run_dirs: list[Path] = options.runs
+    problems = [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
+    if options.out:
+        check_file("--out", options.out, problems)
+    if problems:
+        raise InvalidConfig(problems)
+    read_plotly()  # report a missing plotly before the forecast, which takes seconds
+    from weft.estimate.report_sections import prediction_sections
+
+    runs = [RunReader(run) for run in run_dirs]
+    page = report_page(runs, appendix=prediction_sections(runs))
+    out = options.out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / REPORT_FILE
+    write_file(out, page)
+    print(out)
+
+
+def run_hang(options: argparse.Namespace) -> None:
+    """Find the hung rank, its stack, and the ranks blocked on it; ends no process."""
+    from weft.cluster.hang import inspect_run
+
+    result = inspect_run(options.run.resolve())
+    print(result.to_json() if options.json else result)
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Find the first step and layer in which two runs differ.
+
+    exit status: 0 the runs agree within the tolerance; 1 they differ; 2 not comparable
+    """
+    from weft.tools.diff import compare_runs
+
+    result = compare_runs(options.run_a, options.run_b, options.tolerance)
+    print(result.to_json() if options.json else result)
+    return FAILED if result.part else 0

@@ -1,0 +1,57 @@
+"""``weft train``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
+from weft.config.schema import SECTIONS
+
+
+def add_train(commands: Commands) -> None:
+    """Add ``weft train``."""
+    summary = "Train a model: start its ranks here, or run as one rank of torchrun, Slurm or MPI."
+    text = f"{summary}\n\n{list_keys()}"
+    add = add_command(commands, "train", run_train, text).add_argument
+    add("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    text = "check the configuration and print the plan; start nothing"
+    add("--dry-run", action="store_true", help=text)
+    text = "start even if the plan predicts that memory does not suffice"
+    add("--force", action="store_true", help=text)
+
+
+def list_keys() -> str:
+    """Return every key with its default and description."""
+    lines = ["keys; override them as --section.key value:"]
+    for name, section in SECTIONS.items():
+        lines.append("")
+        for key, field in section.model_fields.items():
+            default = json.dumps(field.default)
+            lines.append(f"  {f'{name}.{key}':<30} {default:<16} {field.description}")
+        if section.model_config["extra"] == "allow":
+            description = "any field of the model's configuration"
+            lines.append(f"  {f'{name}.<field>':<30} {'':<16} {description}")
+    return "\n".join(lines)
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Check the configuration, prepare the data, and run the ranks."""
+    if "RANK" not in os.environ:  # the launcher reports what torch's C++ warns about
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from weft.cluster.start import run_rank, start_training
+    from weft.monitor.terminal import quiet_console
+    from weft.train.environment import is_log_node
+    from weft.train.job_checks import prepare_job
+    from weft.train.machine import is_launched_rank
+
+    base, plan = prepare_job(options.recipe, options.overrides, options.problems)
+    if options.dry_run:
+        print(plan.to_json())
+        return 0
+    if is_launched_rank():
+        run_rank(base, plan, options.recipe, options.force)
+    console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
+    return start_training(base, plan, options.recipe, console, options.force)
