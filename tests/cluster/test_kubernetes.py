@@ -205,7 +205,7 @@ esac"""
     failed = [{"type": "Failed", "status": "True", "message": "no luck"}]
     (tmp_path / "job").write_text(json.dumps({"status": {"conditions": failed}}))
     assert kubernetes.status(id) == "failed: no luck"
-    assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
+    assert list(kubernetes.logs(id, Path(), follow=True)) == ["[pod/x] a", "[pod/x] b"]
     assert "600 s to save" in kubernetes.cancel(id)
     (tmp_path / "job").write_text("")  # kubectl prints nothing with --ignore-not-found
     assert not is_active(missing := kubernetes.status(id)), missing

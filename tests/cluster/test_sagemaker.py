@@ -106,11 +106,12 @@ def test_request_hyperparameters_make_the_same_job() -> None:
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
-    words = train_arguments(list(parameters.items()), host)
+    words, run_dir = train_arguments(list(parameters.items()), host)
     assert dict(zip(words[1::2], words[2::2], strict=True)) == {
         "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
         "--run.dir": "/opt/ml/checkpoints",
     }
+    assert run_dir == Path("/opt/ml/checkpoints")
 
 
 def test_request_data_become_a_channel_unless_a_pattern() -> None:
@@ -291,7 +292,7 @@ def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.Monk
         "FilterLogEvents": [none, page(a, nextToken="t"), page(b), page(late, a, b, c)],
     }
     lines = ["algo-1: a", "algo-1: b", "algo-2: late", "algo-1: c"]
-    assert list(sagemaker.logs(ARN, follow=True)) == lines
+    assert list(sagemaker.logs(ARN, Path(), follow=True)) == lines
     queries = [query for operation, query in service.requests if operation == "FilterLogEvents"]
     assert {query["logStreamNamePrefix"] for query in queries} == {"small-run-1/"}
     assert [query["startTime"] for query in queries] == [0, 0, 0, 40_000]

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.manifest import list_checkpoints
 from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.start import resume_hint
 from weft.cluster.watchdog import (
@@ -45,8 +44,8 @@ from weft.config.schema import Job
 from weft.monitor.heartbeat import (
     Contact,
     format_ranks,
-    pending_collectives,
     process_start_ticks,
+    summarize_collectives,
 )
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import read_run_job
@@ -142,7 +141,8 @@ def inspect_run(run_dir: Path) -> HangReport:
     if hung and started > hung:
         advice.append("the run has been restarted since")
     advice += [f"log: {log_path(run_dir, rank)}" for rank in missing[:4]]
-    return HangReport(sentence, source, missing, states, [*advice, _resume_hint(run_dir, job)])
+    advice.append(resume_hint(checkpoint_dir(job.checkpoint, run_dir)))
+    return HangReport(sentence, source, missing, states, advice)
 
 
 def _read_evidence(run_dir: Path) -> list[dict[str, Any]]:
@@ -257,33 +257,17 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
     try:
         dump = _PlainDataUnpickler(io.BytesIO(data)).load()
         collectives = parse_collectives(dump)
-        groups = {
-            name: sorted(json.loads(config["ranks"])) for name, config in dump["pg_config"].items()
-        }
+        groups = {call.group: (f"group {call.group}", list[int]()) for call in collectives}
+        for name, config in dump["pg_config"].items():
+            ranks = sorted(json.loads(config["ranks"]))
+            groups[name] = (f"group {name}" + (f" ({format_ranks(ranks)})" if ranks else ""), ranks)
     except Exception as error:  # a damaged pickle raises almost any exception
         rule = f"is not a dump of torch's Flight Recorder: {error}"
-        raise InvalidConfig(
-            [ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")]
-        ) from error
-
-    def describe_group(name: str) -> str:
-        ranks = groups.get(name, [])
-        return f"group {name} ({format_ranks(ranks)})" if ranks else f"group {name}"
-
-    calls = [
-        OpenCollective(
-            describe_group(c.group),
-            c.seq_id,
-            c.name,
-            c.input_sizes,
-            [] if c.is_p2p else groups.get(c.group, []),
-        )
-        for c in pending_collectives(collectives)
-    ]
-    done = [c for c in collectives if not (c.is_pending or c.is_p2p)]
-    return RankState(
-        rank, 0, "", 0.0, "S", "", calls, [], {describe_group(c.group): c.seq_id for c in done}
-    )
+        problem = ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")
+        raise InvalidConfig([problem]) from error
+    status = summarize_collectives(collectives, groups)
+    calls = [OpenCollective(*call) for call in status["open"]]
+    return RankState(rank, 0, "", 0.0, "S", "", calls, [], status["done"])
 
 
 # --------------------------------------------------------------------------- without evidence
@@ -295,24 +279,21 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[dict[str, Any]
     step = last["step"] if last else 0
     logs, other_hosts = run_dir / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
+    hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
     if step >= job.train.steps:
         sentence = f"no hang: the run is complete, at step {step}"
     elif reports := read_error_reports(run_dir):
         first = reports[0]
         sentence = f"no hang: rank {first['rank']} failed: {first['kind']}: {first['message']}"
-        advice = [f"log: {log_path(run_dir, first['rank'])}", _resume_hint(run_dir, job)]
+        advice = [f"log: {log_path(run_dir, first['rank'])}", hint]
     elif not hosts and last is None:
         sentence = "no hang: no rank of this run has reached its first step"
-        advice.append(_resume_hint(run_dir, job))
+        advice.append(hint)
     elif other_hosts:
         sentence = "no evidence of a hang, and no live rank on this host"
-        hosts_text = ", ".join(sorted(other_hosts))
-        advice.insert(0, f"the run was started on {hosts_text}: run this command there")
+        names = ", ".join(sorted(other_hosts))
+        advice.insert(0, f"the run was started on {names}: run this command there")
     else:
         sentence = f"no hang: the run was stopped or killed at step {step} of {job.train.steps}"
-        advice.append(_resume_hint(run_dir, job))
+        advice.append(hint)
     return HangReport(sentence, "no live ranks, and no evidence in logs/", [], [], advice)
-
-
-def _resume_hint(run_dir: Path, job: Job) -> str:
-    return resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)))

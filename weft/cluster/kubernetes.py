@@ -194,7 +194,7 @@ def status(id: str) -> str:
     return f"running: {len(running)} of {len(pods)} pods, on {', '.join(nodes)}"
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its pod."""
     space, _, name = id.split("/")
     words = [

@@ -239,7 +239,7 @@ def status(id: str) -> str:
     return f"{'running on' if is_running else 'waiting for'} {instances}: {message}"
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its instance."""
     name, region = _parse_id(id)
     with connect_aws(region) as client:

@@ -155,7 +155,7 @@ def status(id: str) -> str:
     return f"{state}: {detail}" if detail else state
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed."""
     option = "--follow" if follow else "--no-follow"
     return stream_cli("sky", "jobs", "logs", option, "--name", id, remedy=REMEDY)

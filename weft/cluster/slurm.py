@@ -163,23 +163,23 @@ def status(id: str) -> str:
     return f"ended: {state.lower()}" + (f", exit status {code}" if code not in ("0", "") else "")
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
-    """Yield the lines that the job has printed."""
-    path = Path(_show_job(id).get("StdOut", ""))
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
+    """Yield the lines of the job's file, which outlives Slurm's record of the job."""
+    path = run_dir / f"slurm-{id}.out"
     while not path.is_file():
         job_status = status(id)
         if not follow or not is_active(job_status):
             raise WeftError(f"job {id} has printed nothing: {job_status}")
         time.sleep(1)
     with path.open(encoding="utf-8", errors="replace") as lines:
-        partial_line, is_last = "", False
+        partial_line, is_last = "", not follow or not is_active(status(id))
         while True:
             for line in lines:
                 partial_line += line
                 if partial_line.endswith("\n"):
                     yield partial_line[:-1]
                     partial_line = ""
-            if is_last or not follow:
+            if is_last:
                 if partial_line:
                     yield partial_line
                 return

@@ -93,7 +93,7 @@ class Cluster(Protocol):
     def status(self, id: str) -> str:
         """Return one line: 'waiting...', 'running...' with nodes, or how the job ended."""
 
-    def logs(self, id: str, follow: bool) -> Iterator[str]:
+    def logs(self, id: str, run_dir: Path, follow: bool) -> Iterator[str]:
         """Yield the lines that the job has printed."""
 
     def cancel(self, id: str) -> str:
@@ -137,35 +137,16 @@ def build_request(
     if any(error.key in ("recipe", "extends") for error in errors):
         raise InvalidConfig(errors)  # further checks would only see defaults
     bad_keys = {error.key for error in errors}
-    nodes, machine, devices = job.run.nodes_text, None, 0
-    if job.run.cluster != "local":
-        parsed = parse_cluster(job.run.cluster)
-        if isinstance(parsed, ConfigError):
-            errors.append(parsed)
-        else:
-            nodes = str(parsed.num_nodes) if nodes == "auto" else nodes
-            devices = 0 if parsed.device_name == CPU_DEVICE else parsed.devices_per_node
-            machine = replace(cluster_machine(parsed), world_size=None, local_world_size=None)
-    elif job.run.device == "cpu":
-        machine = detect_machine(job.run)
-    else:
-        rule = "does not describe the nodes"
-        remedy = "use --run.cluster 2x8xH100 (nodes x GPUs per node), or --run.device cpu"
-        errors.append(ConfigError("run.cluster", "local", rule, remedy))
-    name, run_dir = "", Path()
-    if machine is not None:
+    name, run_dir, nodes, devices = "", Path(), job.run.nodes_text, 0
+    try:
+        nodes, devices, machine = describe_nodes(job.run, detect_machine)
         endpoint = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
         planned = changed(job, run={"nodes": nodes, "rendezvous": endpoint})
-        try:
-            run_dir = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
-            run_dir = run_dir.expanduser().absolute()
-            name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
-        except InvalidConfig as error:
-            errors += (
-                p
-                for p in error.problems
-                if p.key not in bad_keys and not bad_keys.intersection(p.depends)
-            )
+        run_dir = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
+        run_dir = run_dir.expanduser().absolute()
+        name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
+    except InvalidConfig as error:
+        errors += (p for p in error.problems if not bad_keys.intersection((p.key, *p.depends)))
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
@@ -182,6 +163,29 @@ def build_request(
     if errors:
         raise InvalidConfig(errors)
     return request
+
+
+def describe_nodes(
+    run: RunSection, detect_machine: Callable[[RunSection], Machine]
+) -> tuple[str, int, Machine]:
+    """Return the number of nodes, the GPUs per node, and the hardware of a node.
+
+    Raises:
+        InvalidConfig: if the section does not describe the nodes.
+    """
+    if run.cluster != "local":
+        cluster = parse_cluster(run.cluster)
+        if isinstance(cluster, ConfigError):
+            raise InvalidConfig([cluster])
+        nodes = str(cluster.num_nodes) if run.nodes_text == "auto" else run.nodes_text
+        devices = 0 if cluster.device_name == CPU_DEVICE else cluster.devices_per_node
+        machine = replace(cluster_machine(cluster), world_size=None, local_world_size=None)
+        return nodes, devices, machine
+    if run.device != "cpu":
+        rule = "does not describe the nodes"
+        remedy = "use --run.cluster 2x8xH100 (nodes x GPUs per node), or --run.device cpu"
+        raise InvalidConfig([ConfigError("run.cluster", "local", rule, remedy)])
+    return run.nodes_text, 0, detect_machine(run)
 
 
 def check_paths(request: JobRequest) -> Iterator[ConfigError]:
@@ -306,16 +310,8 @@ class SubmittedJob:
         return get_cluster(self.on).cancel(self.id)
 
     def logs(self, follow: bool) -> Iterator[str]:
-        """Yield the lines of the job's log, from the run directory or from the cluster.
-
-        The file in the run directory remains when the cluster has forgotten the job.
-        """
-        path = self.run_dir / f"{self.on}-{self.id}.out"
-        if path.is_file() and not (follow and is_active(self.status())):
-            with path.open(encoding="utf-8", errors="replace") as lines:
-                yield from (line.rstrip("\n") for line in lines)
-        else:
-            yield from get_cluster(self.on).logs(self.id, follow)
+        """See `Cluster.logs`."""
+        return get_cluster(self.on).logs(self.id, self.run_dir, follow)
 
 
 # --------------------------------------------------------------------------- launch section
