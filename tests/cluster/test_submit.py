@@ -27,6 +27,7 @@ from weft.cluster.submit import (
     build_script,
     check_name,
     check_options,
+    format_command,
     parse_duration,
     run_cli,
     standalone_recipe,
@@ -469,12 +470,11 @@ def test_command_has_the_words_of_the_request() -> None:
 def test_script_runs_the_command(tmp_path: Path) -> None:
     """Quotes in the words are escaped."""
     words = ["/usr/bin/printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
-    text = build_script(["cd /", "x=1"], words)
+    text = build_script(["cd /", "x=1"], format_command(words, "  "))
     completed = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert completed.stdout.splitlines() == words[2:]
-    assert (
-        subprocess.run(["bash", "-c", build_script(["false"], words)], check=False).returncode == 1
-    )
+    failing = build_script(["false"], format_command(words, "  "))
+    assert subprocess.run(["bash", "-c", failing], check=False).returncode == 1
 
 
 def test_own_recipe_is_self_contained(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from weft.cluster.submit import (
     build_script,
     check_name,
     check_options,
+    format_command,
     parse_duration,
     render_manifest,
     run_cli,
@@ -79,6 +80,9 @@ def render(request: JobRequest) -> str:
         request.recipe if recipe is None else "/etc/weft/recipe.toml",
         **{RUN_DIR: f"/runs/{request.name}"},
     )
+    if launch.setup:
+        script = build_script(launch.setup, format_command(words, "  ")) + "\n"
+        words = ["bash", "-c", script]
     limits = {name: value for name, value in launch.options.items() if name in ("cpu", "memory")}
     if request.devices:
         limits["nvidia.com/gpu"] = str(request.devices)
@@ -93,7 +97,7 @@ def render(request: JobRequest) -> str:
         kind=launch.options.get("kind", KINDS[0]),
         recipe=recipe,
         image=launch.image,
-        command=["bash", "-c", build_script(launch.setup, words)] if launch.setup else words,
+        command=words,
         limits=limits,
         nodes=str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
         max_nodes=max_nodes,

@@ -25,11 +25,13 @@ from weft.cluster.submit import (
     RUN_DIR,
     JobRequest,
     Option,
+    build_script,
     check_duration,
     check_fixed_nodes,
     check_name,
     check_options,
     parse_duration,
+    render_template,
     standalone_recipe,
     warn_unchecked,
 )
@@ -93,72 +95,41 @@ def find_problems(request: JobRequest) -> list[ConfigError]:
 def render(request: JobRequest) -> str:
     """Return the request; the job's name has the time, because it must be unique."""
     job, options = request.job, request.job.launch.options
-    home, limit = _s3_prefix(request), parse_duration(job.launch.time_limit)
+    home, seconds = _s3_prefix(request), parse_duration(job.launch.time_limit)
     entry = ["python", "-m", "weft.cluster.sagemaker_entry"]
     if job.launch.setup:
-        entry = ["bash", "-c", "\n".join(["set -e", *job.launch.setup, f"exec {' '.join(entry)}"])]
-    parameters, channels = _inputs(request)
-    is_spot, subnets, wait = options.get("spot") == "true", options.get("subnets"), None
-    if is_spot:
-        wait = parse_duration(options["wait"]) if "wait" in options else 2 * limit
-    body: dict[str, Any] = {
-        "TrainingJobName": f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
-        "RoleArn": options["role"],
-        "AlgorithmSpecification": {
-            "TrainingImage": job.launch.image,
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": entry,
-        },
-        "HyperParameters": parameters,
-        "ResourceConfig": {
-            "InstanceType": options["instance_type"],
-            "InstanceCount": request.nodes[1],
-            "VolumeSizeInGB": int(options.get("volume", "100")),
-        },
-        "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
-        "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": "/opt/ml/checkpoints"},
-        "StoppingCondition": {"MaxRuntimeInSeconds": limit}
-        | ({"MaxWaitTimeInSeconds": wait} if is_spot else {}),
-        "InputDataConfig": channels,
-        "VpcConfig": subnets
-        and {
-            "Subnets": subnets.split("+"),
-            "SecurityGroupIds": options["security_groups"].split("+"),
-        },
-        "EnableManagedSpotTraining": is_spot,
-    }
-    # Leave out what is not used.
-    return json.dumps({name: value for name, value in body.items() if value}, indent=2) + "\n"
-
-
-def _inputs(request: JobRequest) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the hyperparameters, and the channels that bring recipe and data."""
-    job, home = request.job, _s3_prefix(request)
+        entry = ["bash", "-c", build_script(job.launch.setup, " ".join(entry))]
     parameters = {"recipe": request.recipe, **request.overrides}
     del parameters[RUN_DIR]  # a path of this machine
-    channels = []
+    channels = []  # name, source and input mode
     if standalone_recipe(request) is not None:
         parameters["recipe"] = f"{CHANNEL}/recipe/recipe.toml"
-        channels.append(_channel("recipe", f"{home}/recipe/", "File"))
+        channels.append(("recipe", f"{home}/recipe/", "File"))
     if job.data.path.startswith("s3://") and not re.search(r"[*?\[]", job.data.path):
         parameters["data.path"] = f"{CHANNEL}/training"
-        channels.append(_channel("training", job.data.path, "FastFile"))
+        channels.append(("training", job.data.path, "FastFile"))
     if request.nodes[1] > 1 and job.checkpoint.is_in_run_dir:
         parameters["checkpoint.dir"] = f"{home}/checkpoints"
-    return parameters, channels
+    text = render_template(
+        "sagemaker.json.j2",
+        json.dumps,
+        job_name=f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
+        image=job.launch.image,
+        entry=entry,
+        parameters=parameters,
+        channels=channels,
+        home=home,
+        instances=request.nodes[1],
+        is_spot=options.get("spot") == "true",
+        seconds=seconds,
+        wait_seconds=parse_duration(options["wait"]) if "wait" in options else 2 * seconds,
+        options=options,
+    )
+    return json.dumps(json.loads(text), indent=2) + "\n"
 
 
 def _s3_prefix(request: JobRequest) -> str:
     return f"s3://{request.job.launch.options['bucket']}/weft/{request.name}"
-
-
-def _channel(name: str, uri: str, mode: str) -> dict[str, Any]:
-    source = {
-        "S3DataType": "S3Prefix",
-        "S3Uri": uri,
-        "S3DataDistributionType": "FullyReplicated",
-    }
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
 
 
 # --------------------------------------------------------------------------- checking

@@ -28,6 +28,7 @@ from weft.cluster.submit import (
     check_fixed_nodes,
     check_name,
     check_options,
+    format_command,
     render_manifest,
     run_cli,
     standalone_recipe,
@@ -95,7 +96,7 @@ def render(request: JobRequest) -> str:
     words = request.command(request.recipe if recipe is None else RECIPE, **changes)
     # Unquoted, so that the shell of the node expands the ~ of the recipe's path.
     start = "exec weft train "
-    script = build_script(job.launch.setup, words)
+    script = build_script(job.launch.setup, format_command(words, "  ")) + "\n"
     return render_manifest(
         "skypilot.yaml.j2",
         request,

@@ -29,6 +29,7 @@ from weft.cluster.doctor import UNHEALTHY_NODES_DIR
 from weft.cluster.submit import (
     JobRequest,
     ToolError,
+    build_script,
     check_duration,
     format_command,
     is_active,
@@ -116,7 +117,7 @@ def render(request: JobRequest) -> str:
         options=options,
         srun=Markup(shlex.join(srun)),
         command=Markup(command),
-        setup="\n".join(["set -e", *launch.setup, f"exec {command}"]) if launch.setup else "",
+        setup=build_script(launch.setup, command) if launch.setup else "",
         unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if has_preflight else "",
         REQUEUE=REQUEUE,
         UNHEALTHY=UNHEALTHY,

@@ -102,7 +102,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         The exit status.
     """
     job = plan.job
-    run_dir = Path(plan.run_dir)
+    run_dir = plan.run_path
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, handle_stop_signal)
 
@@ -124,7 +124,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
         changes = describe_changes(run_dir, job)
-        write_run_files(run_dir, job, base, recipe, dataset, prediction)
+        write_run_files(plan, base, recipe, dataset, prediction)
         home = checkpoint_dir(job.checkpoint, run_dir)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
@@ -247,17 +247,14 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     from weft.train.setup import connect
 
     job = plan.job
-    run_dir = Path(plan.run_dir)
+    run_dir = plan.run_path
     rank = int(os.environ["RANK"])
     listen()
     terminal = redirect_output(run_dir, rank)
     console = quiet_console(terminal, quiet=rank != 0)
-    is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-    if (
-        job.resilience.preflight
-        and is_local_leader
-        and not preflight(job, run_dir, partial(print, file=terminal))
-    ):
+    is_leader = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node
+    log = partial(print, file=terminal)
+    if job.resilience.preflight and is_leader and not preflight(job, run_dir, log):
         reason = f"this node is unhealthy and does not train; see {run_dir / 'logs'}"
         write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
         terminal.flush()
@@ -272,7 +269,7 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, warning)
                 print_dataset(plan, dataset, console)
-                write_run_files(run_dir, job, base, recipe, dataset, prediction)
+                write_run_files(plan, base, recipe, dataset, prediction)
             dist.barrier()
             start_watchdog(job, run_dir, ranks)
             is_complete = train(plan, dataset, ranks, console)
@@ -326,14 +323,10 @@ def load_dataset(plan: Plan, console: Console) -> Dataset:
 
 
 def write_run_files(
-    run_dir: Path,
-    job: Job,
-    base: Job,
-    recipe: str,
-    dataset: Dataset,
-    prediction: RunPrediction | None,
+    plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
 ) -> None:
     """Write the job, the tokenizer and the prediction into the run directory."""
+    job, run_dir = plan.job, plan.run_path
     path = run_dir / "job.toml"
     try:
         # A run that is started from its own job.toml keeps the differences recorded there.

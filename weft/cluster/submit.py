@@ -68,7 +68,7 @@ class JobRequest:
 
     def command(self, recipe: str, **changes: str) -> list[str]:
         """Return the words of the command, with this recipe and with changed keys."""
-        pairs = self.overrides | changes
+        pairs = {**self.overrides, **changes}
         words = (word for key, value in pairs.items() for word in (f"--{key}", value))
         return ["weft", "train", recipe, *words]
 
@@ -416,9 +416,9 @@ def format_command(words: Sequence[str], indent: str) -> str:
     return f" \\\n{indent}".join(shlex.join(part) for part in (words[:3], *pairs))
 
 
-def build_script(lines: Sequence[str], words: Sequence[str]) -> str:
-    """Return a shell script that runs ``lines`` and then executes the command."""
-    return "\n".join(["set -e", *lines, f"exec {format_command(words, '  ')}"]) + "\n"
+def build_script(setup: Sequence[str], command: str) -> str:
+    """Return a shell script that runs the lines of ``setup`` and then executes the command."""
+    return "\n".join(["set -e", *setup, f"exec {command}"])
 
 
 def standalone_recipe(request: JobRequest) -> str | None:
