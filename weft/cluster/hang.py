@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.start import resume_hint
@@ -101,6 +101,16 @@ def _format_frames(stack: Sequence[str]) -> list[str]:
     return [f"    {path}:{line} in {name}" for path, line, name in fields]
 
 
+class HostFile(NamedTuple):
+    """Content of ``logs/ranks-HOST.json`` or ``logs/hang-HOST.json``."""
+
+    host: str
+    time: float
+    world_size: int
+    ranks: list[Any]  # `Contact` or `RankState`
+    ended: bool  # the watchdog ended the run
+
+
 def inspect_run(run_dir: Path) -> HangReport:
     """Diagnose the run in ``run_dir`` from the best source of evidence.
 
@@ -108,35 +118,33 @@ def inspect_run(run_dir: Path) -> HangReport:
         InvalidConfig: if it is not a run directory.
     """
     job = read_run_job(run_dir)
-    logs = run_dir / "logs"
-    hosts = [host for path in sorted(logs.glob("ranks-*.json")) if (host := _read_host_file(path))]
-    alive = [host for host in hosts if host["host"] == socket.gethostname() and _is_alive(host)]
-    if alive:
+    hosts = _read_host_files(run_dir, "ranks")
+    if alive := [host for host in hosts if host.host == socket.gethostname() and _is_alive(host)]:
         return _inspect_live_ranks(run_dir, job, alive)
-    started = max((host["time"] for host in hosts), default=0.0)
-    hosts = [host for host in hosts if host["time"] > started - SAME_START_SECONDS]
-    evidence = _read_evidence(run_dir)
-    hung = max((host["time"] for host in evidence), default=0.0)
-    evidence = [host for host in evidence if host["time"] > hung - SAME_HANG_SECONDS]
+    started = max((host.time for host in hosts), default=0.0)
+    hosts = [host for host in hosts if host.time > started - SAME_START_SECONDS]
+    evidence = _read_host_files(run_dir, "hang")
+    hung = max((host.time for host in evidence), default=0.0)
+    evidence = [host for host in evidence if host.time > hung - SAME_HANG_SECONDS]
+    logs = run_dir / "logs"
     dumps = [path for path in logs.glob("flight-rank-*") if path.stat().st_mtime > started]
     if not evidence and not dumps:
         return _report_without_evidence(run_dir, job, hosts)
-    by_rank = {s["rank"]: _parse_rank_state(s) for host in evidence for s in host["ranks"]}
+    by_rank = {state.rank: state for host in evidence for state in host.ranks}
     for path in dumps:
         rank = int(path.name.rpartition("-")[2])
         by_rank.setdefault(rank, parse_flight_recorder(rank, path.read_bytes()))
     states = [by_rank[rank] for rank in sorted(by_rank)]
-    world_sizes = [host["world_size"] for host in (evidence or hosts)]
+    world_sizes = (host.world_size for host in (evidence or hosts))
     world_size = max(world_sizes, default=states[-1].rank + 1)
     missing, sentence = diagnose_hang(states, world_size)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hung or dumps[0].stat().st_mtime))
-    names = [host["host"] for host in evidence]
+    names = [host.host for host in evidence]
     observer = f"the watchdog{'s' * (len(names) > 1)} of {', '.join(names)}" if evidence else "NCCL"
-    ended = "; the watchdog ended the run" if any(host["ended"] for host in evidence) else ""
+    ended = "; the watchdog ended the run" if any(host.ended for host in evidence) else ""
     source = f"recorded at {when} by {observer}: {len(states)} of {world_size} ranks{ended}"
-    silent = sorted(set(range(world_size)) - set(by_rank))
     advice = []
-    if silent:
+    if silent := sorted(set(range(world_size)) - set(by_rank)):
         advice.append(f"no evidence of {format_ranks(silent)}: the host died, or had no time")
     if hung and started > hung:
         advice.append("the run has been restarted since")
@@ -145,55 +153,50 @@ def inspect_run(run_dir: Path) -> HangReport:
     return HangReport(sentence, source, missing, states, advice)
 
 
-def _read_evidence(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the content of ``logs/hang-HOST.json`` of all hosts."""
-    paths = sorted((run_dir / "logs").glob("hang-*.json"))
-    return [evidence for path in paths if (evidence := _read_host_file(path))]
+def _read_host_files(run_dir: Path, kind: str) -> list[HostFile]:
+    """Return the ``logs/KIND-HOST.json`` of all hosts that are not damaged."""
+    files = []
+    for path in sorted((run_dir / "logs").glob(f"{kind}-*.json")):
+        with suppress(WeftError), reading(path):
+            value = read_json(path)
+            parse = _parse_rank_state if kind == "hang" else lambda rank: Contact(*rank)
+            ranks = list(map(parse, value["ranks"]))
+            if is_number(value["time"]) and isinstance(value["host"], str):
+                ended = value.get("ended", False)
+                size = value["world_size"]
+                files.append(HostFile(value["host"], value["time"], size, ranks, ended))
+    return files
 
 
-def _read_host_file(path: Path) -> dict[str, Any] | None:
-    """Return the content of a host's file; None if it is missing or damaged."""
-    with suppress(WeftError), reading(path):
-        value = read_json(path)
-        for rank in value["ranks"]:  # must parse, because it is parsed again later
-            _parse_rank_state(rank) if isinstance(rank, dict) else Contact(*rank)
-        if is_number(value["time"]) and isinstance(value["host"], str):
-            return value
-    return None
-
-
-def _is_alive(host: dict[str, Any]) -> bool:
-    contacts = [Contact(*contact) for contact in host["ranks"]]
-    return any(process_start_ticks(contact.pid) == contact.start_ticks for contact in contacts)
+def _is_alive(host: HostFile) -> bool:
+    return any(process_start_ticks(rank.pid) == rank.start_ticks for rank in host.ranks)
 
 
 def _parse_rank_state(fields: dict[str, Any]) -> RankState:
-    state = RankState(**fields)
-    calls = state.calls and [OpenCollective(**call) for call in fields["calls"]]
-    return state._replace(calls=calls)
+    calls = fields["calls"] and [OpenCollective(**call) for call in fields["calls"]]
+    return RankState(**fields | {"calls": calls})
 
 
 # --------------------------------------------------------------------------- live ranks
 
 
-def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[HostFile]) -> HangReport:
     """Read the heartbeats twice, and query the ranks if none has advanced."""
     ranks: list[RankProbe] = []
     ended: list[RankState] = []
-    for host in hosts:
-        for contact in (Contact(*values) for values in host["ranks"]):
-            try:
-                ranks.append(RankProbe(contact))
-            except PermissionError:
-                rule = f"belongs to another user (process {contact.pid})"
-                remedy = "run this command as that user"
-                raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
-            except OSError:
-                ended.append(RankState(contact.rank, 0, "", 0.0, "", "", None, []))
+    for contact in (contact for host in hosts for contact in host.ranks):
+        try:
+            ranks.append(RankProbe(contact))
+        except PermissionError:
+            rule = f"belongs to another user (process {contact.pid})"
+            remedy = "run this command as that user"
+            raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
+        except OSError:
+            ended.append(RankState(contact.rank, 0, "", 0.0, "", "", None, []))
     before = [rank.read_heartbeat() for rank in ranks]
     time.sleep(PROBE_SECONDS)
     has_progress = [rank.read_heartbeat() for rank in ranks] != before
-    now, world_size = time.monotonic(), hosts[0]["world_size"]
+    now, world_size = time.monotonic(), hosts[0].world_size
     for rank in ranks:
         rank.age = now - float(rank.heartbeat.split()[0])
     if has_progress:
@@ -208,9 +211,9 @@ def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) ->
     if len(states) < world_size:
         write_evidence(run_dir, states, world_size, ended=False)
         local, since = {state.rank for state in states}, time.time() - age
-        evidence = [host for host in _read_evidence(run_dir) if host["time"] > since]
-        others = [_parse_rank_state(fields) for host in evidence for fields in host["ranks"]]
-        states = sorted([*states, *(state for state in others if state.rank not in local)])
+        evidence = [host for host in _read_host_files(run_dir, "hang") if host.time > since]
+        others = (state for host in evidence for state in host.ranks if state.rank not in local)
+        states = sorted([*states, *others])
         if len(states) > len(local):
             source += " and, by this command, on other hosts"
     if len(states) < world_size:
@@ -219,10 +222,8 @@ def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) ->
     if (limit := job.resilience.step_timeout) == 0:
         advice.append("resilience.step_timeout is 0: the run hangs until you end it")
     else:
-        num_steps = 10 + job.monitor.log_interval
-        known = (
-            f"{limit:g} s" if limit != "auto" else f"60 s, or {num_steps} times the median step,"
-        )
+        known = f"60 s, or {10 + job.monitor.log_interval} times the median step,"
+        known = known if limit == "auto" else f"{limit:g} s"
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
     source += f", in {len(states)} of {world_size} ranks; none has made progress for {age:.0f} s"
     return HangReport(sentence, source, missing, states, advice)
@@ -273,11 +274,11 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
 # --------------------------------------------------------------------------- without evidence
 
 
-def _report_without_evidence(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> HangReport:
     """Report how the run ended, if there is no evidence of a hang."""
     last = read_tail(run_dir / "metrics.jsonl").last
     step = last["step"] if last else 0
-    logs, other_hosts = run_dir / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
+    logs, other_hosts = run_dir / "logs", {host.host for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
     if step >= job.train.steps:
