@@ -114,9 +114,9 @@ def count_visible_gpus(facts: Facts) -> int:
 
 def job_directories(job: Job) -> list[tuple[str, Path]]:
     """Return the local directories of a job, with their configuration keys."""
-    run = "runs" if job.run.dir == "auto" else job.run.dir
-    directories = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
-    directories |= {
+    directories = {
+        "run.dir": "runs" if job.run.dir == "auto" else job.run.dir,
+        "checkpoint.dir": job.checkpoint.dir,
         "checkpoint.local_dir": job.checkpoint.local_dir,
         "data.cache_dir": job.data.cache_dir,
     }

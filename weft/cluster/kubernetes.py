@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
 from weft.cluster.submit import (
     INTEGER_PATTERN,
     RUN_DIR,
@@ -102,8 +101,9 @@ def render(request: JobRequest) -> str:
         nodes=str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
         max_nodes=max_nodes,
         seconds=parse_duration(launch.time_limit),
-        **{"FAILED": FAILED, "REQUEUE": REQUEUE, "USAGE_ERROR": USAGE_ERROR, "PORT": PORT},
-        **{"GRACE_SECONDS": GRACE_SECONDS, "MAX_LOST_NODES": MAX_LOST_NODES},
+        GRACE_SECONDS=GRACE_SECONDS,
+        MAX_LOST_NODES=MAX_LOST_NODES,
+        PORT=PORT,
     )
 
 

@@ -17,7 +17,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cluster import REQUEUE
 from weft.cluster.submit import (
     BOOLEAN_RULE,
     INTEGER_PATTERN,
@@ -107,7 +106,6 @@ def render(request: JobRequest) -> str:
         image=job.launch.image,
         setup=recipe and f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n",
         run=script.replace(start + shlex.quote(RECIPE), start + RECIPE),
-        REQUEUE=REQUEUE,
     )
 
 

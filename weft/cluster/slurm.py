@@ -24,7 +24,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from weft.cluster import REQUEUE, UNHEALTHY
+from weft.cluster import REQUEUE
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
 from weft.cluster.submit import (
     JobRequest,
@@ -119,8 +119,6 @@ def render(request: JobRequest) -> str:
         command=Markup(command),
         setup=build_script(launch.setup, command) if launch.setup else "",
         unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if has_preflight else "",
-        REQUEUE=REQUEUE,
-        UNHEALTHY=UNHEALTHY,
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from weft.cluster import FAILED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
 from weft.config.files import replace_text, write_json
@@ -417,7 +418,7 @@ def format_command(words: Sequence[str], indent: str) -> str:
 
 
 def build_script(setup: Sequence[str], command: str) -> str:
-    """Return a shell script that runs the lines of ``setup`` and then executes the command."""
+    """Return a shell script that runs the lines of ``setup``, then the command."""
     return "\n".join(["set -e", *setup, f"exec {command}"])
 
 
@@ -446,7 +447,7 @@ def render_template(template: str, quote: Callable[[Any], str], **values: object
         template: file in ``templates/``.
         quote: makes each inserted value one word of the document's language.  Only ``Markup``
             is inserted as it is: what macros return, and what the caller has quoted.
-        **values: variables of the template.
+        **values: variables of the template, which also has weft's exit statuses.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -460,6 +461,8 @@ def render_template(template: str, quote: Callable[[Any], str], **values: object
         trim_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.globals |= {"FAILED": FAILED, "REQUEUE": REQUEUE}
+    environment.globals |= {"UNHEALTHY": UNHEALTHY, "USAGE_ERROR": USAGE_ERROR}
     return environment.get_template(template).render(values)
 
 
