@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cluster.submit import JobRequest, node_command
+from weft.cluster.submit import JobRequest, node_overrides
 from weft.config.errors import ConfigError
 from weft.config.reader import read_job
 
@@ -26,8 +26,8 @@ def request(
     assert not problems
     directory = Path("/fsx/small-run")
     requested = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
-    words = node_command(recipe, all_overrides, directory, requested, "auto")
-    return JobRequest("small-run", words, job, nodes, devices, directory)
+    pairs = node_overrides(all_overrides, directory, requested, "auto")
+    return JobRequest("small-run", recipe, pairs, job, nodes, devices, directory)
 
 
 def format_problems(problems: list[ConfigError]) -> str:

@@ -205,7 +205,7 @@ esac"""
     failed = [{"type": "Failed", "status": "True", "message": "no luck"}]
     (tmp_path / "job").write_text(json.dumps({"status": {"conditions": failed}}))
     assert kubernetes.status(id) == "failed: no luck"
-    assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
+    assert list(kubernetes.logs(id, Path(), follow=True)) == ["[pod/x] a", "[pod/x] b"]
     assert "600 s to save" in kubernetes.cancel(id)
     (tmp_path / "job").write_text("")  # kubectl prints nothing with --ignore-not-found
     assert not is_active(missing := kubernetes.status(id)), missing
@@ -262,14 +262,23 @@ def test_render_names_the_run_directory() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["x\ny: z", "'; touch pwned; '", "$(touch pwned)", "# x", "&a *b"]
+    "value",
+    [
+        "x\ny: z",
+        "'; touch pwned; '",
+        "$(touch pwned)",
+        "# x",
+        "&a *b",
+        "{{ name }}",
+        "\x85😀\u2028",
+    ],
 )
 def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
     """The value reads back unchanged, with and without a shell around the command."""
     for setup in ([], [("launch.setup", "cd .")]):
         launch_request = request(IMAGE, *setup, options=OPTIONS)
         launch_request = replace(
-            launch_request, words=(*launch_request.words, "--data.text_field", value)
+            launch_request, overrides={**launch_request.overrides, "data.text_field": value}
         )
         [container] = pod_of(documents(kubernetes.render(launch_request)))["containers"]
         words = container["command"]

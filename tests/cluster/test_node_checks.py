@@ -175,7 +175,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("nccl", measured(nccl=(2, 28, 3)), "warning", "resiliency"),
     ("nccl", measured(nccl=(2, 18, 1)), "warning", "corrupt"),
     ("devices", {"gpus": TIMED_OUT}, "bad", "does not answer"),
-    ("devices", {"gpus": "", "measured": None}, "bad", "8 GPUs have device files"),
+    ("devices", {"gpus": "", "measured": DeviceMeasurements()}, "bad", "8 GPUs have device files"),
     ("devices", {"gpus": ""}, "note", "8 GPUs, but no nvidia-smi"),
     (
         "devices",
@@ -208,7 +208,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("clocks", measured(clocks=gpus(reasons="0x20")), "warning", "thermal"),
     ("clocks", measured(clocks=gpus(reasons="0x4")), "note", "power cap"),
     ("clocks", measured(clocks=gpus(width="8")), "warning", "8 of 16 PCIe lanes"),
-    ("clocks", {"gpus": gpus(reasons="0x8"), "measured": None}, "bad", "slowdown"),
+    ("clocks", {"gpus": gpus(reasons="0x8"), "measured": DeviceMeasurements()}, "bad", "slowdown"),
     ("speed", measured(same=(True,) * 7 + (False,)), "bad", "device 7: repeated"),
     ("speed", measured(flops=(300e12,) * 8), "bad", "38% and 93%"),
     ("speed", measured(bandwidth=(2e12,) * 8), "warning", "93% and 60%"),

@@ -106,11 +106,12 @@ def test_request_hyperparameters_make_the_same_job() -> None:
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
-    words = train_arguments(list(parameters.items()), host)
+    words, run_dir = train_arguments(list(parameters.items()), host)
     assert dict(zip(words[1::2], words[2::2], strict=True)) == {
         "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
         "--run.dir": "/opt/ml/checkpoints",
     }
+    assert run_dir == Path("/opt/ml/checkpoints")
 
 
 def test_request_data_become_a_channel_unless_a_pattern() -> None:
@@ -275,18 +276,23 @@ def test_status_of_a_job_is_described(service: Service) -> None:
 def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "POLL_SECONDS", 0.01)
 
-    def page(token: str, *lines: str) -> tuple[int, dict[str, Any]]:
-        events = [{"timestamp": 1, "message": line, "ingestionTime": 1} for line in lines]
-        return 200, {"events": events, "nextForwardToken": token, "nextBackwardToken": "x"}
+    def event(host: str, time: int, line: str) -> dict[str, Any]:
+        stream = f"small-run-1/{host}-1700000000"
+        number = f"{host}-{time}-{line}"
+        return {"logStreamName": stream, "timestamp": time, "message": line, "eventId": number}
+
+    def page(*events: dict[str, Any], **token: str) -> tuple[int, dict[str, Any]]:
+        return 200, {"events": events, **token}
 
     none = (400, {"__type": "ResourceNotFoundException", "message": "no group"})
-    streams = {"logStreams": [{"logStreamName": "small-run-1/algo-1-1700000000"}]}
+    a, b = event("algo-1", 100_000, "a"), event("algo-1", 100_000, "b")
+    late, c = event("algo-2", 99_000, "late"), event("algo-1", 100_001, "c")
     service.answers = {
         "DescribeTrainingJob": [job("InProgress"), job("InProgress"), job("Completed")],
-        "DescribeLogStreams": [none, (200, streams)],
-        "GetLogEvents": [
-            *(page("t1", "a", "b"), page("t1")),
-            *(page("t2", "c"), page("t2")),
-        ],
+        "FilterLogEvents": [none, page(a, nextToken="t"), page(b), page(late, a, b, c)],
     }
-    assert list(sagemaker.logs(ARN, follow=True)) == ["algo-1: a", "algo-1: b", "algo-1: c"]
+    lines = ["algo-1: a", "algo-1: b", "algo-2: late", "algo-1: c"]
+    assert list(sagemaker.logs(ARN, Path(), follow=True)) == lines
+    queries = [query for operation, query in service.requests if operation == "FilterLogEvents"]
+    assert {query["logStreamNamePrefix"] for query in queries} == {"small-run-1/"}
+    assert [query["startTime"] for query in queries] == [0, 0, 0, 40_000]

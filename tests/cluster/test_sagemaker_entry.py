@@ -141,10 +141,10 @@ def test_entry_word_without_a_value_is_refused() -> None:
 
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = single_container(tmp_path, training=tmp_path / "data")
-    words = train_arguments(
+    words, run_dir = train_arguments(
         [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
     )
-    assert words[0] == "demo"
+    assert (words[0], run_dir) == ("demo", tmp_path / "checkpoints")
     assert pairs(words) == {
         "--train.steps": "5",
         "--data.path": f"{tmp_path}/data",
@@ -157,7 +157,7 @@ def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
     recipe.write_text('extends = "demo"\n[run]\ndir = "/fsx/run"\n')
     container = single_container(tmp_path, training=tmp_path / "data")
     overrides = [("recipe", str(recipe)), ("data.path", "s3://bucket/web")]
-    assert pairs(train_arguments(overrides, container)) == {"--data.path": "s3://bucket/web"}
+    assert pairs(train_arguments(overrides, container)[0]) == {"--data.path": "s3://bucket/web"}
 
 
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> Non
     with pytest.raises(InvalidConfig, match=r"checkpoint\.dir=.*is not shared by the 2 hosts"):
         train_arguments([("recipe", "demo")], two)
     overrides = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
-    assert pairs(train_arguments(overrides, two))["--checkpoint.dir"] == "s3://bucket/run"
+    assert pairs(train_arguments(overrides, two)[0])["--checkpoint.dir"] == "s3://bucket/run"
 
 
 def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_submit_calls_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     id = skypilot.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
     assert skypilot.status(id) == "running: 2x[H100:8]"
     assert skypilot.status("other") == "waiting: pending"
-    assert list(skypilot.logs(id, follow=False)) == ["line"]
+    assert list(skypilot.logs(id, Path(), follow=False)) == ["line"]
     assert "last checkpoint" in skypilot.cancel(id)
     commands = calls.read_text().splitlines()
     assert commands[0] == f"jobs launch -y -d -n small-run {tmp_path}/run.yaml"

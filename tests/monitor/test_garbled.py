@@ -58,7 +58,7 @@ def _train(overrides: Overrides, store: str, run: str) -> None:
     base, text = read_job("demo", SMALL)[0], open_dataset(store)
     directory.mkdir()
     expected = RunPrediction("a trace", 1.0, {"weights": 0.5}, 0.1, {"computing": 0.1})
-    write_run_files(directory, job, base, "demo", text, expected)
+    write_run_files(plan_here(job), base, "demo", text, expected)
     train(plan_here(job), text, this_rank(), Console(quiet=True))
     log_path(directory, 0).parent.mkdir(exist_ok=True)
     write_error(directory, 0, RuntimeError("planted"), sys.stderr)  # type: ignore[arg-type]

@@ -67,9 +67,8 @@ def measure_devices(
             return DeviceMeasurements(device, error=f"process {rank}: {last_line(logs[rank])}")
     if late:
         names = ", ".join(map(str, late))
-        return DeviceMeasurements(
-            device, error=f"no result within {timeout:.0f} s: process {names}"
-        )
+        error = f"no result within {timeout:.0f} s: process {names}"
+        return DeviceMeasurements(device, error=error)
     results = [json.loads(last_line(text)) for text in logs]
     first = results[0]
     return DeviceMeasurements(
@@ -110,24 +109,28 @@ def last_line(text: str) -> str:
 # --------------------------------------------------------------------------- measurements
 
 
+def time_calls(run: Callable[[], object], min_seconds: float) -> list[float]:
+    """Return the seconds of at least five calls, after two calls to warm up."""
+    durations: list[float] = []
+    run(), run()
+    while sum(durations) < min_seconds or len(durations) < 5:
+        start = time.perf_counter()
+        run()
+        durations.append(time.perf_counter() - start)
+    return durations
+
+
 def median_seconds(
     run: Callable[[], object], device: torch.device, min_seconds: float = 0.3
 ) -> float:
     """Return the median seconds per call, over at least five calls."""
     import torch
 
-    def time_call() -> float:
-        start = time.perf_counter()
+    def run_to_end() -> None:
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        torch.cuda.synchronize(device)
 
-    time_call(), time_call()
-    durations: list[float] = []
-    while sum(durations) < min_seconds or len(durations) < 5:
-        durations.append(time_call())
-    return statistics.median(durations)
+    return statistics.median(time_calls(run_to_end if device.type == "cuda" else run, min_seconds))
 
 
 def time_cpu_burst(
@@ -140,15 +143,11 @@ def time_cpu_burst(
         CPU time of ``threads`` threads that the calls used.  It is 1 on an idle machine, because
         threads spin while they wait for each other.
     """
-    run(), run()
-    durations: list[float] = []
+    run()  # starts the threads
     burst_start, cpu_seconds = time.perf_counter(), time.process_time()
-    while sum(durations) < min_seconds or len(durations) < 5:
-        start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
+    fastest = min(time_calls(run, min_seconds))
     seconds, cpu_seconds = time.perf_counter() - burst_start, time.process_time() - cpu_seconds
-    return min(durations), min(1.0, cpu_seconds / (seconds * threads))
+    return fastest, min(1.0, cpu_seconds / (seconds * threads))
 
 
 def prepare_matmul(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -191,12 +190,8 @@ def memory_bandwidth(device: torch.device, min_seconds: float = 0.3) -> float:
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * size
-        / median_seconds(lambda: target.copy_(source), device, min_seconds)
-        / STREAM_EFFICIENCY
-    )
+    seconds = median_seconds(lambda: target.copy_(source), device, min_seconds)
+    return 2 * size / seconds / STREAM_EFFICIENCY
 
 
 def is_deterministic(device: torch.device) -> bool:
@@ -218,9 +213,8 @@ def benchmark_all_reduce(device: torch.device) -> tuple[float, bool]:
     x = torch.full((ALL_REDUCE_BYTES[device.type] // 4,), float(rank + 1), device=device)
     dist.all_reduce(x)
     right = bool((x == size * (size + 1) / 2).all())
-    seconds = median_seconds(
-        lambda: dist.all_reduce(x), device, 0.0
-    )  # the same number of calls on every rank
+    # Without a minimum time: the same number of calls on every rank.
+    seconds = median_seconds(lambda: dist.all_reduce(x), device, 0.0)
     return 2 * (size - 1) / size * ALL_REDUCE_BYTES[device.type] / seconds, right
 
 

@@ -7,15 +7,19 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.cluster.finding import Finding, bad, note, ok, warning
 from weft.cluster.node_facts import (
     TIMED_OUT,
     DeviceMeasurements,
     Facts,
+    Finding,
+    bad,
+    note,
+    ok,
     parse_count,
     parse_gpus,
     parse_topology,
     parse_version,
+    warning,
 )
 from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
 
@@ -23,16 +27,15 @@ from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5
 # Fraction of the usable CPU time below which a CPU benchmark is meaningless.
 MIN_CPU_SHARE = 0.8
-STRAGGLER_FRACTION = (
-    0.9  # of the median of the node's devices: below it, a device slows the others down
-)
+# Fraction of the median of the node's devices below which a device slows the others down.
+STRAGGLER_FRACTION = 0.9
 
 
 def find_device_spec(facts: Facts) -> Device | None:
     """Return the specification of the node's devices; None: unknown."""
     if facts.device == "cpu":
         return get_device(CPU_DEVICE)
-    gpus = parse_gpus(facts.gpus)
+    gpus = facts.gpu_rows
     return match_device(gpus[0]["name"], parse_count(gpus[0]["memory"]) * 2**20) if gpus else None
 
 
@@ -47,24 +50,17 @@ def grade(fraction: float, observation: str, remedy: str) -> Finding:
 
 # Minimum drivers by CUDA major version: CUDA's release notes, 'minor version compatibility'.
 MIN_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
-# Faulty releases of NCCL: first, last, the fault, its source.
+# Faulty releases of NCCL: first, last, the fault and its source.
 FAULTY_NCCL_RELEASES = (
-    (
-        (2, 18, 1),
-        (2, 18, 1),
-        "may corrupt sums if a NIC shares its switch with one GPU",
-        "NVIDIA",
-    ),
-    ((2, 28, 3), (2, 28, 8), "is one that NVIDIA's resiliency extension warns about", "its README"),
+    ((2, 18, 1), (2, 18, 1), "may corrupt sums if a NIC shares its switch with a GPU (NVIDIA)"),
+    ((2, 28, 3), (2, 28, 8), "is one that NVIDIA's resiliency extension warns about (its README)"),
 )
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Check that torch, its CUDA and the driver are compatible."""
-    gpus = parse_gpus(facts.gpus)
-    observation = (
-        f"torch {facts.torch or 'is missing'}, Python {facts.python}, kernel {facts.kernel}"
-    )
+    gpus, torch = facts.gpu_rows, facts.torch or "is missing"
+    observation = f"torch {torch}, Python {facts.python}, kernel {facts.kernel}"
     if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
         observation += ", built without CUDA" if facts.torch else ""
         yield bad(observation, "install a torch build for these devices")
@@ -87,16 +83,13 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 def check_nccl(facts: Facts) -> Iterator[Finding]:
     """Check that torch's NCCL is not a release that is known to be faulty."""
-    results = facts.measured
-    if results is None or not results.nccl:
+    release = facts.measured.nccl
+    if not release:
         return
-    name = "NCCL " + ".".join(map(str, results.nccl))
-    for first, last, fault, source in FAULTY_NCCL_RELEASES:
-        if first <= results.nccl <= last:
-            remedy = "use another release: pip install nvidia-nccl-cu..., or another torch"
-            yield warning(f"{name} {fault} ({source})", remedy)
-            return
-    yield ok(name)
+    name = "NCCL " + ".".join(map(str, release))
+    faults = [fault for first, last, fault in FAULTY_NCCL_RELEASES if first <= release <= last]
+    remedy = "use another release: pip install nvidia-nccl-cu..., or another torch"
+    yield warning(f"{name} {faults[0]}", remedy) if faults else ok(name)
 
 
 # --------------------------------------------------------------------------- devices
@@ -124,35 +117,30 @@ XIDS = {
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
     """Check that all devices are visible, work, and are free."""
-    gpus, results = parse_gpus(facts.gpus), facts.measured
+    gpus, results = facts.gpu_rows, facts.measured
     if TIMED_OUT in (facts.gpus, facts.smi):
         yield bad("nvidia-smi does not answer", "reboot the node")
         return
-    if results and results.flops and results.device == "cuda" and not gpus:
+    if results.flops and results.device == "cuda" and not gpus:
         observation = f"{len(results.flops)} GPUs, but no nvidia-smi: faults and clocks are unknown"
         yield note(observation, "in a container, add 'utility' to NVIDIA_DRIVER_CAPABILITIES")
         return
     if facts.device_files and not gpus:
         observation = f"{facts.device_files} GPUs have device files, but nvidia-smi shows none"
-        yield bad(
-            observation, "load the driver, or install matching versions of driver and nvidia-smi"
-        )
+        remedy = "load the driver, or install matching versions of driver and nvidia-smi"
+        yield bad(observation, remedy)
         return
-    if results and results.error:
-        subject = (
-            "the benchmark of the GPUs failed" if facts.device == "cuda" else "benchmark failed"
-        )
+    if results.error:
+        subject = "benchmark of the GPUs" if facts.device == "cuda" else "benchmark"
         remedy = "see dmesg and nvidia-smi; if they show no error, reboot the node"
-        yield bad(f"{subject}: {results.error}", remedy)
+        yield bad(f"the {subject} failed: {results.error}", remedy)
     if not gpus:
         observation = f"no GPU; {facts.usable} cores"
         remedy = "start the container with --gpus, or use run.device=cpu"
         yield ok(observation) if facts.device == "cpu" else bad(observation, remedy)
         return
-    kinds = sorted({gpu["name"] for gpu in gpus})
-    observation = (
-        f"{len(gpus)} x {', '.join(kinds)}, {parse_count(gpus[0]['memory']) / 1024:.0f} GiB each"
-    )
+    kinds, gib = sorted({gpu["name"] for gpu in gpus}), parse_count(gpus[0]["memory"]) / 1024
+    observation = f"{len(gpus)} x {', '.join(kinds)}, {gib:.0f} GiB each"
     if len(kinds) > 1:
         yield warning(observation, "use equal GPUs: the fastest wait for the slowest")
     elif facts.device_files > len(gpus):
@@ -161,9 +149,9 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     else:
         yield ok(observation)
     for gpu in gpus:
-        name = f"GPU {gpu['index']}"
-        if parse_count(gpu["used"]) > 0.05 * parse_count(gpu["memory"]) > 0:
-            observation = f"{name}: {parse_count(gpu['used']):,} MiB are already in use"
+        name, used = f"GPU {gpu['index']}", parse_count(gpu["used"])
+        if used > 0.05 * parse_count(gpu["memory"]) > 0:
+            observation = f"{name}: {used:,} MiB are already in use"
             yield warning(observation, "end the processes that nvidia-smi shows")
         if gpu["mig"] == "Enabled":
             yield note(f"{name} is partitioned (MIG)", "nvidia-smi -mig 0, to use the full device")
@@ -173,12 +161,11 @@ def check_health(facts: Facts) -> Iterator[Finding]:
     """Check for faults that GPUs and their driver have recorded."""
     none = ("0", "No", "", "[N/A]")
     findings: list[Finding] = []
-    for gpu in parse_gpus(facts.gpus):
+    for gpu in facts.gpu_rows:
         if parse_count(gpu["ecc"]):
-            observation = (
-                f"GPU {gpu['index']}: {gpu['ecc']} uncorrected memory errors since the last boot"
-            )
-            findings.append(bad(observation, "reset the GPU; if errors recur, replace it"))
+            errors = f"{gpu['ecc']} uncorrected memory errors since the last boot"
+            remedy = "reset the GPU; if errors recur, replace it"
+            findings.append(bad(f"GPU {gpu['index']}: {errors}", remedy))
     for line in facts.remapped.splitlines():
         bus, pending, failed = (cell.strip() for cell in f"{line},,".split(",")[:3])
         if failed not in none:
@@ -200,7 +187,7 @@ def check_health(facts: Facts) -> Iterator[Finding]:
 
 def check_clocks(facts: Facts) -> Iterator[Finding]:
     """Check the clocks, under load if possible: an idle GPU always has a low clock."""
-    gpus = parse_gpus((facts.measured.clocks if facts.measured else "") or facts.gpus)
+    gpus = parse_gpus(facts.measured.clocks) or facts.gpu_rows
     throttled: dict[int, list[str]] = {}
     for gpu in gpus:
         if re.fullmatch(r"0x[0-9a-fA-F]+", gpu["reasons"]):
@@ -208,25 +195,22 @@ def check_clocks(facts: Facts) -> Iterator[Finding]:
                 if int(gpu["reasons"], 16) & bit:
                     throttled.setdefault(bit, []).append(f"{gpu['index']} ({gpu['celsius']} C)")
     for bit, names in throttled.items():
-        yield replace(
-            CLOCK_REASONS[bit],
-            observation=f"GPU {', '.join(names)}: {CLOCK_REASONS[bit].observation}",
-        )
+        reason = CLOCK_REASONS[bit]
+        yield replace(reason, observation=f"GPU {', '.join(names)}: {reason.observation}")
     for gpu in gpus:
         if 0 < parse_count(gpu["width"]) < parse_count(gpu["most_width"]):
             observation = f"GPU {gpu['index']}: {gpu['width']} of {gpu['most_width']} PCIe lanes"
             yield warning(observation, "reseat the GPU or its riser")
     if gpus and not throttled:
         clocks = [int(gpu["sm"]) for gpu in gpus if gpu["sm"].isdigit()]
-        yield ok(
-            f"{min(clocks)} to {max(clocks)} MHz, not throttled" if clocks else "not throttled"
-        )
+        span = f"{min(clocks)} to {max(clocks)} MHz, " if clocks else ""
+        yield ok(f"{span}not throttled")
 
 
 def check_speed(facts: Facts) -> Iterator[Finding]:
     """Compare each device's speed with its siblings and its specification."""
     results, device = facts.measured, find_device_spec(facts)
-    if results is None or not results.flops:
+    if not results.flops:
         return
     for number, same in enumerate(results.same):
         if not same:
@@ -251,10 +235,8 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
         median = statistics.median(rates)
         for number, rate in enumerate(rates):
             if rate < STRAGGLER_FRACTION * median:
-                observation = (
-                    f"device {number}: {kind} at {rate / median:.0%} of this node's median"
-                )
-                yield warning(f"{observation}: all other devices wait for it", remedy)
+                share = f"{kind} at {rate / median:.0%} of this node's median"
+                yield warning(f"device {number}: {share}: all other devices wait for it", remedy)
 
 
 RECHECK_REMEDY = "check again on an idle machine; 'cores' shows the limit of the cgroup"
@@ -312,7 +294,7 @@ def check_topology(facts: Facts) -> Iterator[Finding]:
 def check_all_reduce(facts: Facts) -> Iterator[Finding]:
     """Check result and bus bandwidth of an all-reduce."""
     results, device = facts.measured, find_device_spec(facts)
-    if results is None or not results.busbw:
+    if not results.busbw:
         return
     if not results.right:
         remedy = "do not train on this node; NCCL_P2P_DISABLE=1 shows if a GPU link is at fault"
@@ -336,17 +318,14 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
 def check_copies(facts: Facts) -> Iterator[Finding]:
     """Check the speed of copies between GPUs against the specification of the link."""
     results, device = facts.measured, find_device_spec(facts)
-    if results is None or device is None or not results.pairs:
+    if device is None or not results.pairs:
         return
     a, b, slowest = min(results.pairs, key=lambda pair: pair[2])
     observation = f"slowest from GPU {a} to {b}: {slowest / 1e9:.3g} GB/s"
     # The specification is that of a collective, and a copy to one neighbor is never slower.
-    if slowest < BAD_FRACTION * device.link.bandwidth:
-        yield warning(
-            observation, "disable PCIe access control (ACS, IOMMU), and look for a failed link"
-        )
-    else:
-        yield ok(observation)
+    is_slow = slowest < BAD_FRACTION * device.link.bandwidth
+    remedy = "disable PCIe access control (ACS, IOMMU), and look for a failed link"
+    yield warning(observation, remedy) if is_slow else ok(observation)
 
 
 # --------------------------------------------------------------------------- network adapters
@@ -363,11 +342,9 @@ def check_rdma(facts: Facts) -> Iterator[Finding]:
     rates = sorted({adapter.rate for adapter in facts.adapters})
     observation = f"{len(facts.adapters)} x {', '.join(kinds)}, {', '.join(rates)}"
     down = [adapter.name for adapter in facts.adapters if "ACTIVE" not in adapter.state]
-    if down:
-        remedy = "check cable, switch port and subnet manager; ibstat shows details"
-        yield warning(f"{observation}; not active: {', '.join(down)}", remedy)
-    else:
-        yield ok(observation)
+    remedy = "check cable, switch port and subnet manager; ibstat shows details"
+    not_active = f"{observation}; not active: {', '.join(down)}"
+    yield warning(not_active, remedy) if down else ok(observation)
     if facts.gpus and not facts.has_efa and "nvidia_peermem" not in facts.modules:
         remedy = "modprobe nvidia_peermem, unless the kernel has DMA-BUF (since 5.12)"
         yield note("nvidia_peermem is not loaded: GPUs may send through host memory", remedy)

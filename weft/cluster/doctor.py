@@ -19,9 +19,8 @@ from typing import Any
 
 from weft.cluster import UNHEALTHY
 from weft.cluster.device_benchmark import measure_devices
-from weft.cluster.finding import SEVERITIES, Finding
 from weft.cluster.node_checks import run_checks
-from weft.cluster.node_facts import WAIT_SECONDS, Facts, parse_gpus
+from weft.cluster.node_facts import SEVERITIES, WAIT_SECONDS, Facts, Finding
 from weft.cluster.probes import (
     collect_facts,
     exchange_with_nodes,
@@ -107,7 +106,7 @@ def count_visible_gpus(facts: Facts) -> int:
     As in CUDA, the first entry of CUDA_VISIBLE_DEVICES that is not a device (-1, or Slurm's
     'NoDevFiles') ends the list.
     """
-    total = len(parse_gpus(facts.gpus)) or facts.device_files
+    total = len(facts.gpu_rows) or facts.device_files
     words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
     visible = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
     return min(total, len(visible))
@@ -115,9 +114,9 @@ def count_visible_gpus(facts: Facts) -> int:
 
 def job_directories(job: Job) -> list[tuple[str, Path]]:
     """Return the local directories of a job, with their configuration keys."""
-    run = "runs" if job.run.dir == "auto" else job.run.dir
-    directories = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
-    directories |= {
+    directories = {
+        "run.dir": "runs" if job.run.dir == "auto" else job.run.dir,
+        "checkpoint.dir": job.checkpoint.dir,
         "checkpoint.local_dir": job.checkpoint.local_dir,
         "data.cache_dir": job.data.cache_dir,
     }

@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.checkpoint.manifest import list_checkpoints
 from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.start import resume_hint
 from weft.cluster.watchdog import (
@@ -45,8 +44,8 @@ from weft.config.schema import Job
 from weft.monitor.heartbeat import (
     Contact,
     format_ranks,
-    pending_collectives,
     process_start_ticks,
+    summarize_collectives,
 )
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import read_run_job
@@ -102,6 +101,16 @@ def _format_frames(stack: Sequence[str]) -> list[str]:
     return [f"    {path}:{line} in {name}" for path, line, name in fields]
 
 
+class HostFile(NamedTuple):
+    """Content of ``logs/ranks-HOST.json`` or ``logs/hang-HOST.json``."""
+
+    host: str
+    time: float
+    world_size: int
+    ranks: list[Any]  # `Contact` or `RankState`
+    ended: bool  # the watchdog ended the run
+
+
 def inspect_run(run_dir: Path) -> HangReport:
     """Diagnose the run in ``run_dir`` from the best source of evidence.
 
@@ -109,91 +118,85 @@ def inspect_run(run_dir: Path) -> HangReport:
         InvalidConfig: if it is not a run directory.
     """
     job = read_run_job(run_dir)
-    logs = run_dir / "logs"
-    hosts = [host for path in sorted(logs.glob("ranks-*.json")) if (host := _read_host_file(path))]
-    alive = [host for host in hosts if host["host"] == socket.gethostname() and _is_alive(host)]
-    if alive:
+    hosts = _read_host_files(run_dir, "ranks")
+    if alive := [host for host in hosts if host.host == socket.gethostname() and _is_alive(host)]:
         return _inspect_live_ranks(run_dir, job, alive)
-    started = max((host["time"] for host in hosts), default=0.0)
-    hosts = [host for host in hosts if host["time"] > started - SAME_START_SECONDS]
-    evidence = _read_evidence(run_dir)
-    hung = max((host["time"] for host in evidence), default=0.0)
-    evidence = [host for host in evidence if host["time"] > hung - SAME_HANG_SECONDS]
+    started = max((host.time for host in hosts), default=0.0)
+    hosts = [host for host in hosts if host.time > started - SAME_START_SECONDS]
+    evidence = _read_host_files(run_dir, "hang")
+    hung = max((host.time for host in evidence), default=0.0)
+    evidence = [host for host in evidence if host.time > hung - SAME_HANG_SECONDS]
+    logs = run_dir / "logs"
     dumps = [path for path in logs.glob("flight-rank-*") if path.stat().st_mtime > started]
     if not evidence and not dumps:
         return _report_without_evidence(run_dir, job, hosts)
-    by_rank = {s["rank"]: _parse_rank_state(s) for host in evidence for s in host["ranks"]}
+    by_rank = {state.rank: state for host in evidence for state in host.ranks}
     for path in dumps:
         rank = int(path.name.rpartition("-")[2])
         by_rank.setdefault(rank, parse_flight_recorder(rank, path.read_bytes()))
     states = [by_rank[rank] for rank in sorted(by_rank)]
-    world_sizes = [host["world_size"] for host in (evidence or hosts)]
+    world_sizes = (host.world_size for host in (evidence or hosts))
     world_size = max(world_sizes, default=states[-1].rank + 1)
     missing, sentence = diagnose_hang(states, world_size)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hung or dumps[0].stat().st_mtime))
-    names = [host["host"] for host in evidence]
+    names = [host.host for host in evidence]
     observer = f"the watchdog{'s' * (len(names) > 1)} of {', '.join(names)}" if evidence else "NCCL"
-    ended = "; the watchdog ended the run" if any(host["ended"] for host in evidence) else ""
+    ended = "; the watchdog ended the run" if any(host.ended for host in evidence) else ""
     source = f"recorded at {when} by {observer}: {len(states)} of {world_size} ranks{ended}"
-    silent = sorted(set(range(world_size)) - set(by_rank))
     advice = []
-    if silent:
+    if silent := sorted(set(range(world_size)) - set(by_rank)):
         advice.append(f"no evidence of {format_ranks(silent)}: the host died, or had no time")
     if hung and started > hung:
         advice.append("the run has been restarted since")
     advice += [f"log: {log_path(run_dir, rank)}" for rank in missing[:4]]
-    return HangReport(sentence, source, missing, states, [*advice, _resume_hint(run_dir, job)])
+    advice.append(resume_hint(checkpoint_dir(job.checkpoint, run_dir)))
+    return HangReport(sentence, source, missing, states, advice)
 
 
-def _read_evidence(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the content of ``logs/hang-HOST.json`` of all hosts."""
-    paths = sorted((run_dir / "logs").glob("hang-*.json"))
-    return [evidence for path in paths if (evidence := _read_host_file(path))]
+def _read_host_files(run_dir: Path, kind: str) -> list[HostFile]:
+    """Return the ``logs/KIND-HOST.json`` of all hosts that are not damaged."""
+    files = []
+    for path in sorted((run_dir / "logs").glob(f"{kind}-*.json")):
+        with suppress(WeftError), reading(path):
+            value = read_json(path)
+            parse = _parse_rank_state if kind == "hang" else lambda rank: Contact(*rank)
+            ranks = list(map(parse, value["ranks"]))
+            if is_number(value["time"]) and isinstance(value["host"], str):
+                ended = value.get("ended", False)
+                size = value["world_size"]
+                files.append(HostFile(value["host"], value["time"], size, ranks, ended))
+    return files
 
 
-def _read_host_file(path: Path) -> dict[str, Any] | None:
-    """Return the content of a host's file; None if it is missing or damaged."""
-    with suppress(WeftError), reading(path):
-        value = read_json(path)
-        for rank in value["ranks"]:  # must parse, because it is parsed again later
-            _parse_rank_state(rank) if isinstance(rank, dict) else Contact(*rank)
-        if is_number(value["time"]) and isinstance(value["host"], str):
-            return value
-    return None
-
-
-def _is_alive(host: dict[str, Any]) -> bool:
-    contacts = [Contact(*contact) for contact in host["ranks"]]
-    return any(process_start_ticks(contact.pid) == contact.start_ticks for contact in contacts)
+def _is_alive(host: HostFile) -> bool:
+    return any(process_start_ticks(rank.pid) == rank.start_ticks for rank in host.ranks)
 
 
 def _parse_rank_state(fields: dict[str, Any]) -> RankState:
-    state = RankState(**fields)
-    calls = state.calls and [OpenCollective(**call) for call in fields["calls"]]
-    return state._replace(calls=calls)
+    calls = fields["calls"] and [OpenCollective(**call) for call in fields["calls"]]
+    return RankState(**fields | {"calls": calls})
 
 
 # --------------------------------------------------------------------------- live ranks
 
 
-def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[HostFile]) -> HangReport:
     """Read the heartbeats twice, and query the ranks if none has advanced."""
     ranks: list[RankProbe] = []
     ended: list[RankState] = []
-    for host in hosts:
-        for contact in (Contact(*values) for values in host["ranks"]):
-            try:
-                ranks.append(RankProbe(contact))
-            except PermissionError:
-                rule = f"belongs to another user (process {contact.pid})"
-                remedy = "run this command as that user"
-                raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
-            except OSError:
-                ended.append(RankState(contact.rank, 0, "", 0.0, "", "", None, []))
+    for contact in (contact for host in hosts for contact in host.ranks):
+        try:
+            ranks.append(RankProbe(contact))
+        except PermissionError:
+            rule = f"belongs to another user (process {contact.pid})"
+            remedy = "run this command as that user"
+            raise InvalidConfig([ConfigError("run", str(run_dir), rule, remedy)]) from None
+        except OSError:
+            ended.append(RankState(contact.rank, 0, "", 0.0, "", "", None, []))
     before = [rank.read_heartbeat() for rank in ranks]
     time.sleep(PROBE_SECONDS)
     has_progress = [rank.read_heartbeat() for rank in ranks] != before
-    now, world_size = time.monotonic(), hosts[0]["world_size"]
+    now, world_size = time.monotonic(), hosts[0].world_size
     for rank in ranks:
         rank.age = now - float(rank.heartbeat.split()[0])
     if has_progress:
@@ -208,9 +211,9 @@ def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) ->
     if len(states) < world_size:
         write_evidence(run_dir, states, world_size, ended=False)
         local, since = {state.rank for state in states}, time.time() - age
-        evidence = [host for host in _read_evidence(run_dir) if host["time"] > since]
-        others = [_parse_rank_state(fields) for host in evidence for fields in host["ranks"]]
-        states = sorted([*states, *(state for state in others if state.rank not in local)])
+        evidence = [host for host in _read_host_files(run_dir, "hang") if host.time > since]
+        others = (state for host in evidence for state in host.ranks if state.rank not in local)
+        states = sorted([*states, *others])
         if len(states) > len(local):
             source += " and, by this command, on other hosts"
     if len(states) < world_size:
@@ -219,10 +222,8 @@ def _inspect_live_ranks(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) ->
     if (limit := job.resilience.step_timeout) == 0:
         advice.append("resilience.step_timeout is 0: the run hangs until you end it")
     else:
-        num_steps = 10 + job.monitor.log_interval
-        known = (
-            f"{limit:g} s" if limit != "auto" else f"60 s, or {num_steps} times the median step,"
-        )
+        known = f"60 s, or {10 + job.monitor.log_interval} times the median step,"
+        known = known if limit == "auto" else f"{limit:g} s"
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
     source += f", in {len(states)} of {world_size} ranks; none has made progress for {age:.0f} s"
     return HangReport(sentence, source, missing, states, advice)
@@ -257,62 +258,43 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
     try:
         dump = _PlainDataUnpickler(io.BytesIO(data)).load()
         collectives = parse_collectives(dump)
-        groups = {
-            name: sorted(json.loads(config["ranks"])) for name, config in dump["pg_config"].items()
-        }
+        groups = {call.group: (f"group {call.group}", list[int]()) for call in collectives}
+        for name, config in dump["pg_config"].items():
+            ranks = sorted(json.loads(config["ranks"]))
+            groups[name] = (f"group {name}" + (f" ({format_ranks(ranks)})" if ranks else ""), ranks)
     except Exception as error:  # a damaged pickle raises almost any exception
         rule = f"is not a dump of torch's Flight Recorder: {error}"
-        raise InvalidConfig(
-            [ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")]
-        ) from error
-
-    def describe_group(name: str) -> str:
-        ranks = groups.get(name, [])
-        return f"group {name} ({format_ranks(ranks)})" if ranks else f"group {name}"
-
-    calls = [
-        OpenCollective(
-            describe_group(c.group),
-            c.seq_id,
-            c.name,
-            c.input_sizes,
-            [] if c.is_p2p else groups.get(c.group, []),
-        )
-        for c in pending_collectives(collectives)
-    ]
-    done = [c for c in collectives if not (c.is_pending or c.is_p2p)]
-    return RankState(
-        rank, 0, "", 0.0, "S", "", calls, [], {describe_group(c.group): c.seq_id for c in done}
-    )
+        problem = ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")
+        raise InvalidConfig([problem]) from error
+    status = summarize_collectives(collectives, groups)
+    calls = [OpenCollective(*call) for call in status["open"]]
+    return RankState(rank, 0, "", 0.0, "S", "", calls, [], status["done"])
 
 
 # --------------------------------------------------------------------------- without evidence
 
 
-def _report_without_evidence(run_dir: Path, job: Job, hosts: list[dict[str, Any]]) -> HangReport:
+def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> HangReport:
     """Report how the run ended, if there is no evidence of a hang."""
     last = read_tail(run_dir / "metrics.jsonl").last
     step = last["step"] if last else 0
-    logs, other_hosts = run_dir / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
+    logs, other_hosts = run_dir / "logs", {host.host for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
+    hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
     if step >= job.train.steps:
         sentence = f"no hang: the run is complete, at step {step}"
     elif reports := read_error_reports(run_dir):
         first = reports[0]
         sentence = f"no hang: rank {first['rank']} failed: {first['kind']}: {first['message']}"
-        advice = [f"log: {log_path(run_dir, first['rank'])}", _resume_hint(run_dir, job)]
+        advice = [f"log: {log_path(run_dir, first['rank'])}", hint]
     elif not hosts and last is None:
         sentence = "no hang: no rank of this run has reached its first step"
-        advice.append(_resume_hint(run_dir, job))
+        advice.append(hint)
     elif other_hosts:
         sentence = "no evidence of a hang, and no live rank on this host"
-        hosts_text = ", ".join(sorted(other_hosts))
-        advice.insert(0, f"the run was started on {hosts_text}: run this command there")
+        names = ", ".join(sorted(other_hosts))
+        advice.insert(0, f"the run was started on {names}: run this command there")
     else:
         sentence = f"no hang: the run was stopped or killed at step {step} of {job.train.steps}"
-        advice.append(_resume_hint(run_dir, job))
+        advice.append(hint)
     return HangReport(sentence, "no live ranks, and no evidence in logs/", [], [], advice)
-
-
-def _resume_hint(run_dir: Path, job: Job) -> str:
-    return resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)))

@@ -16,23 +16,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
-from weft.cluster.scheduler import (
+from weft.cluster.submit import (
     INTEGER_PATTERN,
     RUN_DIR,
+    JobRequest,
     Option,
-    build_command,
     build_script,
     check_name,
     check_options,
+    format_command,
     parse_duration,
+    render_manifest,
     run_cli,
     standalone_recipe,
     stream_cli,
-    to_yaml,
     warn_unchecked,
 )
-from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError, WeftError
 from weft.train.environment import PORT
 
@@ -74,145 +73,38 @@ def find_problems(request: JobRequest) -> list[ConfigError]:
 
 def render(request: JobRequest) -> str:
     """Return the manifest: the recipe unless it is a shipped one, and the job."""
-    options = request.job.launch.options
-    recipe = standalone_recipe(request)
-    documents: list[dict[str, Any]] = []
-    if recipe is not None:
-        documents.append(
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": _metadata(request, f"{request.name}-recipe"),
-                "data": {"recipe.toml": recipe},
-            }
-        )
-    if options.get("kind", KINDS[0]) == "jobset":
-        documents.append(_jobset(request, recipe is not None))
-    else:
-        documents += _trainjob(request, recipe is not None)
-    space = f" -n {options['namespace']}" if "namespace" in options else ""
-    head = f"Nodes of the run {request.name}; its directory is /runs/{request.name} in the claim.\n"
-    head += f"{request.run_dir} on the submitting machine only has the record of this launch."
-    return to_yaml(documents, f"{head}\nkubectl apply{space} -f FILE")
-
-
-def _metadata(request: JobRequest, name: str) -> dict[str, Any]:
-    space = request.job.launch.options.get("namespace")
-    return {"name": name} | ({"namespace": space} if space else {})
-
-
-def _trainjob(request: JobRequest, recipe: bool) -> list[dict[str, Any]]:
-    job = {
-        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-        "spec": _job(request, recipe, []),
-    }
-    runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(request, request.name)
-        | {"labels": {"trainer.kubeflow.org/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": request.nodes[1], "torch": {}},
-            "template": {"spec": {"replicatedJobs": [{"name": "node", "template": job}]}},
-        },
-    }
-    train = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(request, request.name),
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "TrainingRuntime",
-                "name": request.name,
-            },
-            "trainer": {"numNodes": request.nodes[1]},
-        },
-    }
-    return [runtime, train]
-
-
-def _jobset(request: JobRequest, recipe: bool) -> dict[str, Any]:
+    launch, recipe = request.job.launch, standalone_recipe(request)
     min_nodes, max_nodes = request.nodes
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    environment: list[dict[str, Any]] = [
-        {
-            "name": "PET_NNODES",
-            "value": str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
-        },
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        # Host name of a JobSet's pod: JOBSET-JOB-NUMBER-INDEX, in the subdomain JOBSET.
-        {"name": "PET_MASTER_ADDR", "value": f"{request.name}-node-0-0.{request.name}"},
-        {"name": "PET_MASTER_PORT", "value": str(PORT)},
-    ]
-    spec = {"completions": max_nodes, "parallelism": max_nodes}
-    spec |= _job(request, recipe, environment)
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(request, request.name),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-        },
-    }
-
-
-def _job(request: JobRequest, recipe: bool, environment: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spec of the Indexed Job, with one pod per node."""
-    launch = request.job.launch
-    words = build_command(
-        request,
-        "/etc/weft/recipe.toml" if recipe else request.words[2],
-        {RUN_DIR: f"/runs/{request.name}"},
+    words = request.command(
+        request.recipe if recipe is None else "/etc/weft/recipe.toml",
+        **{RUN_DIR: f"/runs/{request.name}"},
     )
-    shm: dict[str, Any] = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    claim = {"claimName": launch.options["claim"]}
-    volumes = [shm, {"name": "runs", "persistentVolumeClaim": claim}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": "/runs"}]
-    if recipe:
-        volumes.append({"name": "recipe", "configMap": {"name": f"{request.name}-recipe"}})
-        mounts.append({"name": "recipe", "mountPath": "/etc/weft"})
+    if launch.setup:
+        script = build_script(launch.setup, format_command(words, "  ")) + "\n"
+        words = ["bash", "-c", script]
     limits = {name: value for name, value in launch.options.items() if name in ("cpu", "memory")}
     if request.devices:
         limits["nvidia.com/gpu"] = str(request.devices)
     if "efa" in launch.options:
         limits["vpc.amazonaws.com/efa"] = launch.options["efa"]
-        # libfabric's huge pages would need a separate limit, and they fail after a fork.
-        environment = [*environment, {"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
-    container: dict[str, Any] = {
-        "name": "node",
-        "image": launch.image,
-        "command": ["bash", "-c", build_script(launch.setup, words)] if launch.setup else words,
-    }
-    if environment:
-        container["env"] = environment
-    if limits:
-        container["resources"] = {"limits": limits}
-    container["volumeMounts"] = mounts
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-    }
-    if "account" in launch.options:
-        pod["serviceAccountName"] = launch.options["account"]
-    ends = {"containerName": "node", "operator": "In"}
-    return {
-        "activeDeadlineSeconds": parse_duration(launch.time_limit),
-        "backoffLimit": MAX_LOST_NODES,
-        "podFailurePolicy": {
-            "rules": [
-                # Evicted or preempted: Kubernetes starts another pod, and the run resumes.
-                {
-                    "action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
-                {"action": "Ignore", "onExitCodes": ends | {"values": [REQUEUE]}},
-                {"action": "FailJob", "onExitCodes": ends | {"values": [FAILED, USAGE_ERROR]}},
-            ]
-        },
-        "template": {"spec": pod | {"containers": [container], "volumes": volumes}},
-    }
+    space = f" -n {launch.options['namespace']}" if "namespace" in launch.options else ""
+    return render_manifest(
+        "kubernetes.yaml.j2",
+        request,
+        f"/runs/{request.name} in the claim",
+        f"kubectl apply{space} -f FILE",
+        kind=launch.options.get("kind", KINDS[0]),
+        recipe=recipe,
+        image=launch.image,
+        command=words,
+        limits=limits,
+        nodes=str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
+        max_nodes=max_nodes,
+        seconds=parse_duration(launch.time_limit),
+        GRACE_SECONDS=GRACE_SECONDS,
+        MAX_LOST_NODES=MAX_LOST_NODES,
+        PORT=PORT,
+    )
 
 
 # --------------------------------------------------------------------------- checking
@@ -306,7 +198,7 @@ def status(id: str) -> str:
     return f"running: {len(running)} of {len(pods)} pods, on {', '.join(nodes)}"
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its pod."""
     space, _, name = id.split("/")
     words = [

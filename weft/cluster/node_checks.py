@@ -12,21 +12,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.cluster import device_checks
-from weft.cluster.finding import Check, Finding, bad, note, ok, warning
 from weft.cluster.node_facts import (
     WAIT_SECONDS,
+    Check,
     Directory,
     Facts,
+    Finding,
+    bad,
+    note,
+    ok,
     parse_count,
-    parse_gpus,
     parse_version,
+    warning,
 )
 from weft.plan.devices import GIB
 from weft.train.environment import is_loopback
 
-MAX_CLOCK_SKEW = (
-    1.0  # seconds; the rendezvous gives a node up after six (`weft.cluster.rendezvous`)
-)
+# Seconds; the rendezvous gives a node up after six (`weft.cluster.rendezvous`).
+MAX_CLOCK_SKEW = 1.0
 CHECKPOINT_BYTES = 96e9  # an 8B model with AdamW's moments, as an example
 
 
@@ -143,7 +146,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     observation = f"{format_gib(facts.memory)}, {format_gib(facts.available)} available"
     if facts.limit:
         observation += f", limited to {format_gib(facts.limit)} by the cgroup"
-    gpus = sum(parse_count(gpu["memory"]) * 2**20 for gpu in parse_gpus(facts.gpus))
+    gpus = sum(parse_count(gpu["memory"]) * 2**20 for gpu in facts.gpu_rows)
     room = min(facts.limit or facts.memory, facts.available)
     if room < gpus / 2:
         # An asynchronous checkpoint holds a copy of parameters and optimizer state there.
@@ -194,7 +197,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
     observation = f"{room:g} of {facts.cores} usable"
     if room < facts.usable:
         observation += " (limited by the cgroup)"
-    gpus = len(parse_gpus(facts.gpus))
+    gpus = len(facts.gpu_rows)
     if room < 4 * gpus:
         remedy = "request at least 4 cores per GPU (Slurm: --cpus-per-task or --exclusive)"
         observation += f", for {gpus} GPUs"
@@ -260,21 +263,15 @@ def _check_directory(d: Directory, is_distributed: bool, rates: str) -> Iterator
             observation = "is a network file system, so local checkpoints save no network traffic"
             yield warning(observation, "use memory or a disk of the node")
     elif is_distributed and not is_network:
-        observation, remedy = (
-            "each node has its own directory",
-            "use a directory that all nodes share",
-        )
-        yield (
-            warning(observation, remedy) if d.key == "data.cache_dir" else bad(observation, remedy)
-        )
+        grade = warning if d.key == "data.cache_dir" else bad
+        yield grade("each node has its own directory", "use a directory that all nodes share")
     elif d.kind == "tmpfs":
         yield note("is in memory: a reboot deletes it", "use a directory on a disk")
     if d.write < 100e6:
         minutes = CHECKPOINT_BYTES / max(d.write, 1) / 60
         observation = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
-        yield warning(
-            observation, "checkpoint.local_dir keeps newer state on the node; docs/storage.md"
-        )
+        remedy = "checkpoint.local_dir keeps newer state on the node; docs/storage.md"
+        yield warning(observation, remedy)
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:
@@ -307,12 +304,9 @@ def check_rendezvous(facts: Facts) -> Iterator[Finding]:
         yield bad(f"{facts.endpoint}: {facts.rendezvous_status}", remedy)
     is_local = facts.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in facts.variables
     if facts.nodes > 1 and not is_loopback(facts.endpoint) and is_local:
-        observation = (
-            f"{facts.host} resolves to {facts.address}, where other nodes cannot reach gloo"
-        )
-        yield bad(
-            observation, "set GLOO_SOCKET_IFNAME to the network's interface, or fix /etc/hosts"
-        )
+        address = f"{facts.address}, where other nodes cannot reach gloo"
+        remedy = "set GLOO_SOCKET_IFNAME to the network's interface, or fix /etc/hosts"
+        yield bad(f"{facts.host} resolves to {address}", remedy)
 
 
 def check_nodes(facts: Facts) -> Iterator[Finding]:
@@ -325,20 +319,19 @@ def check_nodes(facts: Facts) -> Iterator[Finding]:
         remedy = "start weft doctor on every node at about the same time"
         yield bad(observation, remedy) if joined < facts.min_nodes else note(observation, remedy)
     for package in sorted({name for node in facts.joined_nodes for name in node.versions}):
-        if len({node.versions.get(package, "none") for node in facts.joined_nodes}) > 1:
-            observation = "; ".join(
-                f"{n.host} has {package} {n.versions.get(package)}" for n in facts.joined_nodes
-            )
-            yield bad(observation, "install the same version on every node")
+        versions = [node.versions.get(package) for node in facts.joined_nodes]
+        if len(set(versions)) > 1:
+            pairs = zip(facts.joined_nodes, versions, strict=True)
+            texts = (f"{node.host} has {package} {version}" for node, version in pairs)
+            yield bad("; ".join(texts), "install the same version on every node")
     offsets = [node.clock_offset for node in facts.joined_nodes]
     uncertainty = max(node.clock_uncertainty for node in facts.joined_nodes)
     skew = max(offsets) - min(offsets)
     error = f"(uncertainty {uncertainty * 1000:.1f} ms)"
     observation = f"clocks of {hosts} differ by {skew * 1000:.1f} ms {error}"
-    if skew - uncertainty > MAX_CLOCK_SKEW:
-        yield bad(observation, "start chrony on every node: live nodes look lost")
-    else:
-        yield ok(observation)
+    is_skewed = skew - uncertainty > MAX_CLOCK_SKEW
+    remedy = "start chrony on every node: live nodes look lost"
+    yield bad(observation, remedy) if is_skewed else ok(observation)
 
 
 # By displayed name, in the order of the report.

@@ -1,16 +1,17 @@
-"""Facts about a node, and parsers for the tool output among them.
+"""Facts and findings about a node, and parsers for tool output.
 
 Facts hold the unparsed output of tools, so that tests can replay the output of other machines.
-`weft.cluster.probes` collects facts, `weft.cluster.node_checks` checks them.  The field names are
-those of ``weft doctor --json``.
+`weft.cluster.probes` collects facts, `weft.cluster.node_checks` turns them into findings.  The
+field names are those of ``weft doctor --json``.
 """
 
 from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import weft
 
@@ -167,12 +168,47 @@ class Facts:
     endpoint: str = ""  # of the rendezvous
     rendezvous_status: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
     joined_nodes: tuple[Node, ...] = ()
-    measured: DeviceMeasurements | None = None
+    measured: DeviceMeasurements = DeviceMeasurements()
 
     @property
     def has_efa(self) -> bool:
         """True if the node has EFA adapters."""
         return any(adapter.driver == "efa" for adapter in self.adapters)
+
+    @cached_property
+    def gpu_rows(self) -> list[dict[str, str]]:
+        """The fields of `GPU_FIELDS` of every GPU."""
+        return parse_gpus(self.gpus)
+
+
+# --------------------------------------------------------------------------- findings
+
+SEVERITIES = ("ok", "note", "warning", "bad")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check: an observation, and a remedy unless all is well.
+
+    A *bad* finding makes a run fail, hang, compute wrong numbers, or reach less than half the speed
+    of its hardware: such a node does not train (`weft.cluster.doctor.preflight`).  A *warning* may
+    cost speed, or a later run; a *note* is information.  Checks skip facts that are unknown.
+
+    ``check``: displayed name of the check; `weft.cluster.node_checks.run_checks` sets it.
+    """
+
+    check: str = field(default="", kw_only=True)
+    severity: str
+    observation: str
+    remedy: str = ""
+
+
+ok, note, warning, bad = (partial(Finding, severity) for severity in SEVERITIES)
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+# --------------------------------------------------------------------------- tool output
 
 
 def parse_gpus(text: str) -> list[dict[str, str]]:

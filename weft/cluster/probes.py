@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -261,17 +262,16 @@ def measure_rates(path: Path, size: int) -> tuple[float, float, str]:
 def probe_directory(key: str, directory: Path, size: int) -> Directory:
     """Write and read a temporary file in a directory or its nearest ancestor."""
     existing = next(p for p in (directory, *directory.parents) if os.path.isdir(p)).resolve()
-    kind, options = find_mount(existing, read_text(Path("/proc/self/mountinfo")))
+    result = Directory(
+        key, str(directory), *find_mount(existing, read_text(Path("/proc/self/mountinfo")))
+    )
     try:
         with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=existing) as temporary:
             path = Path(temporary, "file")
             write, read, error = measure_rates(path, size)
             usage = os.statvfs(existing)
-            return Directory(
-                key,
-                str(directory),
-                kind,
-                options,
+            return replace(
+                result,
                 free=usage.f_bavail * usage.f_frsize,
                 files=usage.f_favail if usage.f_files else -1,
                 write=write,
@@ -281,8 +281,7 @@ def probe_directory(key: str, directory: Path, size: int) -> Directory:
                 error=error,
             )
     except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        return Directory(key, str(directory), kind, options, error=message)
+        return replace(result, error=f"cannot be written: {error.strerror}")
 
 
 def supports_locks(path: Path) -> bool:
@@ -315,9 +314,9 @@ def probe_store(key: str, url: str, size: int) -> ObjectStore:
             start = time.perf_counter()
             put_if_absent(prefix / "small", b"first")
             put_seconds = time.perf_counter() - start
-            once = False
             try:
                 put_if_absent(prefix / "small", b"second")
+                once = False
             except FileExistsError:
                 once = True
         finally:

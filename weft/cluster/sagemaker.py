@@ -13,26 +13,28 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.scheduler import (
+from weft.cluster.submit import (
     BOOLEAN_RULE,
     INTEGER_PATTERN,
     RUN_DIR,
+    JobRequest,
     Option,
+    build_script,
     check_duration,
     check_fixed_nodes,
     check_name,
     check_options,
     parse_duration,
-    parse_overrides,
+    render_template,
     standalone_recipe,
     warn_unchecked,
 )
-from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError, WeftError
 
 FILE_SUFFIX = ".json"
@@ -55,8 +57,8 @@ CHANNEL = "/opt/ml/input/data"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 FINAL_STATES = ("Completed", "Failed", "Stopped")
 INSTALL = "pip install 'weft[sagemaker]'"
-# Between requests while following a log.
-POLL_SECONDS = 5.0
+# Between requests while following a log; an event may arrive this much later than a newer one.
+POLL_SECONDS, LATE_MILLISECONDS = 5.0, 60_000
 
 
 def find_problems(request: JobRequest) -> list[ConfigError]:
@@ -93,67 +95,41 @@ def find_problems(request: JobRequest) -> list[ConfigError]:
 def render(request: JobRequest) -> str:
     """Return the request; the job's name has the time, because it must be unique."""
     job, options = request.job, request.job.launch.options
-    home = _s3_prefix(request)
-    stamp = time.strftime("%y%m%d-%H%M%S", time.gmtime())
+    home, seconds = _s3_prefix(request), parse_duration(job.launch.time_limit)
     entry = ["python", "-m", "weft.cluster.sagemaker_entry"]
     if job.launch.setup:
-        entry = ["bash", "-c", "\n".join(["set -e", *job.launch.setup, f"exec {' '.join(entry)}"])]
-    parameters = {"recipe": request.words[2]} | parse_overrides(request)
-    parameters.pop(RUN_DIR, None)  # a path of this machine
-    channels = []
+        entry = ["bash", "-c", build_script(job.launch.setup, " ".join(entry))]
+    parameters = {"recipe": request.recipe, **request.overrides}
+    del parameters[RUN_DIR]  # a path of this machine
+    channels = []  # name, source and input mode
     if standalone_recipe(request) is not None:
         parameters["recipe"] = f"{CHANNEL}/recipe/recipe.toml"
-        channels.append(_channel("recipe", f"{home}/recipe/", "File"))
+        channels.append(("recipe", f"{home}/recipe/", "File"))
     if job.data.path.startswith("s3://") and not re.search(r"[*?\[]", job.data.path):
         parameters["data.path"] = f"{CHANNEL}/training"
-        channels.append(_channel("training", job.data.path, "FastFile"))
+        channels.append(("training", job.data.path, "FastFile"))
     if request.nodes[1] > 1 and job.checkpoint.is_in_run_dir:
         parameters["checkpoint.dir"] = f"{home}/checkpoints"
-    limit = parse_duration(job.launch.time_limit)
-    stopping = {"MaxRuntimeInSeconds": limit}
-    body: dict[str, Any] = {
-        "TrainingJobName": f"{request.name}-{stamp}",
-        "RoleArn": options["role"],
-        "AlgorithmSpecification": {
-            "TrainingImage": job.launch.image,
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": entry,
-        },
-        "HyperParameters": parameters,
-        "ResourceConfig": {
-            "InstanceType": options["instance_type"],
-            "InstanceCount": request.nodes[1],
-            "VolumeSizeInGB": int(options.get("volume", "100")),
-        },
-        "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
-        "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": "/opt/ml/checkpoints"},
-        "StoppingCondition": stopping,
-    }
-    if channels:
-        body["InputDataConfig"] = channels
-    if "subnets" in options:
-        body["VpcConfig"] = {
-            "Subnets": options["subnets"].split("+"),
-            "SecurityGroupIds": options["security_groups"].split("+"),
-        }
-    if options.get("spot") == "true":
-        body["EnableManagedSpotTraining"] = True
-        wait = options.get("wait")
-        stopping["MaxWaitTimeInSeconds"] = parse_duration(wait) if wait else 2 * limit
-    return json.dumps(body, indent=2) + "\n"
+    text = render_template(
+        "sagemaker.json.j2",
+        json.dumps,
+        job_name=f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
+        image=job.launch.image,
+        entry=entry,
+        parameters=parameters,
+        channels=channels,
+        home=home,
+        instances=request.nodes[1],
+        is_spot=options.get("spot") == "true",
+        seconds=seconds,
+        wait_seconds=parse_duration(options["wait"]) if "wait" in options else 2 * seconds,
+        options=options,
+    )
+    return json.dumps(json.loads(text), indent=2) + "\n"
 
 
 def _s3_prefix(request: JobRequest) -> str:
     return f"s3://{request.job.launch.options['bucket']}/weft/{request.name}"
-
-
-def _channel(name: str, uri: str, mode: str) -> dict[str, Any]:
-    source = {
-        "S3DataType": "S3Prefix",
-        "S3Uri": uri,
-        "S3DataDistributionType": "FullyReplicated",
-    }
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
 
 
 # --------------------------------------------------------------------------- checking
@@ -208,22 +184,20 @@ def _check_constraints(value: Any, shape: Any, path: str) -> Iterator[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Upload the recipe unless it is a shipped one, create the job, return its ARN."""
-    body = json.loads(path.read_text("utf-8"))
-    region = request.job.launch.options.get("region")
-    recipe = standalone_recipe(request)
-    with aws_errors():
+    body, recipe = json.loads(path.read_text("utf-8")), standalone_recipe(request)
+    with connect_aws(request.job.launch.options.get("region")) as client:
         if recipe is not None:
             bucket, _, prefix = _s3_prefix(request).removeprefix("s3://").partition("/")
             key = f"{prefix}/recipe/recipe.toml"
-            _client("s3", region).put_object(Bucket=bucket, Key=key, Body=recipe.encode())
-        return str(_client("sagemaker", region).create_training_job(**body)["TrainingJobArn"])
+            client("s3").put_object(Bucket=bucket, Key=key, Body=recipe.encode())
+        return str(client("sagemaker").create_training_job(**body)["TrainingJobArn"])
 
 
 def status(id: str) -> str:
     """Return one line: 'waiting...', 'running...' with instances, or how it ended."""
-    with aws_errors():
-        name, region = _parse_id(id)
-        job = _client("sagemaker", region).describe_training_job(TrainingJobName=name)
+    name, region = _parse_id(id)
+    with connect_aws(region) as client:
+        job = client("sagemaker").describe_training_job(TrainingJobName=name)
     state, detail = job["TrainingJobStatus"], job.get("SecondaryStatus", "")
     if state == "Failed":
         return f"failed: {job.get('FailureReason', detail)}"
@@ -236,55 +210,37 @@ def status(id: str) -> str:
     return f"{'running on' if is_running else 'waiting for'} {instances}: {message}"
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its instance."""
-    from botocore.exceptions import ClientError
-
     name, region = _parse_id(id)
-    with aws_errors():
-        job, log = _client("sagemaker", region), _client("logs", region)
-    tokens: dict[str, str] = {}
-    while True:
-        with aws_errors():
+    with connect_aws(region) as client:
+        job, log = client("sagemaker"), client("logs")
+        streams = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
+        known, newest = set[str](), 0
+        while True:
             state = job.describe_training_job(TrainingJobName=name)["TrainingJobStatus"]
-            try:
-                pages = log.get_paginator("describe_log_streams").paginate(
-                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{name}/"
-                )
-                streams = [log["logStreamName"] for page in pages for log in page["logStreams"]]
-            except ClientError as error:
-                if error.response["Error"]["Code"] != "ResourceNotFoundException":
-                    raise
-                streams = []  # the log group does not exist before the account's first job
-        for stream in streams:
-            yield from _read_stream(log, stream, tokens)
-        if not follow or state in FINAL_STATES:
-            return
-        time.sleep(POLL_SECONDS)
-
-
-def _read_stream(log: Any, stream: str, tokens: dict[str, str]) -> Iterator[str]:
-    """Yield the lines of a stream after its token, and advance the token."""
-    host = stream.partition("/")[2].rpartition("-")[0] or stream
-    while True:
-        after = {"nextToken": tokens[stream]} if stream in tokens else {}
-        with aws_errors():
-            page = log.get_log_events(
-                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **after
+            # Events of other instances may arrive late, so read the newest minute again.
+            pages = log.get_paginator("filter_log_events").paginate(
+                **streams, startTime=max(0, newest - LATE_MILLISECONDS)
             )
-        for event in page["events"]:
-            yield f"{host}: {event['message']}"
-        moved = page["nextForwardToken"] != tokens.get(stream)
-        tokens[stream] = page["nextForwardToken"]
-        if not moved:
-            return
+            # The log group does not exist before the first job of the account.
+            with suppress(log.exceptions.ResourceNotFoundException):
+                for event in (event for page in pages for event in page["events"]):
+                    newest = max(newest, event["timestamp"])
+                    if event["eventId"] not in known:
+                        known.add(event["eventId"])
+                        host = event["logStreamName"].partition("/")[2].rpartition("-")[0]
+                        yield f"{host or event['logStreamName']}: {event['message']}"
+            if not follow or state in FINAL_STATES:
+                return
+            time.sleep(POLL_SECONDS)
 
 
 def cancel(id: str) -> str:
     """Stop the job, which saves a checkpoint; return a message."""
     name, region = _parse_id(id)
-    with aws_errors():
-        _client("sagemaker", region).stop_training_job(TrainingJobName=name)
+    with connect_aws(region) as client:
+        client("sagemaker").stop_training_job(TrainingJobName=name)
     return f"stopping {name}: it has two minutes to save a checkpoint"
 
 
@@ -296,23 +252,18 @@ def _parse_id(id: str) -> tuple[str, str | None]:
     return id, None
 
 
-def _client(service: str, region: str | None) -> Any:
-    """Return a client with the credentials of the AWS command line."""
+@contextmanager
+def connect_aws(region: str | None) -> Iterator[Callable[[str], Any]]:
+    """Give a function that returns clients, and turn AWS's errors into a WeftError.
+
+    The clients use the credentials of the AWS command line.
+    """
     try:
+        from botocore.exceptions import BotoCoreError, ClientError
         from botocore.session import get_session
     except ImportError as error:
         raise WeftError(f"SageMaker requires botocore: {INSTALL}") from error
-    return get_session().create_client(service, region_name=region)
-
-
-@contextmanager
-def aws_errors() -> Iterator[None]:
-    """Turn the exceptions of botocore into a WeftError."""
     try:
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError as error:
-        raise WeftError(f"SageMaker requires botocore: {INSTALL}") from error
-    try:
-        yield
+        yield partial(get_session().create_client, region_name=region)
     except (BotoCoreError, ClientError) as error:
         raise WeftError(f"AWS: {error}") from error

@@ -124,12 +124,8 @@ def detect_container(environment: Mapping[str, str]) -> Container:
 
 def read_config(base: Path, name: str) -> dict[str, Any]:
     """Read one of SageMaker's configuration files; empty if it does not exist."""
-    try:
-        text = (base / "input" / "config" / f"{name}.json").read_text("utf-8")
-    except FileNotFoundError:
-        return {}
-    config: dict[str, Any] = json.loads(text)
-    return config
+    path = base / "input" / "config" / f"{name}.json"
+    return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
 
 # --------------------------------------------------------------------------- arguments
@@ -184,8 +180,10 @@ def to_toml(value: object) -> str:
     return json.dumps(value)
 
 
-def train_arguments(pairs: Overrides, container: Container) -> list[str]:
-    """Return the arguments of ``weft train``, with SageMaker's settings as defaults.
+def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], Path]:
+    """Return the arguments of ``weft train``, and the run directory.
+
+    SageMaker's settings are the defaults of both.
 
     Raises:
         InvalidConfig: if there is no recipe, or no shared directory for the checkpoints.
@@ -202,14 +200,17 @@ def train_arguments(pairs: Overrides, container: Container) -> list[str]:
     chosen = {key for key, _ in given} & {"data.path", "data.mixture"}
     if channel and not chosen and not job.data.is_mixture:
         defaults.append(("data.path", str(container.channels[channel])))
-    if job.run.dir == "auto":
-        defaults.append(("run.dir", str(container.base / "checkpoints")))
+    run_dir = job.run.dir
+    if run_dir == "auto":
+        run_dir = str(container.base / "checkpoints")
+        defaults.append(("run.dir", run_dir))
     if job.checkpoint.is_in_run_dir and job.run.dir == "auto" and len(container.hosts) > 1:
-        rule = f"is not possible: {container.base}/checkpoints is not shared by the "
+        rule = f"is not possible: {run_dir} is not shared by the "
         rule += f"{len(container.hosts)} hosts, which all write parts of a checkpoint"
         remedy = "set the hyperparameter checkpoint.dir to s3://bucket/prefix, or to a path on FSx"
         raise InvalidConfig([ConfigError("checkpoint.dir", "auto", rule, remedy)])
-    return [recipe, *(word for key, value in given + defaults for word in (f"--{key}", value))]
+    words = (word for key, value in given + defaults for word in (f"--{key}", value))
+    return [recipe, *words], Path(run_dir)
 
 
 def clean_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -299,7 +300,7 @@ def write_failure(path: Path, text: str) -> None:
 
 
 def export_model(
-    run_dir: str, model: Path, environment: Mapping[str, str]
+    run_dir: Path, model: Path, environment: Mapping[str, str]
 ) -> tuple[int, list[str]]:
     """Export the newest checkpoint in Hugging Face format into the model directory."""
     temporary = model / ".export"
@@ -307,7 +308,7 @@ def export_model(
     model.mkdir(parents=True, exist_ok=True)
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     single = {k: v for k, v in environment.items() if k not in rank_variables}
-    status, tail = run_weft(["export", run_dir, str(temporary)], single)
+    status, tail = run_weft(["export", str(run_dir), str(temporary)], single)
     if status == 0:
         for path in temporary.iterdir():
             path.replace(model / path.name)
@@ -326,7 +327,7 @@ def main() -> None:
     try:
         arguments = sys.argv[1:]
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
-        arguments = train_arguments(pairs, container)
+        arguments, run_dir = train_arguments(pairs, container)
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),
             "SM_CURRENT_HOST": container.host,
@@ -339,25 +340,15 @@ def main() -> None:
     is_first = container.host == container.hosts[0] if rank is None else rank["RANK"] == "0"
     if harmful and is_first:
         print(f"weft: removed the toolkit's {', '.join(harmful)}", file=sys.stderr)
-    run_dir = resolve_run_dir(arguments)
     status, tail = run_weft(["train", *arguments], environment)
     if status == 0 and is_first:
         status, tail = export_model(run_dir, container.model, environment)
     if status:
         if status > 0:
             time.sleep(PATIENCE_SECONDS)
-        cause = describe_root_cause(Path(run_dir), status, tail, start_time)
+        cause = describe_root_cause(run_dir, status, tail, start_time)
         write_failure(container.failure, cause)
     sys.exit(status if status >= 0 else FAILED)
-
-
-def resolve_run_dir(arguments: Sequence[str]) -> str:
-    """Return the run directory of a run, given its arguments (`train_arguments`)."""
-    pairs = [
-        (k.removeprefix("--"), v) for k, v in zip(arguments[1::2], arguments[2::2], strict=True)
-    ]
-    job, _, _ = read_job(arguments[0], pairs)
-    return job.run.dir
 
 
 if __name__ == "__main__":

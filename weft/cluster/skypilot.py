@@ -16,26 +16,24 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from weft.cluster import REQUEUE
-from weft.cluster.scheduler import (
+from weft.cluster.submit import (
     BOOLEAN_RULE,
     INTEGER_PATTERN,
     RUN_DIR,
+    JobRequest,
     Option,
-    build_command,
     build_script,
     check_fixed_nodes,
     check_name,
     check_options,
+    format_command,
+    render_manifest,
     run_cli,
     standalone_recipe,
     stream_cli,
-    to_yaml,
     warn_unchecked,
 )
-from weft.cluster.submit import JobRequest
 from weft.config.errors import ConfigError
 
 FILE_SUFFIX = ".yaml"
@@ -89,39 +87,26 @@ def find_problems(request: JobRequest) -> list[ConfigError]:
 
 def render(request: JobRequest) -> str:
     """Return the task."""
-    job, options = request.job, request.job.launch.options
-    recipe, bucket = standalone_recipe(request), options["bucket"]
+    job, recipe = request.job, standalone_recipe(request)
+    home = f"{job.launch.options['bucket']}/{request.name}"
     changes = {RUN_DIR: f"/runs/{request.name}"}
     if job.checkpoint.is_in_run_dir:
-        changes["checkpoint.dir"] = f"{bucket}/{request.name}/checkpoints"
-    words = build_command(request, request.words[2] if recipe is None else RECIPE, changes)
-    resources: dict[str, Any] = {}
-    if request.devices:
-        resources["accelerators"] = f"{options['accelerator']}:{request.devices}"
-    resources |= {name: options[name] for name in ("infra", "cpus", "memory") if name in options}
-    if "disk" in options:
-        resources["disk_size"] = int(options["disk"])
-    if options.get("spot") == "true":
-        resources["use_spot"] = True
-    if job.launch.image != "auto":
-        resources["image_id"] = f"docker:{job.launch.image}"
-    # The run saved a checkpoint and stopped: SkyPilot restarts it, any number of times.
-    resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
-    task: dict[str, Any] = {
-        "name": request.name,
-        "num_nodes": request.nodes[1],
-        "resources": resources,
-        "file_mounts": {"/runs": {"source": bucket, "mode": "MOUNT_CACHED"}},
-    }
-    if recipe is not None:
-        task["setup"] = f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n"
+        changes["checkpoint.dir"] = f"{home}/checkpoints"
+    words = request.command(request.recipe if recipe is None else RECIPE, **changes)
     # Unquoted, so that the shell of the node expands the ~ of the recipe's path.
     start = "exec weft train "
-    run = build_script(job.launch.setup, words)
-    task["run"] = run.replace(start + shlex.quote(RECIPE), start + RECIPE)
-    head = f"Nodes of the run {request.name}; its directory is {bucket}/{request.name}.\n"
-    head += f"{request.run_dir} on the submitting machine only has the record of this launch."
-    return to_yaml([task], f"{head}\nsky jobs launch -y -d FILE")
+    script = build_script(job.launch.setup, format_command(words, "  ")) + "\n"
+    return render_manifest(
+        "skypilot.yaml.j2",
+        request,
+        home,
+        "sky jobs launch -y -d FILE",
+        nodes=request.nodes[1],
+        devices=request.devices,
+        image=job.launch.image,
+        setup=recipe and f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n",
+        run=script.replace(start + shlex.quote(RECIPE), start + RECIPE),
+    )
 
 
 def check(text: str) -> list[str]:
@@ -169,7 +154,7 @@ def status(id: str) -> str:
     return f"{state}: {detail}" if detail else state
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed."""
     option = "--follow" if follow else "--no-follow"
     return stream_cli("sky", "jobs", "logs", option, "--name", id, remedy=REMEDY)

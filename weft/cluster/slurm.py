@@ -19,18 +19,24 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from weft.cluster import REQUEUE, UNHEALTHY
+from markupsafe import Markup
+
+from weft.cluster import REQUEUE
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
-from weft.cluster.scheduler import (
+from weft.cluster.submit import (
+    JobRequest,
     ToolError,
+    build_script,
     check_duration,
     format_command,
+    is_active,
     parse_duration,
+    render_template,
     run_cli,
 )
-from weft.cluster.submit import JobRequest, is_active
 from weft.config.errors import ConfigError, WeftError
 from weft.config.escaping import is_one_line
 
@@ -50,25 +56,7 @@ RESERVED_OPTIONS = {
 )
 # With one of these options, weft does not request exclusive nodes.
 SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu", "mincpus")
-REMEDY = "use a host of the cluster that has Slurm's commands"
-
-
-_REQUEUE = """\
-# Stopped and saved: requeue this job to resume.
-if [ $status -eq {REQUEUE} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-"""
-# Slurm kills a requeued job, but its script has KillWait seconds to exclude nodes afterwards.
-_REQUEUE_ON_HEALTHY_NODES = """\
-# Stopped and saved, or a node is unhealthy: requeue this job to resume on healthy nodes.
-if [ $status -eq {REQUEUE} ] || [ $status -eq {UNHEALTHY} ]; then
-    unhealthy=$(ls {directory} 2>/dev/null | paste -sd, -)
-    trap '' TERM
-    scontrol requeue "$SLURM_JOB_ID"
-    [ -z "$unhealthy" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$unhealthy"{excluded}
-fi
-"""
+_slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's commands")
 
 
 def find_problems(request: JobRequest) -> list[ConfigError]:
@@ -96,7 +84,7 @@ def render(request: JobRequest) -> str:
     # Slurm expands %j and similar patterns in file names.
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
     save_seconds = min(SAVE_SECONDS, parse_duration(launch.time_limit) // 4)
-    is_elastic = min_nodes != max_nodes
+    is_elastic, has_preflight = min_nodes != max_nodes, request.job.resilience.preflight
     options: dict[str, str] = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
@@ -114,41 +102,24 @@ def render(request: JobRequest) -> str:
             name: "" if value in ("true", name) else value for name, value in launch.options.items()
         },
     }
-    lines = [f"#SBATCH --{name}{_format_value(value)}" for name, value in options.items()]
+    for value in options.values():
+        if not is_one_line(value):  # bash would run the second line
+            raise WeftError(f"{value!a} does not fit into one line of a batch script")
     # Not an option of sbatch: of MIN-MAX nodes it would request the minimum that the tasks need.
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
     srun += ["--no-kill"] if is_elastic else []
     if "cpus-per-task" in options:  # srun does not inherit it from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
-    command = format_command(request.words, "    ")
-    if launch.setup:
-        inner = "\n".join(["set -e", *launch.setup, f"exec {command}"])
-        start = f"{shlex.join(srun)} bash -c {shlex.quote(inner)}"
-    else:
-        start = f"{shlex.join(srun)} \\\n    {command}"
-    requeue = _REQUEUE.format(REQUEUE=REQUEUE)
-    if request.job.resilience.preflight:
-        requeue = _REQUEUE_ON_HEALTHY_NODES.format(
-            REQUEUE=REQUEUE,
-            UNHEALTHY=UNHEALTHY,
-            directory=shlex.quote(str(request.run_dir / UNHEALTHY_NODES_DIR)),
-            excluded=f",{shlex.quote(options['exclude'])}" if options.get("exclude") else "",
-        )
-    return f"""\
-#!/bin/bash
-{chr(10).join(lines)}
-
-{start}
-status=$?
-
-{requeue}exit $status
-"""
-
-
-def _format_value(value: str) -> str:
-    if not is_one_line(value):  # bash would run the second line
-        raise WeftError(f"{value!a} does not fit into one line of a batch script")
-    return f"={shlex.quote(value)}" if value else ""
+    command = format_command(request.command(request.recipe), "    ")
+    return render_template(
+        "slurm.sh.j2",
+        lambda value: shlex.quote(str(value)),
+        options=options,
+        srun=Markup(shlex.join(srun)),
+        command=Markup(command),
+        setup=build_script(launch.setup, command) if launch.setup else "",
+        unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if has_preflight else "",
+    )
 
 
 def check(text: str) -> list[str]:
@@ -191,23 +162,23 @@ def status(id: str) -> str:
     return f"ended: {state.lower()}" + (f", exit status {code}" if code not in ("0", "") else "")
 
 
-def logs(id: str, follow: bool) -> Iterator[str]:
-    """Yield the lines that the job has printed."""
-    path = Path(_show_job(id).get("StdOut", ""))
+def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
+    """Yield the lines of the job's file, which outlives Slurm's record of the job."""
+    path = run_dir / f"slurm-{id}.out"
     while not path.is_file():
         job_status = status(id)
         if not follow or not is_active(job_status):
             raise WeftError(f"job {id} has printed nothing: {job_status}")
         time.sleep(1)
     with path.open(encoding="utf-8", errors="replace") as lines:
-        partial_line, is_last = "", False
+        partial_line, is_last = "", not follow or not is_active(status(id))
         while True:
             for line in lines:
                 partial_line += line
                 if partial_line.endswith("\n"):
                     yield partial_line[:-1]
                     partial_line = ""
-            if is_last or not follow:
+            if is_last:
                 if partial_line:
                     yield partial_line
                 return
@@ -243,7 +214,3 @@ def _show_job(id: str) -> dict[str, str]:
         return {}
     names = ("JobState", "ExitCode", "NodeList")
     return dict(zip(names, text.splitlines()[-1].split("|"), strict=True)) if text.strip() else {}
-
-
-def _slurm(*words: str) -> str:
-    return run_cli(*words, remedy=REMEDY)

@@ -99,16 +99,13 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         The exit status.
     """
     job = plan.job
-    run_dir = Path(plan.run_dir)
+    run_dir = plan.run_path
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, handle_stop_signal)
 
-    def log(message: str) -> None:
-        console.print(message, soft_wrap=True)
-
     def is_healthy() -> bool:
-        node_console = quiet_console(sys.stdout)  # every node prints its own findings
-        return preflight(job, run_dir, partial(node_console.print, soft_wrap=True))
+        # Every node prints its own findings.
+        return preflight(job, run_dir, quiet_console(sys.stdout).print)
 
     def on_restart(failure: Failure) -> None:
         print_restart(failure, home, run_dir)
@@ -124,24 +121,24 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
         changes = describe_changes(run_dir, job)
-        write_run_files(run_dir, job, base, recipe, dataset, prediction)
+        write_run_files(plan, base, recipe, dataset, prediction)
         home = checkpoint_dir(job.checkpoint, run_dir)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
         if step < plan.num_steps:
             if newest:
-                console.print(f"resuming from {newest[0]}{changes}", soft_wrap=True)
+                console.print(f"resuming from {newest[0]}{changes}")
             try:
-                failure = launch(plan, dataset.path, log, on_restart)
+                failure = launch(plan, dataset.path, console.print, on_restart)
             except UnhealthyNode:
                 return UNHEALTHY
             except Requeue as reason:
-                console.print(f"{reason}; {resume_hint(list_checkpoints(home))}", soft_wrap=True)
-                console.print(resume_command(), soft_wrap=True, markup=False, highlight=False)
+                console.print(f"{reason}; {resume_hint(home)}")
+                console.print(resume_command())
                 return REQUEUE
             except KeyboardInterrupt:
                 note_event(run_dir, "stop", last_logged_step(run_dir), "interrupted")
-                print(f"\ninterrupted; {resume_hint(list_checkpoints(home))}", file=sys.stderr)
+                print(f"\ninterrupted; {resume_hint(home)}", file=sys.stderr)
                 print(resume_command(), file=sys.stderr)
                 return INTERRUPTED
             finally:
@@ -150,8 +147,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
                 return print_failure(failure, home, run_dir)
         else:
             message = f"{run_dir} is complete at step {step}: nothing to do"
-            console.print(f"{message}; to train longer, raise --train.steps", soft_wrap=True)
-        print_results(run_dir, recipe, plan, dataset, console)
+            console.print(f"{message}; to train longer, raise --train.steps")
+        print_results(plan, recipe, dataset, console)
     return 0
 
 
@@ -174,7 +171,7 @@ def report_pages(plan: Plan, console: Console) -> Iterator[None]:
     if not plan.job.monitor.report or console.quiet:  # only the node that logs writes it
         yield
         return
-    with LiveReport(plan.run_path, partial(console.print, soft_wrap=True)) as live:
+    with LiveReport(plan.run_path, console.print) as live:
         yield
     write_final_report(plan, console, has_warned=live.has_warned)
 
@@ -203,9 +200,9 @@ def write_final_report(plan: Plan, console: Console, has_warned: bool = False) -
         replace_bytes(run_dir / REPORT_FILE, report_page([run], appendix=appendix, running=False))
     except Exception as error:  # a missing page must not fail the run
         if not has_warned:
-            console.print(unwritten_message(run_dir, error), soft_wrap=True)
+            console.print(unwritten_message(run_dir, error))
     else:
-        console.print(f"report: {display_path(run_dir / REPORT_FILE)}", soft_wrap=True)
+        console.print(f"report: {display_path(run_dir / REPORT_FILE)}")
 
 
 def run_dir_in_use(run_dir: Path) -> ConfigError:
@@ -230,7 +227,7 @@ def rollback(run_dir: Path, step: int) -> str:
         abandon_damaged(home, step)
         acquire_lease(home, step)
     dropped = [s for s in steps if s > step]
-    return f"{resume_hint(list_checkpoints(home))}; dropped the checkpoints of steps {dropped}"
+    return f"{resume_hint(home)}; dropped the checkpoints of steps {dropped}"
 
 
 def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
@@ -247,17 +244,14 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     from weft.train.setup import connect
 
     job = plan.job
-    run_dir = Path(plan.run_dir)
+    run_dir = plan.run_path
     rank = int(os.environ["RANK"])
     listen()
     terminal = redirect_output(run_dir, rank)
     console = quiet_console(terminal, quiet=rank != 0)
-    is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-    if (
-        job.resilience.preflight
-        and is_local_leader
-        and not preflight(job, run_dir, partial(print, file=terminal))
-    ):
+    is_leader = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node
+    log = partial(print, file=terminal)
+    if job.resilience.preflight and is_leader and not preflight(job, run_dir, log):
         reason = f"this node is unhealthy and does not train; see {run_dir / 'logs'}"
         write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
         terminal.flush()
@@ -272,16 +266,16 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, warning)
                 print_dataset(plan, dataset, console)
-                write_run_files(run_dir, job, base, recipe, dataset, prediction)
+                write_run_files(plan, base, recipe, dataset, prediction)
             dist.barrier()
             start_watchdog(job, run_dir, ranks)
             is_complete = train(plan, dataset, ranks, console)
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
-                hint = resume_hint(list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)))
-                console.print(f"saved a checkpoint and stopped; {hint}", soft_wrap=True)
+                hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
+                console.print(f"saved a checkpoint and stopped; {hint}")
             elif rank == 0:
-                print_results(run_dir, recipe, plan, dataset, console)
+                print_results(plan, recipe, dataset, console)
             if rank == 0 and job.monitor.report:
                 write_final_report(plan, console)
             if not is_complete:
@@ -318,22 +312,18 @@ def load_dataset_on_host(plan: Plan, console: Console, rank: Rank) -> Dataset:
 
 def load_dataset(plan: Plan, console: Console) -> Dataset:
     """Return the tokenized dataset of the job; prepare it if it is not in the cache."""
-    job = plan.job
+    data = plan.job.data
     with show_progress(console) as show:
-        dataset = prepare_data(job.data, cache_dir(job.data), show)
+        dataset = prepare_data(data, cache_dir(data), show)
     check_text(plan, dataset)
     return dataset
 
 
 def write_run_files(
-    run_dir: Path,
-    job: Job,
-    base: Job,
-    recipe: str,
-    dataset: Dataset,
-    prediction: RunPrediction | None,
+    plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
 ) -> None:
     """Write the job, the tokenizer and the prediction into the run directory."""
+    job, run_dir = plan.job, plan.run_path
     path = run_dir / "job.toml"
     try:
         # A run that is started from its own job.toml keeps the differences recorded there.
@@ -382,18 +372,17 @@ def print_plan(
         f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
         f"{plan.tokens_per_step:,} tokens per step, {plan.compute_dtype}"
-        f"{f' and float8 ({describe_float8(plan)})' if plan.float8 != 'none' else ''}",
-        soft_wrap=True,
+        f"{f' and float8 ({describe_float8(plan)})' if plan.float8 != 'none' else ''}"
     )
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
-        console.print(f"MFU is relative to {peak}", soft_wrap=True)
+        console.print(f"MFU is relative to {peak}")
     if plan.pipeline is not None:
-        console.print("\n".join(format_stages(plan)), soft_wrap=True)
+        console.print("\n".join(format_stages(plan)))
     if prediction is not None:
-        console.print(f"predicted: {prediction}", soft_wrap=True)
+        console.print(f"predicted: {prediction}")
     for text in filter(None, (*plan.warnings, warning)):
-        console.print(f"warning: {text}", soft_wrap=True)
+        console.print(f"warning: {text}")
 
 
 def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
@@ -402,8 +391,8 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
     entries = dataset.vocab_size
     if has_excess_padding(entries, plan.model.vocab_size):
         fraction = f"{entries:,} of the model's {plan.model.vocab_size:,} vocabulary entries"
-        line = f"warning: the tokenizer uses {fraction}; the other entries are never trained"
-        console.print(line, soft_wrap=True)
+        rest = "the other entries are never trained"
+        console.print(f"warning: the tokenizer uses {fraction}; {rest}")
     samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed)
     usage = count_epochs(plan, dataset, samples)
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
@@ -411,12 +400,12 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
         line += f"{plan.seq_len:,}, {epochs:,.1f} epochs"
         share = f"  {source.share:6.1%}  " if dataset.shares else ""
-        console.print(f"{share}{line}", soft_wrap=True)
+        console.print(f"{share}{line}")
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = describe_packing(source.store, plan.seq_len, job.data, plan.seed)
-            console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
+            console.print(f"{Path(manifest.source).name}: {line}")
     for warning in epoch_warnings(plan, dataset, samples):
-        console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(f"warning: {warning}")
 
 
 def format_count(count: int) -> str:
@@ -427,11 +416,9 @@ def format_count(count: int) -> str:
     return str(count)
 
 
-def print_results(
-    run_dir: Path, recipe: str, plan: Plan, dataset: Dataset, console: Console
-) -> None:
+def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -> None:
     """Print losses, speed and memory of a finished run, and the next commands."""
-    job = plan.job
+    job, run_dir = plan.job, plan.run_path
     run = RunReader(run_dir)
     if not len(run):
         return  # the records have been removed
@@ -479,7 +466,7 @@ def print_results(
         if is_next_token:
             lines.append(f"       weft evaluate {run_argument}")
     lines.append("       weft train --help                          list all keys")
-    console.print("\n".join(lines), soft_wrap=True)
+    console.print("\n".join(lines))
 
 
 def last_logged_step(run_dir: Path) -> int:
@@ -527,12 +514,12 @@ def print_failure(failure: Failure, home: Path, run_dir: Path) -> int:
     if failure.no_retry_reason:
         print(f"  not restarted: {failure.no_retry_reason}", file=sys.stderr)
     if not failure.is_expected or failure.kind != "CheckpointError":  # its message has the remedy
-        print(f"  {resume_hint(list_checkpoints(home))}", file=sys.stderr)
+        print(f"  {resume_hint(home)}", file=sys.stderr)
     return HUNG if is_hang else FAILED
 
 
-def resume_hint(checkpoints: list[Path]) -> str:
+def resume_hint(home: Path) -> str:
     """Return the instruction to resume from the newest checkpoint, or to start again."""
-    if checkpoints:
+    if checkpoints := list_checkpoints(home):
         return f"run the same command to resume from {checkpoints[-1]}"
     return "run the same command to start again: there is no checkpoint"

@@ -27,7 +27,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,34 +110,39 @@ def _answer_requests(pipe: int, answer: int) -> None:
 
 
 def _collective_status() -> dict[str, Any]:
-    """Return the collectives of this process.
+    """Return the collectives of this process (`summarize_collectives`)."""
+    from weft.parallel.private import read_flight_recorder
+
+    calls = read_flight_recorder()
+    groups = {call.group: _describe_group(call.group, call.group_desc) for call in calls}
+    return summarize_collectives(calls, groups)
+
+
+def summarize_collectives(
+    calls: Sequence[CollectiveRecord], groups: Mapping[str, tuple[str, list[int]]]
+) -> dict[str, Any]:
+    """Return the incomplete, the completed and the last collectives of a rank.
+
+    Args:
+        calls: the collectives, in order.
+        groups: by name of each group, its name for people, and its ranks if known.
 
     Returns:
         ``open``: group, number, name, sizes and the group's ranks of each incomplete collective.
         ``done``: the last completed number of each group.  ``recent``: the last collectives, and
         True for incomplete ones.
     """
-    from weft.parallel.private import read_flight_recorder
 
-    calls = read_flight_recorder()
-    groups = {call.group: _describe_group(call.group, call.group_desc) for call in calls}
+    def fields(call: CollectiveRecord) -> tuple[Any, ...]:
+        return groups[call.group][0], call.seq_id, call.name, call.input_sizes
+
     return {
+        # A send or receive concerns two ranks, not the whole group.
         "open": [
-            # A send or receive concerns two ranks, not the whole group.
-            (
-                groups[c.group][0],
-                c.seq_id,
-                c.name,
-                c.input_sizes,
-                [] if c.is_p2p else groups[c.group][1],
-            )
-            for c in pending_collectives(calls)
+            (*fields(c), [] if c.is_p2p else groups[c.group][1]) for c in pending_collectives(calls)
         ],
         "done": {groups[c.group][0]: c.seq_id for c in calls if not (c.is_pending or c.is_p2p)},
-        "recent": [
-            (groups[c.group][0], c.seq_id, c.name, c.input_sizes, c.is_pending)
-            for c in calls[-NUM_RECENT:]
-        ],
+        "recent": [(*fields(c), c.is_pending) for c in calls[-NUM_RECENT:]],
     }
 
 

@@ -19,6 +19,8 @@ class _QuietConsole(Console):
         self.quiet = True  # the base class ends the process
 
     def print(self, *objects: Any, **options: Any) -> None:
+        is_text = all(isinstance(item, str) for item in objects)
+        options.setdefault("soft_wrap", is_text)  # people copy paths and commands from lines
         escaped = (escape_controls(item) if isinstance(item, str) else item for item in objects)
         try:
             super().print(*escaped, **options)
