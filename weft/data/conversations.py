@@ -132,6 +132,7 @@ class ConversationCorpus(Corpus):
                     fragment = self.fragments[line.fragment_index]
                     reason = "the rendered text has no assistant token"
                     invalid_lines.add(fragment, line.number, reason)
+            batch.clear()  # before the next one is read
 
     def _render_lines(self, invalid_lines: _InvalidLines) -> Iterator[_RenderedLine]:
         """Read every line again, and render its conversations; no texts: it is invalid.

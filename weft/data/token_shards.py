@@ -168,19 +168,24 @@ def encode_chunks(
     Raises:
         InvalidConfig: the tokenizer cannot encode the text.
     """
-    tokenizer, separator = encoder.tokenizer, encoder.separator
     for batch in _batch_chunks(chunks):
-        texts = [chunk.text for chunk in batch]
-        try:
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # tokenizers raises bare Exceptions
-            rule = f"cannot encode the text: {error}"
-            remedy = "use a tokenizer that covers every text, such as a byte-level one"
-            raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
-        for chunk, encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids + [separator] * chunk.ends_document
-            yield chunk.shard, np.array(ids, encoder.dtype)
+        yield from zip([chunk.shard for chunk in batch], _encode_batch(batch, encoder), strict=True)
         advance(sum(chunk.size_bytes for chunk in batch))
+
+
+def _encode_batch(batch: Sequence[TextChunk], encoder: Encoder) -> list[Tokens]:
+    # Not in the generator, which would keep the large encodings of a batch during the next one.
+    texts = [chunk.text for chunk in batch]
+    try:
+        encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        rule = f"cannot encode the text: {error}"
+        remedy = "use a tokenizer that covers every text, such as a byte-level one"
+        raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
+    return [
+        np.array(encoding.ids + [encoder.separator] * chunk.ends_document, encoder.dtype)
+        for chunk, encoding in zip(batch, encodings, strict=True)
+    ]
 
 
 def _batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
