@@ -25,8 +25,8 @@ def add_export(commands: Commands) -> None:
     add("out", metavar="OUT", type=directory, help="new directory, or s3://bucket/prefix")
     add("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     add("--max-shard", default="5GB", help="maximum file size (default: 5GB)")
-    adapter_help = "export only the adapters of a LoRA run, as PEFT does"
-    add("--adapter", action="store_true", help=adapter_help)
+    text = "export only the adapters of a LoRA run, as PEFT does"
+    add("--adapter", action="store_true", help=text)
 
 
 def add_import(commands: Commands) -> None:
