@@ -30,7 +30,7 @@ from weft.data.document_tokens import (
     load_document_tokens,
 )
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
-from weft.models.kv_cache import KeyValueCache, use_kv_cache
+from weft.models.layers import KeyValueCache, use_kv_cache
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 
 
