@@ -460,7 +460,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "a new token does not see itself",
-        "models/kv_cache.py",
+        "models/layers.py",
         "(slots_S <= positions_BT.unsqueeze(2))",
         "(slots_S < positions_BT.unsqueeze(2))",
         ("tools/generate.py",),
@@ -468,7 +468,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stale buffer",
         "values of new tokens are not kept",
-        "models/kv_cache.py",
+        "models/layers.py",
         "self.v_BSGK[batch_B1, cache.positions_BT] = v_BTGK",
         "pass",
         ("tools/generate.py",),
@@ -476,7 +476,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "the longest row is cut",
-        "models/kv_cache.py",
+        "models/layers.py",
         "self.cached_len = int(positions_BT.max()) + 1",
         "self.cached_len = int(positions_BT.min()) + 1",
         ("tools/generate.py",),
@@ -1597,7 +1597,7 @@ FAULTS: list[Fault] = [
         "tools/generate.py",
         "[[sequence.length - 1] for sequence in sequences]",
         "[[sequence.length] for sequence in sequences]",
-        ("models/kv_cache.py",),
+        ("models/layers.py",),
     ),
     Fault(
         "wrong offset",
@@ -1605,7 +1605,7 @@ FAULTS: list[Fault] = [
         "tools/generate.py",
         "last_B = torch.tensor([len(ids) - 1 for ids in contexts]",
         "last_B = torch.tensor([width - 1 for ids in contexts]",
-        ("tools/inference_model.py", "models/kv_cache.py"),
+        ("tools/inference_model.py", "models/layers.py"),
     ),
     Fault(
         "counters",

@@ -1748,7 +1748,7 @@ def check_generate() -> None:
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
                     ids.append(int(logits[: chat_format.tokenizer.get_vocab_size()].argmax()))
-                blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
+                blame = "models/layers.py" if cached else "tools/inference_model.py"
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
 
 

@@ -117,12 +117,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor, allowed_BQS: Tensor) -> tuple[Tensor,
     return torch.einsum("bhqs,bshk->bqhk", weights, v), scores.logsumexp(-1)
 
 
+def block_of(mask: ops.BlockMask | None) -> ops.AttentionBlock:
+    """Return a block of all queries and keys."""
+    return ops.AttentionBlock(slice(None), slice(None), causal=False, mask=mask)
+
+
 def test_attend_block_query_without_keys_has_no_weight() -> None:
     """PyTorch's operator returns the log-sum-exp 0 for it."""
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     allowed = torch.rand(2, 5, 7) > 0.4
     allowed[0, 3] = False
-    out, lse = ops.attend_block(q, k, v, causal=False, mask=ops.build_block_mask(allowed))
+    out, lse = ops.attend_block(q, k, v, block_of(ops.build_block_mask(allowed)))
     expected, expected_lse = plain(q, k, v, allowed)
     assert (out[0, 3] == 0).all()
     assert (lse[0, :, 3] == -torch.inf).all()
@@ -186,10 +191,10 @@ def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked:
         if masked
         else None
     )
-    out, lse = ops.attend_block(q, k, v, causal=False, mask=mask)
+    out, lse = ops.attend_block(q, k, v, block_of(mask))
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
-    grads = ops.attend_block_backward(meta(*q.shape), q, k, v, out, lse, causal=False, mask=mask)
+    grads = ops.attend_block_backward(meta(*q.shape), q, k, v, out, lse, block_of(mask))
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 

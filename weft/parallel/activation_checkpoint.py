@@ -46,7 +46,7 @@ ATTENTION = (
     "aten::_efficient_attention",
     "flex_attention",
 )
-COLLECTIVES = ("_c10d_functional::", "c10d_functional::", "weft::")
+COLLECTIVES = ("_c10d_functional::", "c10d_functional::")
 
 # Collectives that *selective* repeats: a gathered tensor is as large as the shards of all ranks
 # together, and waiting for a finished collective takes no time.

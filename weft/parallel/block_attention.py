@@ -195,7 +195,7 @@ def accumulate_block(
     """Merge a block into ``out_BLHK`` and ``lse_BHL`` (float32, initially 0 and -inf)."""
     queries, keys = block.queries, block.keys
     k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
-    new_BQHK, new_BHQ = attend_block(q_BLHK[:, queries], k_BSGK, v_BSGK, block.causal, block.mask)
+    new_BQHK, new_BHQ = attend_block(q_BLHK[:, queries], k_BSGK, v_BSGK, block)
     old_BHQ = lse_BHL[:, :, queries]
     sum_BHQ = torch.logaddexp(old_BHQ, new_BHQ)
 
@@ -234,8 +234,7 @@ def accumulate_block_grad(
         v_BSGK,
         out_BLHK[:, queries],
         lse_BHL[:, :, queries],
-        block.causal,
-        block.mask,
+        block,
     )
     dq_BLHK[:, queries] += dq_BQHK
     for sum_BSGK, grad_BSGK in zip(dkv_ESGK[:, keys].chunk(2), (dk_BSGK, dv_BSGK), strict=True):
@@ -260,7 +259,7 @@ def init_output_and_lse(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_block(
-    q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask: BlockMask | None
+    q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of ``Q`` queries to ``S`` keys.
 
@@ -268,14 +267,14 @@ def attend_block(
         q_BQHK: floating point; any strides with a contiguous last dim.
         k_BSGK: as ``q_BQHK``, with its dtype; G divides H.
         v_BSGK: as ``k_BSGK``.
-        causal: query i attends to keys 0 to i; requires Q = S, and no mask.
-        mask: None: every query attends to every key, unless ``causal``.
+        block: says which keys a query attends to; ``causal`` requires Q = S, and no mask.
 
     Returns:
         The output ``[B, Q, H, K]`` in the dtype of the queries, and the log-sum-exp
         ``[B, H, Q]`` in float32 (float64 for float64).  For queries without a key they are 0 and
         -inf; the CPU operator itself returns 0 and 0.
     """
+    causal, mask = block.causal, block.mask
     q, k, v = (x.transpose(1, 2) for x in (q_BQHK, k_BSGK, v_BSGK))
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -298,8 +297,7 @@ def attend_block_backward(
     v_BSGK: Tensor,
     out_BQHK: Tensor,
     lse_BHQ: Tensor,
-    causal: bool,
-    mask: BlockMask | None,
+    block: AttentionBlock,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a block's contribution to the gradients of queries, keys and values.
 
@@ -310,12 +308,12 @@ def attend_block_backward(
         v_BSGK: see `attend_block`.
         out_BQHK: output over all blocks.
         lse_BHQ: log-sum-exp over all blocks; finite.
-        causal: see `attend_block`.
-        mask: see `attend_block`.
+        block: see `attend_block`.
 
     Returns:
         Gradients in the shapes and dtypes of queries, keys and values.
     """
+    causal, mask = block.causal, block.mask
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BQHK, q_BQHK, k_BSGK, v_BSGK, out_BQHK))
     if q.device.type == "cpu":
         bias = None if mask is None else _bias(mask, q)

@@ -372,8 +372,9 @@ def _stages(schedule: Any) -> list[Any]:
 def use_forward_only_order(schedule: Any) -> Iterator[None]:
     """Reduce a schedule's order to its forward passes, in this context.
 
-    The schedule's own ``eval`` runs the training order and skips backward actions, which fails if
-    one action is a forward and a backward pass (DualPipeV).
+    The schedule's own ``eval`` (pytorch#157795) runs the training order and skips backward actions.
+    This fails if one action is a forward and a backward pass (DualPipeV): in torch 2.13, "can't
+    steal_bwd_input if this stage doesn't have backward".
     """
     from torch.distributed.pipelining import schedules as torch_schedules
 

@@ -31,7 +31,7 @@ from weft.data.tokenizer import (
     load_tokenizer,
     required_vocab_size,
 )
-from weft.models.kv_cache import KeyValueCache, use_kv_cache
+from weft.models.layers import KeyValueCache, use_kv_cache
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 
 
