@@ -37,12 +37,19 @@ def run_evaluate(options: argparse.Namespace) -> int:
     """Print validation losses, or scores of tasks."""
     from dataclasses import asdict
 
-    from weft.cluster.respawn import load_eval_data, prepare_eval_data, run_on_all_ranks
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
-    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources, read_task, score_task
+    from weft.tools.evaluate import (
+        ALL_SEQUENCES,
+        evaluate_sources,
+        load_eval_data,
+        prepare_eval_data,
+        read_task,
+        score_task,
+    )
     from weft.tools.generate import load_chat_format
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.tools.local_ranks import run_on_all_ranks
     from weft.train.machine import is_launched_rank
     from weft.train.setup import Rank
 

@@ -59,7 +59,6 @@ def add_generate(commands: Commands) -> None:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Print prompts and their continuations; stream a single one."""
-    from weft.cluster.respawn import run_on_all_ranks
     from weft.tools.generate import (
         Prompt,
         Sampling,
@@ -69,6 +68,7 @@ def run_generate(options: argparse.Namespace) -> int:
         read_prompts,
     )
     from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.tools.local_ranks import run_on_all_ranks
     from weft.train.setup import Rank
 
     problems: list[ConfigError] = options.problems

@@ -20,17 +20,21 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
-from weft.config.schema import replace
-from weft.data.dataset import Dataset, Source
+from weft.config.schema import Job, replace
+from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import Batch, build_mixture, evaluation_batches
+from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.prepared_cache import Report, progress_counter
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.plan import Plan
@@ -415,3 +419,47 @@ def compute_log_probs(
         for i, values, is_greedy in zip(batch, log_probs, greedy, strict=True):
             results[i] = float(values.sum()), bool(is_greedy.all())
     return results
+
+
+# --------------------------------------------------------------------------- the data
+
+
+def prepare_eval_data(
+    checkpoint: CheckpointRef, job: Job, is_run_data: bool, console: Console
+) -> Path:
+    """Tokenize evaluation data with the run's tokenizer; return its directory.
+
+    If ``is_run_data``, the data and its tokenizer settings are those of the run itself, so the
+    settings must still give the run's tokenizer.
+
+    Raises:
+        InvalidConfig: if the data cannot be read, or its tokenizer differs from the run's.
+    """
+    section, tokenizer = job.data, checkpoint.run_dir / "tokenizer.json"
+    if not is_run_data:
+        section = section.model_copy(update={"tokenizer": str(tokenizer)})
+    with show_progress(console) as show:
+        dataset = prepare_data(section, cache_dir(section), show)
+    if (dataset.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
+        rule = "has changed since the run: its tokenizer differs from the run's"
+        remedy = "name the data with --data.path, to use the run's tokenizer"
+        raise InvalidConfig([ConfigError("data.path", section.path, rule, remedy)])
+    return dataset.path
+
+
+def load_eval_data(
+    checkpoint: CheckpointRef, job: Job, is_run_data: bool, console: Console, rank: Rank
+) -> Dataset:
+    """Run `prepare_eval_data` on rank 0 and open the dataset on every rank."""
+    result: list[Any] = [None]  # the path, or rank 0's configuration errors
+    if rank.rank == 0:
+        try:
+            result = [str(prepare_eval_data(checkpoint, job, is_run_data, console))]
+        except InvalidConfig as error:
+            result = [error.problems]
+    if rank.world_size > 1:
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        dist.broadcast_object_list(result, 0, group=group)
+    if isinstance(result[0], list):
+        raise InvalidConfig(result[0])
+    return open_dataset(result[0])

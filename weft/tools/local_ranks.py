@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks of this machine, forked from this process.
+"""Run a function on several ranks of this machine.
+
+`run_ranks` forks gloo ranks from this process; `run_on_all_ranks` starts the current command once
+per rank, for commands that may use GPUs.
 
 Starting an interpreter that imports torch takes seconds per rank; a fork takes hundredths.  A fork
 is safe while this process has not used a GPU (its driver does not survive a fork) and each rank
@@ -18,12 +21,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +40,10 @@ import torch
 import torch.distributed as dist
 
 from weft.config.errors import WeftError
-from weft.monitor.process import die_with_parent, single_host_env
+from weft.monitor.process import PYTHON, die_with_parent, single_host_env
+from weft.plan.plan import Plan
+from weft.train.machine import is_launched_rank
+from weft.train.setup import Rank, connect
 
 T = TypeVar("T")
 
@@ -144,6 +151,35 @@ def run_ranks(
                 handle.process.join()
                 handle.process.close()
                 handle.pipe.close()
+
+
+def run_on_all_ranks(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], None]) -> int:
+    """Call ``run`` on every rank of the plan; return the exit status.
+
+    This process is a rank if the plan has one rank, or if a launcher started it.  Otherwise
+    torchrun starts ``weft ARGUMENTS`` (the current command) once per rank.
+    """
+    if plan.world_size == 1 or is_launched_rank():
+        if is_launched_rank():
+            die_with_parent()  # torchrun starts each rank in a new session
+        with connect(plan) as rank:
+            run(rank)
+        return 0
+    environment = (
+        {"OMP_NUM_THREADS": str(plan.num_threads)} | single_host_env(plan.device) | os.environ
+    )
+    agent = [*PYTHON, "torch.distributed.run", "--standalone", "--no-python"]
+    command = [
+        *agent,
+        "--nproc-per-node",
+        str(plan.world_size),
+        *PYTHON,
+        "weft.cli",
+        *arguments,
+    ]
+    # If this process is killed, torchrun dies with it, and then its ranks.
+    result = subprocess.run(command, env=environment, check=False, preexec_fn=die_with_parent)
+    return result.returncode
 
 
 def _wait_for_results(ranks: list[_Rank], deadline: float, timeout: float) -> None:

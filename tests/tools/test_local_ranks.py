@@ -11,11 +11,11 @@ from weft.monitor.heartbeat import process_start_ticks
 SCRIPT = """
 import sys
 from types import SimpleNamespace
-from weft.cluster import respawn
+from weft.tools import local_ranks
 # Replaces torchrun by a process that prints its id and sleeps.
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-respawn.PYTHON = [sys.executable, "-c", SLEEPS]
-respawn.run_on_all_ranks(SimpleNamespace(world_size=2, num_threads=1, device="cpu"), [], None)
+local_ranks.PYTHON = [sys.executable, "-c", SLEEPS]
+local_ranks.run_on_all_ranks(SimpleNamespace(world_size=2, num_threads=1, device="cpu"), [], None)
 """
 
 
