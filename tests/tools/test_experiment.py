@@ -149,7 +149,7 @@ def test_compare_under_torchrun_is_refused(
 def test_compare_without_scipy_fails_before_any_trial(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
     command = ["compare", "demo", "--vary", "train.seed=1,2", "--out", str(tmp_path / "out")]
     assert main(command) == 1
     assert "comparing runs needs SciPy: pip install 'weft[compare]'" in capsys.readouterr().err
