@@ -3,7 +3,7 @@
 `weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
 belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
 too much for a plan that does not fit: the first suggestion is then traced, and suggestions that do
-not fit are dropped.  For models that `decoder_dims` does not support (adapters, experts), a few
+not fit are dropped.  For models without formulas (adapters, experts), a few
 usual changes are traced.
 """
 
@@ -17,10 +17,9 @@ from typing import Any
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import build_hardware, step_seconds
+from weft.estimate.analytic import DecoderFormulas, supports_formulas
+from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import Device
 from weft.plan.float8_rules import supports_float8
 from weft.plan.plan import Machine, Plan
@@ -256,9 +255,9 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
 
 
 def _estimate(plan: Plan, device: Device) -> tuple[float, float] | None:
-    """Return seconds and bytes by arithmetic; bytes of eager code, as in a trace."""
-    dims, layout = decoder_dims(plan), analytic_layout(plan, device)
-    if dims is None or layout is None:
+    """Return seconds and bytes by formulas; bytes of eager code, as in a trace."""
+    if not supports_formulas(plan):
         return None
-    seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device)).total()
-    return seconds, sum(estimate_memory(dims, replace(layout, fusion="eager")).values())
+    seconds = DecoderFormulas(plan, device).step_seconds(build_hardware(plan, device)).total()
+    eager = replace(plan, job=replace_sections(plan.job, compile={"enable": False}))
+    return seconds, sum(DecoderFormulas(eager, device).estimate_memory().values())

@@ -13,7 +13,8 @@ its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from weft.estimate.allocator import CachingAllocator
@@ -118,26 +119,20 @@ def _copies_weight(event: Event, weights: Container[int], cast_sources: dict[int
     return not location.is_in_block and cast_sources.get(source, source) in weights
 
 
-def steady_state_step(trace: RankTrace) -> tuple[dict[int, int], list[tuple[OpLocation, int, int]]]:
-    """Return the initial storages of a later step, and its changes.
-
-    A change is a location, a storage and bytes.
-    """
-    initial = dict(trace.extrapolation.initial_bytes)
-    sizes = dict(initial)
-    log: list[tuple[OpLocation, int, int]] = []
-    for location, storage, size, _ in trace.events():
-        log.append((location, storage, size))
-        sizes[storage] = sizes.get(storage, 0) + size
+def steady_state_step(trace: RankTrace) -> tuple[dict[int, int], list[Event]]:
+    """Return the initial storages of a later step with their bytes, and its changes."""
+    initial, events = trace.extrapolation.initial_bytes, list(trace.events())
+    sizes = Counter(initial)
+    for event in events:
+        sizes[event.storage] += event.bytes
     # Storages that remain have existed since the first step.
     persistent = {s: size for s, size in sizes.items() if size > 0 and s not in initial}
-    changes = []
-    pending = dict(persistent)
-    for change in log:
-        if pending.get(change[1]) == change[2]:
-            del pending[change[1]]
+    pending, changes = dict(persistent), []
+    for event in events:
+        if pending.get(event.storage) == event.bytes:
+            del pending[event.storage]
         else:
-            changes.append(change)
+            changes.append(event)
     for storage in pending:  # grew in several events
         del persistent[storage]
     return initial | persistent, changes
@@ -154,30 +149,25 @@ def simulate_memory(
         capacity: of the device, in bytes; beyond it the allocator releases unused segments.
         params_on_host: parameters, gradients and optimizer states are in host memory.
     """
-    initial, log = steady_state_step(trace)
+    initial, changes = steady_state_step(trace)
+    start = OpLocation(0, "start", 0)
+    changes = [*(Event(start, storage, size) for storage, size in initial.items()), *changes]
     category_of = trace.extrapolation.expand_categories(categorize_storages(trace.op_trace))
     # On a CPU, host memory is the device's memory.
     host_categories = ("host", *(HOST_CATEGORIES if params_on_host else ())) if caching else ()
     off_device = {s for s, name in category_of.items() if name in host_categories}
     category_of = {s: "activations" if name == "host" else name for s, name in category_of.items()}
-    initial = {s: size for s, size in initial.items() if s not in off_device}
-    live_by_category = dict.fromkeys(CATEGORIES, 0)
-    for storage, size in initial.items():
-        live_by_category[category_of.get(storage, "temporaries")] += size
     allocator = CachingAllocator(capacity) if caching else None
-    sizes = dict(initial)
-    if allocator is not None:
-        for storage, size in initial.items():
-            allocator.allocate(storage, size)
-    live = peak_live = sum(live_by_category.values())
-    peak_location, peak_by_category = OpLocation(0, "start", 0), dict(live_by_category)
-    timeline: list[tuple[OpLocation, int]] = [(peak_location, live)]
-    for location, storage, size in log:
+    sizes: dict[int, int] = {}
+    live_by_category = dict.fromkeys(CATEGORIES, 0)
+    live = peak_live = 0
+    peak_location, peak_by_category = start, live_by_category
+    timeline: list[tuple[OpLocation, int]] = [(start, 0)]
+    for location, storage, size, _ in changes:
         if storage in off_device:
             continue
         old = sizes.get(storage, 0)
-        new = max(0, old + size)
-        sizes[storage] = new
+        new = sizes[storage] = max(0, old + size)
         if allocator is not None:
             if old:
                 allocator.free(storage)
@@ -193,26 +183,6 @@ def simulate_memory(
             peak_live, peak_location, peak_by_category = live, location, dict(live_by_category)
     reserved = int(MALLOC_RATIO * peak_live) if allocator is None else allocator.peak
     return RankMemory(peak_by_category, peak_location, reserved, tuple(timeline))
-
-
-def find_fullest_rank(
-    rank_traces: Sequence[RankTrace],
-    live_peaks: Sequence[int],
-    caching: bool,
-    capacity: int | None,
-    params_on_host: bool,
-) -> tuple[int, RankMemory]:
-    """Return the index of the fullest rank, and its memory.
-
-    Args:
-        rank_traces: one trace per pipeline rank.
-        live_peaks: `peak_live_bytes` of each rank.
-        caching: see `simulate_memory`.
-        capacity: see `simulate_memory`.
-        params_on_host: see `simulate_memory`.
-    """
-    index = max(range(len(live_peaks)), key=lambda rank: live_peaks[rank])
-    return index, simulate_memory(rank_traces[index].shortened(), caching, capacity, params_on_host)
 
 
 def peak_live_bytes(trace: RankTrace) -> int:
