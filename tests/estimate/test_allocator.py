@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from weft.estimate.allocator import MIB, CachingAllocator
+from weft.estimate.trace_memory import MIB, CachingAllocator
 
 
 def allocate(*sizes: int) -> CachingAllocator:

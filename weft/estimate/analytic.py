@@ -47,7 +47,6 @@ from weft.estimate.cost import (
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
 from weft.plan.devices import Device
-from weft.plan.memory_formula import moment_bytes_per_param
 from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
@@ -56,6 +55,7 @@ from weft.plan.pipeline_schedule import (
     stage_indices,
 )
 from weft.plan.plan import Plan
+from weft.plan.sharding import moment_bytes_per_param
 from weft.train.loss import chunk_tokens
 
 # Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
@@ -106,13 +106,15 @@ class DecoderFormulas:
     def __init__(self, plan: Plan, device: Device) -> None:
         """Read the sizes of a plan that `supports_formulas`."""
         config, section = plan.model, plan.job.activation_checkpoint
-        self.plan, self.layers, self.hidden = plan, config.num_layers, config.dim
+        self.plan, self.layers = plan, config.num_layers
+        self.hidden: int = config.dim
         self.num_microbatches = plan.num_microbatches
         self.tokens = plan.microbatch_size * plan.seq_len / plan.cp  # of a microbatch on a rank
-        self.q = config.num_heads * config.head_dim / plan.tp  # width of the query heads
-        self.kv = config.num_kv_heads * config.head_dim / plan.tp
+        self.q: float = config.num_heads * config.head_dim / plan.tp  # width of the query heads
+        self.kv: float = config.num_kv_heads * config.head_dim / plan.tp
         self.head_dim = config.head_dim
-        self.ffn, self.vocab = config.ffn_dim / plan.tp, config.vocab_size / plan.tp
+        self.ffn: float = config.ffn_dim / plan.tp
+        self.vocab: float = config.vocab_size / plan.tp
         self.is_tied = config.tied_embeddings
         self.shards = plan.dp_shard * plan.cp
         self.zero = 0 if self.shards == 1 else 2 if plan.reshard_after_forward is False else 3

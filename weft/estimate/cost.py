@@ -203,7 +203,8 @@ def attention_seconds(op: Attention, device: Device) -> float:
     """Return the seconds of one kernel call, forward or backward."""
     rates = device.attention if op.kernel == "attention" else device.flash
     rate = rates[op.backward] * op.keys / (op.keys + ATTENTION_RAMP)
-    return op.flops / (rate * min(1.0, op.head_dim / 128) ** 0.4)  # heads of 128 suit it best
+    rate *= float(min(1.0, op.head_dim / 128) ** 0.4)  # heads of 128 suit it best
+    return op.flops / rate
 
 
 def ring_speed(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:

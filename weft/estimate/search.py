@@ -34,11 +34,11 @@ import weft
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job, to_toml
 from weft.config.schema import replace as replace_sections
+from weft.estimate.advice import can_use_float8
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
 from weft.plan.devices import GIB, Device
-from weft.plan.float8_rules import supports_float8
 from weft.plan.layout import ParallelDims, divisors
 from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.pipeline_schedule import SCHEDULES
@@ -385,10 +385,7 @@ def precisions(plan: Plan, machine: Machine) -> list[str]:
     """Return the values of ``precision.float8`` to try, the recipe's first."""
     if plan.float8 != "none":
         return [plan.float8, "none"]
-    can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
-        "tensorwise", machine.capability
-    )
-    return ["none", "tensorwise"] if can_use_float8 else ["none"]
+    return ["none", "tensorwise"] if can_use_float8(plan, machine) else ["none"]
 
 
 def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[Candidate]:
@@ -414,19 +411,17 @@ def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[
                     "precision": {"float8": float8},
                 }
                 job = replace_sections(plan.job, **changes)
-                candidate_plan = replace(
-                    plan,
-                    job=job,
-                    **degrees.axis_sizes,
-                    local_batch_size=local_batch_size,
-                    microbatch_size=size,
-                    num_microbatches=num_microbatches,
-                    pipeline=unsplit_pipeline(schedule, pp, per_rank) if pp > 1 else None,
-                    reshard_after_forward=resolve_reshard(job, degrees),
-                    gradient_sync="microbatch",
-                    float8=float8,
-                )
-                yield Candidate(changes, candidate_plan)
+                fields: dict[str, Any] = degrees.axis_sizes | {
+                    "job": job,
+                    "local_batch_size": local_batch_size,
+                    "microbatch_size": size,
+                    "num_microbatches": num_microbatches,
+                    "pipeline": unsplit_pipeline(schedule, pp, per_rank) if pp > 1 else None,
+                    "reshard_after_forward": resolve_reshard(job, degrees),
+                    "gradient_sync": "microbatch",
+                    "float8": float8,
+                }
+                yield Candidate(changes, replace(plan, **fields))
 
 
 def unsplit_pipeline(schedule: str, pp: int, stages_per_rank: int) -> PipelinePlan:

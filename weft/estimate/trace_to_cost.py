@@ -65,6 +65,7 @@ class TracePricer:
             "tp": "async" if plan.async_tp else "exposed",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts
+        self.costs: dict[int, tuple[float, int]]
         self.costs = shared.costs if shared else self._price_calls()
 
     # ------------------------------------------------------------------- traffic

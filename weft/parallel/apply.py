@@ -25,7 +25,7 @@ from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel, materialize_local_weights
-from weft.plan.float8_rules import find_float8_matrices
+from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 
 
