@@ -16,6 +16,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.estimate import search as searching
+from weft.estimate.analytic import DecoderFormulas
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, forecast
 from weft.estimate.forecast_text import render_search
 from weft.estimate.search import (
@@ -259,6 +260,17 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
     assert all(
         c.changes["pipeline"]["layers_per_stage"] == () for c in all_candidates(job, plan, machine)
     )
+
+
+def test_candidate_chunks_its_loss_by_its_own_logits() -> None:
+    """A small microbatch under tensor parallelism needs no chunks, whatever the recipe needs."""
+    _job, plan, machine = planned("1x4xH100", ("train.microbatch_size", "2"))
+    assert machine.spec is not None
+    by_logits = {}
+    for candidate in enumerate_candidates(plan, machine):
+        key = candidate.plan.tp, candidate.plan.microbatch_size
+        by_logits[key] = DecoderFormulas(candidate.plan, machine.spec).logit_bytes
+    assert by_logits[4, 1] > by_logits[1, 2]
 
 
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
