@@ -132,7 +132,7 @@ def test_search_winner_has_the_recipes_precision(tight: Tight) -> None:
     precisions = {c.changes["precision"]["float8"] for c in all_candidates(*tight[:3])}
     assert precisions == {"none", "tensorwise"}
     assert result.winner is not None
-    assert result.winner.job.precision.float8 == "none"
+    assert result.winner.candidate.plan.job.precision.float8 == "none"
     own = [item for item in result.best if item.candidate.precision == "none"]
     assert own[0] is result.winner
     assert 0 < len(own) <= TRACED_OWN
@@ -168,7 +168,7 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     reread, _, problems = read_job(str(path))
     assert not problems
     assert result.winner is not None
-    expected = flatten(result.winner.job) | {"run.cluster": "1x2xH100"}
+    expected = flatten(result.winner.candidate.plan.job) | {"run.cluster": "1x2xH100"}
     assert flatten(reread) == expected
     prediction = forecast(resolve(reread, machine), machine, machine.spec)
     assert (prediction.step_seconds, prediction.needed_bytes) == (
@@ -196,7 +196,7 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
 
 def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     """A trace that needs more than estimated prunes similar candidates."""
-    job, _, machine = tight[:3]
+    machine = tight[2]
     subset = [c for c in all_candidates(*tight[:3]) if c.precision == "none"]
     subset = [c for c in subset if not schedule_conflict(c.plan)]
     tried: list[int] = []
@@ -212,7 +212,7 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     ]
     room = 2.0**29
     best, rejected = searching.trace_best(
-        job, with_memory(machine, 0.5), wrong, room, 2, trace, lambda text: None
+        with_memory(machine, 0.5), wrong, room, 2, trace, lambda text: None
     )
     assert best == []
     assert sum(tried) <= MAX_TRACED // 3
@@ -263,7 +263,7 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
 
 
 def test_candidate_chunks_its_loss_by_its_own_logits() -> None:
-    """A small microbatch under tensor parallelism needs no chunks, whatever the recipe needs."""
+    """A small microbatch under tensor parallelism needs no chunks, even if the recipe does."""
     _job, plan, machine = planned("1x4xH100", ("train.microbatch_size", "2"))
     assert machine.spec is not None
     by_logits = {}
@@ -339,7 +339,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
     seconds, fitting = [], {}
     for candidate in all_candidates(job, plan, machine):
         if candidate.precision == "none" and not schedule_conflict(candidate.plan):
-            outcome = trace_candidate((candidate, job, machine))
+            outcome = trace_candidate((candidate, machine))
             if isinstance(outcome, TracedCandidate):
                 fitting[key_of(candidate)] = bool(outcome.prediction.fits)
                 if outcome.prediction.fits:

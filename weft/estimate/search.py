@@ -39,9 +39,9 @@ from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
 from weft.plan.devices import GIB, Device
-from weft.plan.layout import ParallelDims, divisors
 from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.pipeline_schedule import SCHEDULES
+from weft.plan.placement import ParallelDims, divisors
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.plan.sharding import resolve_reshard
@@ -66,8 +66,8 @@ Changes = dict[str, dict[str, Any]]
 class Candidate:
     """A layout with its estimated time and memory.
 
-    ``changes`` of the recipe's job; ``plan``: without the costs of its pipeline stages, which take
-    `resolve` a tenth of a second.
+    ``changes`` of the recipe's job; ``plan``: of the changed job, but without the costs of its
+    pipeline stages, which take `resolve` a tenth of a second.
     """
 
     changes: Changes
@@ -102,7 +102,6 @@ class TracedCandidate:
     """A candidate and its traced prediction."""
 
     candidate: Candidate
-    job: Job
     prediction: Forecast
 
 
@@ -178,7 +177,7 @@ def search(
                 group = [c for c in group if c.seconds < fastest]
                 num_wanted = TRACED_OTHER
             traced, group_rejected = trace_best(
-                plan.job, machine, group, available_bytes, num_wanted, trace, log
+                machine, group, available_bytes, num_wanted, trace, log
             )
             best += traced
             rejected += group_rejected
@@ -221,7 +220,6 @@ def estimate_candidate(candidate: Candidate, device: Device) -> Candidate | Reje
 
 
 def trace_best(
-    job: Job,
     machine: Machine,
     candidates: Sequence[Candidate],
     available_bytes: float | None,
@@ -232,7 +230,6 @@ def trace_best(
     """Trace the fastest candidates of one precision until enough fit.
 
     Args:
-        job: the job searched for.
         machine: target machine.
         candidates: layouts of one precision with estimated time and memory.
         available_bytes: for the allocator of a device; None: unlimited.
@@ -270,7 +267,7 @@ def trace_best(
             layouts += f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             log(f"{len(best)} of {num_wanted} found; tracing {layouts}")
         num_traced += len(batch)
-        for result in trace([(candidate, job, machine) for candidate in batch]):
+        for result in trace([(candidate, machine) for candidate in batch]):
             if isinstance(result, RejectedCandidate):
                 rejected.append(result)
                 continue
@@ -305,7 +302,7 @@ def reject_too_large(candidate: Candidate, size: float, source: str = "") -> Rej
 # --------------------------------------------------------------------------- tracing
 
 
-TraceTask = tuple[Candidate, Job, Machine]
+TraceTask = tuple[Candidate, Machine]
 Tracer = Callable[[Sequence[TraceTask]], Iterable[TracedCandidate | RejectedCandidate]]
 
 
@@ -338,17 +335,16 @@ def _init_worker() -> None:
 
 
 def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
-    """Trace a candidate of a job on a machine; never raise."""
-    candidate, job, machine = task
-    changed = replace_sections(job, **candidate.changes)
+    """Trace a candidate on a machine; never raise."""
+    candidate, machine = task
     try:
-        prediction = forecast(resolve(changed, machine), machine, machine.spec)
+        prediction = forecast(resolve(candidate.plan.job, machine), machine, machine.spec)
     except InvalidConfig as error:
         return RejectedCandidate(candidate, "rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         return RejectedCandidate(candidate, "trace", text)
-    return TracedCandidate(candidate, changed, prediction)
+    return TracedCandidate(candidate, prediction)
 
 
 # --------------------------------------------------------------------------- candidates
@@ -508,7 +504,7 @@ def render_recipe(result: SearchResult, job: Job, recipe: str, cluster: str) -> 
     assert winner is not None
     prediction, plan = winner.prediction, winner.prediction.plan
     assert prediction.step_seconds is not None
-    winner_job = replace_sections(winner.job, run={"cluster": cluster})
+    winner_job = replace_sections(winner.candidate.plan.job, run={"cluster": cluster})
     capacity = (
         "" if prediction.capacity_bytes is None else f" of {prediction.capacity_bytes / GIB:.0f}"
     )

@@ -25,7 +25,7 @@ from torch import nn
 from weft.config.errors import ConfigError
 from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
-from weft.plan.layout import ParallelDims
+from weft.plan.placement import ParallelDims
 
 
 class Matrix(NamedTuple):

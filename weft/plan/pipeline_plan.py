@@ -9,7 +9,6 @@ from typing import Any
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.layout import ParallelDims, format_choices
 from weft.plan.lora_plan import TrainingCost
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
@@ -21,6 +20,7 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
+from weft.plan.placement import ParallelDims, format_choices
 from weft.plan.stages import Stage, check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.

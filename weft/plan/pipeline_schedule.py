@@ -40,7 +40,7 @@ PipelineSchedule = dict[int, list[Action]]
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The requirements of a schedule of torch.distributed.pipelining, or of a CSV file.
+    """The requirements of a schedule of torch, or of a CSV file.
 
     Attributes:
         stages_per_rank: the only valid number; None: any from 2.

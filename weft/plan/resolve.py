@@ -19,7 +19,6 @@ from weft.config.reader import recipe_names
 from weft.config.schema import Job, difference
 from weft.models import Family, load_family, resolve_section
 from weft.plan.devices import peak_flops
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, resolve_degrees
 from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
 from weft.plan.matrices import (
     check_float8,
@@ -32,7 +31,7 @@ from weft.plan.pipeline_plan import (
     count_microbatches,
     resolve_pipeline,
 )
-from weft.plan.placement import placement_warnings
+from weft.plan.placement import DEGREE_KEYS, ParallelDims, placement_warnings, resolve_degrees
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,

@@ -17,9 +17,9 @@ from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
 from weft.plan.devices import GIB
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors, format_choices
 from weft.plan.lora_plan import TrainingCost, frozen_weights, is_target
 from weft.plan.matrices import list_matrices, weight_split
+from weft.plan.placement import DEGREE_KEYS, ParallelDims, divisors, format_choices
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
 # the remainder.
