@@ -289,9 +289,9 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     from weft.config.reader import read_job
     from weft.config.schema import RunSection
-    from weft.plan.memory_formula import USABLE_MEMORY
     from weft.plan.plan_text import estimate_memory_bytes
     from weft.plan.resolve import resolve
+    from weft.plan.sharding import USABLE_MEMORY
     from weft.train.machine import detect_machine
 
     if not (tiny or torch.cuda.is_available()):

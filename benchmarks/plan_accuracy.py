@@ -4,7 +4,8 @@
 
 Every row that the planner can express is predicted; other rows are listed with the reason.  A row
 has source, model, devices, layout and measurements: tokens/s, TFLOP/s, MFU or iteration time;
-memory, or an out-of-memory failure.  `STACKS` has values that a publication does not state: the
+memory, or an out-of-memory failure.  `PublishedRun` adds the properties of other training systems
+to the planner's formulas.  `STACKS` has values that a publication does not state: the
 properties of the training system, from its code and papers.  None is fitted.
 
 The output has the errors of throughput without calibration, and with one software-efficiency scalar
@@ -28,14 +29,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import Hardware, step_seconds
-from weft.estimate.decoder import DecoderDims, Layout
+from weft.estimate.analytic import DecoderFormulas
+from weft.estimate.cost import Collective, Hardware, Matmul, Overlap, Precision, Work
 from weft.plan.devices import GIB, Device, load_clusters
+from weft.plan.pipeline_schedule import Action, stage_indices
+from weft.plan.plan import Plan
 
 Row = dict[str, str]
 
@@ -55,6 +57,260 @@ MODELS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3-70b": (80, 8192, 64, 8, 28672, 128256, True),
     "llama-3-405b": (126, 16384, 128, 8, 53248, 128256, True),
 }
+
+
+# --------------------------------------------------------------------------- formulas of a run
+
+# As in `weft.estimate.analytic`, for more kinds of code than eager and compiled.  "fused": fused
+# kernels; "norms": fused kernels for norms and rotary embedding, the rest eager.  The latter copies
+# QKV to batch-first order, and concatenates keys and values.
+CAST_BYTES = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
+# Per element of hidden, of queries and keys, of feed-forward (gated, plain).  A fused RMSNorm moves
+# 4 bytes, gate and product 6, GELU 4.
+TRAFFIC_BYTES = {
+    "eager": (84.0, 20.0, 10.0, 4.0),
+    "norms": (20.0, 18.0, 10.0, 4.0),
+    "fused": (20.0, 4.0, 6.0, 4.0),
+    "compiled": (16.0, 4.0, 6.0, 4.0),
+}
+KERNELS_PER_LAYER = {"eager": 70, "norms": 55, "fused": 45, "compiled": 25}
+# Fused: logits in bfloat16 and float32, gradient in place.
+LOGIT_BYTES = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
+# Kernel launches that a device queues before the host blocks.
+LAUNCH_QUEUE = 1024
+
+
+@dataclass(frozen=True)
+class DecoderDims:
+    """Sizes of a published decoder; ``gated``: three feed-forward matrices, else two."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    head_dim: int = 0
+
+    @property
+    def q(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def layer_params(self) -> int:
+        matrices = (3 if self.gated else 2) * self.hidden * self.ffn
+        return matrices + 2 * self.hidden * (self.q + self.kv) + 2 * self.hidden
+
+    @property
+    def params(self) -> int:
+        tables = (1 if self.tied else 2) * self.vocab
+        return self.layers * self.layer_params + tables * self.hidden + self.hidden
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a published run: what the formulas read of a Plan, and more options.
+
+    ``zero``: as in `DecoderFormulas`; 1 shards only optimizer states.  ``activation_checkpoint``:
+    ``none``; ``selective``: save attention and half of the matmuls; ``block``: recompute
+    ``activation_checkpoint_fraction`` of the layers; ``attention``: recompute attention scores;
+    ``full``: recompute every layer.
+    """
+
+    seq_len: int
+    microbatch_size: int
+    global_batch_size: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    stages_per_rank: int = 1
+    schedule_name: str = "1F1B"
+    device: str = "cuda"
+    precision: Precision = "bf16"
+    activation_checkpoint: Literal["none", "selective", "block", "attention", "full"] = "none"
+    activation_checkpoint_fraction: float = 0.5
+    fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
+    kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
+    zero: int = 3
+    sequence_parallel: bool = True
+    tp_overlap: Overlap = "exposed"
+    dp_overlap: Overlap = "prefetch"
+    gradient_bytes: int = 4
+    state_bytes: float = 16.0
+    unsharded_bytes: float = 0.0
+    chunked_loss: bool = False
+    include_reserved: bool = True  # count memory that the allocator reserves, not only live bytes
+    stage_layers: tuple[int, ...] = ()  # per stage; empty: evenly split
+    offload_fraction: float = 0.0  # of the layers whose activations are in host memory
+    scatter_p2p: bool = False  # each tensor-parallel rank sends a shard of the hidden states
+    recv_buffers: bool = True  # one per microbatch, as in torch.distributed.pipelining
+    output_bytes: int = 0  # per logit that the last stage keeps until the end of the step
+    # A collective's input is reusable only once the device has reached the collective.
+    uses_record_stream: bool = False
+    tp_gather_bytes: int = 2
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def num_microbatches(self) -> int:
+        return max(1, round(self.global_batch_size / (self.dp_size * self.microbatch_size)))
+
+
+class PublishedRun(DecoderFormulas):
+    """The planner's formulas with the properties of another training system."""
+
+    def __init__(self, sizes: DecoderDims, layout: Layout) -> None:
+        self.layout, self.plan = layout, cast(Plan, layout)
+        for name in (
+            *("num_microbatches", "zero", "sequence_parallel", "tp_overlap", "dp_overlap"),
+            *("precision", "gradient_bytes", "state_bytes", "unsharded_bytes", "tp_gather_bytes"),
+        ):
+            setattr(self, name, getattr(layout, name))
+        tp, fusion, mode = layout.tp, layout.fusion, layout.activation_checkpoint
+        self.layers, self.hidden, self.is_tied = sizes.layers, sizes.hidden, sizes.tied
+        self.q, self.kv, self.head_dim = sizes.q / tp, sizes.kv / tp, sizes.q // sizes.heads
+        self.heads, self.ffn, self.vocab = sizes.heads / tp, sizes.ffn / tp, sizes.vocab / tp
+        self.num_up = 2 if sizes.gated else 1
+        self.tokens = layout.microbatch_size * layout.seq_len / layout.cp
+        self.shards = layout.dp_shard * layout.cp
+        self.is_eager, self.cast_bytes = fusion == "eager", CAST_BYTES[fusion]
+        *widths, gated, plain = TRAFFIC_BYTES[fusion]
+        self.traffic_bytes = (widths[0], widths[1], gated if sizes.gated else plain)
+        self.layer_kernels = KERNELS_PER_LAYER[fusion]
+        self.kernel = "attention" if layout.kernel == "attention" else "flash"
+        self.recomputes, self.is_selective = mode != "none", mode == "selective"
+        fractions = {"full": 1.0, "block": layout.activation_checkpoint_fraction}
+        self.recomputed_fraction = fractions.get(mode, 0.0)
+        self.logit_bytes = LOGIT_BYTES["chunked" if layout.chunked_loss else fusion]
+        self.head_traffic_bytes = 4 if layout.chunked_loss else 14
+        if layout.stage_layers:
+            self.layers_per_stage = layout.stage_layers
+
+    @property
+    def optimizer_shards(self) -> int:
+        return self.layout.dp_size * self.layout.cp if self.zero == 1 else super().optimizer_shards
+
+    def cast_traffic(self, matmuls: list[Matmul]) -> tuple[float, float]:
+        """Return `DecoderFormulas.cast_traffic`; four bits also take a rotation and a second scale.
+
+        Fused stacks cast a weight once per step, and an input once, in both layouts.
+        """
+        forward, backward = super().cast_traffic(matmuls)
+        if self.layout.fusion == "fused" and self.precision != "bf16":
+            forward = self.cast_bytes * sum(op.m * op.k for op in matmuls)
+            backward = self.cast_bytes * sum(op.m * op.n for op in matmuls)
+        factor = 2 if self.precision == "float4" else 1
+        return factor * forward, factor * backward
+
+    def attention_work(self) -> tuple[Work, Work]:
+        layout, seq_len = self.layout, self.layout.seq_len
+        if layout.kernel == "flash1":
+            # "2x faster than FlashAttention": FlashAttention-2's paper.  FlashAttention 1 suits
+            # heads of 64, later ones heads of 128.
+            factor = 2 * min(1.0, self.head_dim / 128) ** 0.4
+            forward, backward = super().attention_work()
+            return _slow_attention(forward, factor), _slow_attention(backward, factor)
+        if layout.kernel != "unfused":
+            return super().attention_work()
+        # Scores, softmax and dropout are materialized: heads x S x S of two bytes.
+        batched_heads = self.tokens / seq_len * self.heads  # one matmul with as many rows
+        scores = batched_heads * seq_len**2
+        rows = seq_len * batched_heads
+        matmuls = (Matmul(rows, self.head_dim, seq_len), Matmul(rows, seq_len, self.head_dim))
+        twice = tuple(op._replace(times=2) for op in matmuls)
+        return (
+            Work(matmuls, traffic_bytes=11 * scores, kernels=6),
+            Work(twice, traffic_bytes=14 * scores, kernels=8),
+        )
+
+    def recompute_work(self, forward: Work, selected: Work, attention: Work) -> Work:
+        if self.layout.activation_checkpoint == "attention":
+            # With a flash kernel nothing is left to compute again.
+            return attention if self.layout.kernel == "unfused" else Work()
+        return super().recompute_work(forward, selected, attention)
+
+    def layer_passes(self) -> tuple[Work, Work]:
+        forward, backward = super().layer_passes()
+        if not (fraction := self.layout.offload_fraction):
+            return forward, backward
+        offloaded = fraction * self.tokens * self.saved_bytes_of_all()
+        transfer = Work(collectives=(Collective("send", offloaded, "offload", 2, 1, "prefetch"),))
+        return forward + transfer, backward + transfer
+
+    def p2p(self) -> Collective:
+        message = super().p2p()
+        if self.layout.scatter_p2p and not self.sequence_parallel:
+            return message._replace(bytes=message.bytes / self.layout.tp)
+        return message
+
+    def score_bytes(self) -> float:
+        """Return the bytes of attention scores per token and layer, without a flash kernel."""
+        return 5 * self.heads * self.layout.seq_len if self.layout.kernel == "unfused" else 0.0
+
+    def layer_bytes(self) -> float:
+        saved, fusion = super().layer_bytes(), self.layout.fusion
+        if fusion == "fused":  # inputs of linear layers are saved in low precision
+            h = self.hidden / (self.layout.tp if self.sequence_parallel else 1)
+            spared = {"bf16": 0.0, "float8": 1.0, "float4": 1.5}[self.precision]
+            saved -= spared * (2 * h + self.ffn)
+        if fusion == "norms":
+            # Rotated in place in the product's output, keys and values beside it.
+            saved += 2 * (self.num_up - 1) * self.ffn + 4 * self.kv
+        return saved + self.score_bytes()
+
+    def saved_bytes_of_all(self) -> float:
+        """Return the bytes that a layer saves per token, offloaded or not."""
+        saved = super().saved_bytes()
+        if self.recomputes and not self.is_selective:
+            saved -= (1 - self.recomputed_fraction) * self.score_bytes()
+        return saved
+
+    def saved_bytes(self) -> float:
+        return self.saved_bytes_of_all() * (1 - self.layout.offload_fraction)
+
+    def rank_memory(self, order: list[Action]) -> dict[str, float]:
+        is_reserved = self.layout.include_reserved
+        return super().rank_memory(order) if is_reserved else self.live_memory(order)
+
+    def live_memory(self, order: list[Action]) -> dict[str, float]:
+        memory, layout = super().live_memory(order), self.layout
+        if not layout.recv_buffers:
+            memory.pop("buffers", None)
+        local_stages, counts = stage_indices(order), self.layers_per_stage
+        if layout.uses_record_stream and layout.tp > 1:
+            # The host runs ahead by a stage's forward or by the launch queue.  Two unsharded
+            # outputs of each layer, inputs of reduce-scatters, stay allocated meanwhile.
+            queued_layers = LAUNCH_QUEUE / self.layer_kernels
+            pending_layers = min(max(counts[s] for s in local_stages), queued_layers)
+            memory["late"] = pending_layers * 2 * 2 * self.tokens * self.hidden
+        if layout.pp > 1 and len(counts) - 1 in local_stages and layout.output_bytes:
+            outputs = layout.output_bytes * self.num_microbatches * self.tokens * self.vocab
+            memory["outputs"] = outputs
+            if outputs > memory["activations"] + memory["temporaries"]:  # the peak is joining them
+                memory |= {"outputs": 2 * outputs, "activations": 0.0, "temporaries": 0.0}
+        return memory
+
+
+def _slow_attention(work: Work, factor: float) -> Work:
+    slow = tuple(op._replace(flops=op.flops * factor) for op in work.attention)
+    return replace(work, attention=slow)
+
+
+# --------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +362,7 @@ STACKS: dict[str, Stack] = {
             "kernel": "unfused",
             "sequence_parallel": False,
             "scatter_p2p": True,
-            "overlap_dp_comm": False,
+            "dp_overlap": "exposed",
             "unsharded_bytes": 18,
             "state_bytes": 0,
             "gradient_bytes": 2,
@@ -122,7 +378,7 @@ STACKS: dict[str, Stack] = {
             **MEGATRON.layout,
             "kernel": "unfused",
             "zero": 0,
-            "overlap_dp_comm": False,
+            "dp_overlap": "exposed",
             "tp_overlap": "exposed",
         },
         seq_len=2048,
@@ -154,7 +410,7 @@ STACKS: dict[str, Stack] = {
     # Measured without overlap of communication, which SimuMax does not model.
     "simumax": replace(
         MEGATRON,
-        layout={**MEGATRON.layout, "tp_overlap": "exposed", "overlap_dp_comm": False},
+        layout={**MEGATRON.layout, "tp_overlap": "exposed", "dp_overlap": "exposed"},
         vocab=128256,
     ),
     "megatron": MEGATRON,
@@ -271,7 +527,7 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
     elif options["zero"] == 1 or "zero-1" in notes:
         options["zero"], shard = 1, dp
         if "nanotron" in source:  # reduced after the last backward, without DDP
-            options["overlap_dp_comm"] = False
+            options["dp_overlap"] = "exposed"
     else:
         shard = dp
         if options["zero"] == 0 and "state_bytes" in options:
@@ -338,15 +594,15 @@ def layout_of(row: Row, sizes: DecoderDims, stack: Stack) -> Layout:
         raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
     return Layout(
         seq_len=full("seq_len", stack.seq_len),
-        microbatch=micro,
-        global_batch=batch,
+        microbatch_size=micro,
+        global_batch_size=batch,
         dp_replicate=copies,
         dp_shard=shard,
         tp=tp,
         cp=cp,
         pp=pp,
         stages_per_rank=per_rank,
-        schedule=schedule,
+        schedule_name=schedule,
         precision=cast(Any, precision),
         activation_checkpoint=cast(Any, activation_checkpoint),
         **options,
@@ -364,7 +620,7 @@ def hardware_of(row: Row, stack: Stack) -> Hardware:
     match = re.search(r"(\d{3,4}) ?gbps", description)
     if match:  # devices of a node
         network = replace(network, bandwidth=float(match[1]) * 1e9 / 8 / node)
-    return Hardware(device, node, network)
+    return Hardware(replace(device, network=network), node)
 
 
 def measured(row: Row, sizes: DecoderDims, layout: Layout, device: Device) -> float:
@@ -374,7 +630,7 @@ def measured(row: Row, sizes: DecoderDims, layout: Layout, device: Device) -> fl
     time = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
     if time:
         seconds = number(time[1]) / (1000 if time[2] == "ms" else 1)
-        return layout.global_batch * layout.seq_len / seconds / number(row["n_gpus"])
+        return layout.tokens_per_step / seconds / number(row["n_gpus"])
     flops = number(row["tflops_per_gpu"]) * 1e12
     flops = flops or number(row["mfu"]) * (0.01 if number(row["mfu"]) > 1.5 else 1) * device.bf16
     if "peak is hfu" in row["notes"].lower():
@@ -434,9 +690,9 @@ def fitted(sizes: DecoderDims, layout: Layout, device: Device) -> Layout:
             layout = replace(
                 layout, activation_checkpoint="block", activation_checkpoint_fraction=part / 10
             )
-        if live(estimate_memory(sizes, layout)) <= device.memory_gib:
+        if live(PublishedRun(sizes, layout).estimate_memory()) <= device.memory_gib:
             return layout
-    if layout.zero == 1 and layout.pp == 1 and layout.dp > 1:
+    if layout.zero == 1 and layout.pp == 1 and layout.dp_size > 1:
         full = replace(
             layout,
             zero=3,
@@ -463,20 +719,22 @@ def case_of(row: Row) -> Case:
     sizes = sizes_of(row, stack)
     hardware = hardware_of(row, stack)
     layout = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
-    if layout.microbatches * layout.pp * layout.stages_per_rank > 1_000_000:
+    if layout.num_microbatches * layout.pp * layout.stages_per_rank > 1_000_000:
         raise Unexpressed("more than a million actions of a pipeline")
     case = Case(row, system, measured(row, sizes, layout, hardware.device))
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
+    run = PublishedRun(sizes, layout)
     try:
-        step = estimate_step(sizes, layout)
+        elapsed = run.step_seconds(hardware)
     except (ValueError, AssertionError) as error:
         raise Unexpressed(f"schedule: {error}") from error
-    elapsed = step_seconds(step, hardware)
     case.spent = dict(elapsed)
-    case.predicted = step.tokens / elapsed.total() / number(row["n_gpus"])
-    held = estimate_memory(sizes, layout)
-    case.memory = sum(estimate_memory(sizes, layout, stack.memory_rank).values()) / GIB
+    case.predicted = layout.tokens_per_step / elapsed.total() / number(row["n_gpus"])
+    held = published = run.estimate_memory()
+    if stack.memory_rank is not None and layout.pp > 1:
+        published = run.rank_memory(run.schedule[stack.memory_rank])
+    case.memory = sum(published.values()) / GIB
     if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
         raise Unexpressed("its numbers give no prediction")
     # Memory with which the run would just fit.

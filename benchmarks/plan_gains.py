@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.estimate.analytic import estimate_step
-from weft.estimate.cost import build_hardware, step_seconds
+from weft.estimate.analytic import DecoderFormulas
+from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import forecast
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import match_device
 from weft.plan.plan_text import plan_recipe
 from weft.train.machine import detect_machine
@@ -98,11 +97,9 @@ def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
     device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     traced = forecast(plan, machine, device).tokens_per_second_per_device
-    sizes, layout = decoder_dims(plan), analytic_layout(plan, device)
     assert traced is not None
-    assert sizes is not None
-    assert layout is not None
-    seconds = step_seconds(estimate_step(sizes, layout), build_hardware(plan, device)).total()
+    formulas = DecoderFormulas(plan, device)
+    seconds = formulas.step_seconds(build_hardware(plan, device)).total()
     return {"traced": traced, "arithmetic": plan.tokens_per_step / seconds / plan.world_size}
 
 

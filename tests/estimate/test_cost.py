@@ -7,10 +7,11 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from weft.estimate.analytic import estimate_memory, estimate_step
+from weft.estimate.analytic import DecoderFormulas, split_layers
 from weft.estimate.cost import (
     COLLECTIVE_LAUNCH,
     CONTENTION,
@@ -25,33 +26,54 @@ from weft.estimate.cost import (
     step_seconds,
     work_seconds,
 )
-from weft.estimate.decoder import DecoderDims, Layout, split_layers
 from weft.models import llama
 from weft.plan.devices import Network, get_device, load_clusters, read_clusters
 from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
+from weft.plan.plan import Machine
+from weft.plan.plan_text import plan_recipe
 
 ROOT = Path(__file__).parent.parent.parent
+# The formulas of a plan, with options of other training systems.
+accuracy = runpy.run_path(str(ROOT / "benchmarks/plan_accuracy.py"))
+DecoderDims, Layout, PublishedRun = (
+    accuracy[name] for name in ("DecoderDims", "Layout", "PublishedRun")
+)
 LLAMA_8B = DecoderDims(32, 4096, 32, 8, 14336, 128256)
-LAYOUT = Layout(seq_len=8192, microbatch=1, global_batch=256, dp_shard=8)
+LAYOUT = Layout(seq_len=8192, microbatch_size=1, global_batch_size=256, dp_shard=8)
 LAYOUTS = {
     "fsdp": LAYOUT,
     "tp": replace(LAYOUT, tp=8, dp_shard=4),
     "tp-async": replace(LAYOUT, tp=8, dp_shard=4, tp_overlap="async"),
     "cp": replace(LAYOUT, cp=4, dp_shard=8),
     "pp": replace(LAYOUT, pp=4, zero=2),
-    "interleaved": replace(LAYOUT, pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B"),
+    "interleaved": replace(
+        LAYOUT, pp=4, zero=2, stages_per_rank=2, schedule_name="Interleaved1F1B"
+    ),
     "replicas": replace(LAYOUT, zero=0, dp_replicate=8, dp_shard=1),
     "float8": replace(LAYOUT, precision="float8", fusion="compiled", activation_checkpoint="full"),
 }
 
 
 def h100(**changes: float) -> Hardware:
-    device = replace(get_device("H100"), **changes)  # type: ignore[arg-type]
-    return Hardware(device, 8, device.network)
+    return Hardware(replace(get_device("H100"), **changes), 8)  # type: ignore[arg-type]
 
 
-def seconds(layout: Layout, hardware: Hardware) -> float:
-    return step_seconds(estimate_step(LLAMA_8B, layout), hardware).total()
+def estimate_step(layout: Any, dims: Any = LLAMA_8B) -> Step:
+    step: Step = PublishedRun(dims, layout).estimate_step()
+    return step
+
+
+def estimate_memory(layout: Any, rank: int | None = None) -> dict[str, float]:
+    """Return the memory of a pipeline rank, or of the fullest one."""
+    run = PublishedRun(LLAMA_8B, layout)
+    memory: dict[str, float] = (
+        run.estimate_memory() if rank is None else run.rank_memory(run.schedule[rank])
+    )
+    return memory
+
+
+def seconds(layout: Any, hardware: Hardware) -> float:
+    return step_seconds(estimate_step(layout), hardware).total()
 
 
 def flops(step: Step) -> float:
@@ -77,11 +99,11 @@ def test_decoder_dims_sizes_equal_the_model(preset: str) -> None:
     assert dims.params == llama.num_params(config)
     # FLOPs equal the model's, but a causal mask halves those of attention, and its backward takes
     # 2.5 times the forward instead of 2: the kernel recomputes the scores.
-    layout = replace(LAYOUT, microbatch=2, dp_shard=4)
+    layout = replace(LAYOUT, microbatch_size=2, dp_shard=4)
     weights = 6.0 * llama.num_matmul_params(config)
     full = llama.flops_per_token(config, layout.seq_len) - weights
-    tokens = layout.global_batch * layout.seq_len / layout.dp
-    assert flops(estimate_step(dims, layout)) / tokens == pytest.approx(
+    tokens = layout.global_batch_size * layout.seq_len / layout.dp_size
+    assert flops(estimate_step(layout, dims)) / tokens == pytest.approx(
         weights + full / 2 * 3.5 / 3
     )
 
@@ -90,14 +112,14 @@ def test_decoder_dims_sizes_equal_the_model(preset: str) -> None:
 def test_layout_flops_of_all_ranks_equal_one_rank(name: str) -> None:
     """All ranks together have the FLOPs of one rank."""
     layout = replace(LAYOUTS[name], activation_checkpoint="none")
-    ranks = layout.tp * layout.cp * layout.dp
-    one = flops(estimate_step(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
-    assert ranks * flops(estimate_step(LLAMA_8B, layout)) == pytest.approx(one)
+    ranks = layout.tp * layout.cp * layout.dp_size
+    one = flops(estimate_step(replace(LAYOUT, dp_shard=1)))
+    assert ranks * flops(estimate_step(layout)) == pytest.approx(one)
 
 
 def test_recomputation_is_another_forward() -> None:
     plain, full = (replace(LAYOUT, activation_checkpoint=kind) for kind in ("none", "full"))
-    layers = [estimate_step(LLAMA_8B, layout).stages[0] for layout in (plain, full)]
+    layers = [estimate_step(layout).stages[0] for layout in (plain, full)]
     forward = sum(work.flops * count for work, count in layers[0].forward[1:2])
     back = [sum(work.flops * count for work, count in stage.backward) for stage in layers]
     assert back[1] - back[0] == pytest.approx(forward)
@@ -121,6 +143,46 @@ def test_layers_of_stages_sum_to_all_layers(layers: int, stages: int, expected: 
     assert split_layers(layers, stages) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, {"dp_shard": 16}),
+        (
+            {"parallel.tp": "4", "activation_checkpoint.mode": "selective"},
+            {"dp_shard": 4, "tp": 4, "activation_checkpoint": "selective"},
+        ),
+        (
+            {"parallel.pp": "2", "compile.enable": "true", "train.microbatch_size": "1"},
+            {
+                "dp_shard": 8,
+                "pp": 2,
+                "zero": 2,
+                "fusion": "compiled",
+                "stages_per_rank": 2,
+                "schedule_name": "Interleaved1F1B",
+            },
+        ),
+    ],
+)
+def test_formulas_read_the_plan(changes: dict[str, str], layout: dict[str, Any]) -> None:
+    """A plan, and the same layout written out, have equal work and memory."""
+    overrides = {
+        "train.global_batch_size": "64",
+        "train.microbatch_size": "1",
+        "activation_checkpoint.mode": "none",
+        "compile.enable": "false",
+        "pipeline.schedule": "Interleaved1F1B",
+    } | changes
+    plan, machine = plan_recipe(
+        "llama3-8b", list(overrides.items()), [], "2x8xH100", lambda section: Machine("cpu", 1)
+    )
+    assert machine.spec is not None
+    formulas = DecoderFormulas(plan, machine.spec)
+    written = replace(LAYOUT, global_batch_size=64, kernel="attention", chunked_loss=True, **layout)
+    assert formulas.estimate_step() == estimate_step(written)
+    assert formulas.estimate_memory() == estimate_memory(written)
+
+
 # --------------------------------------------------------------------------- seconds of operations
 
 
@@ -134,7 +196,7 @@ def test_better_hardware_is_never_slower(name: str, better: str) -> None:
         "flops": h100(achieved={k: 2 * v for k, v in device.achieved.items()}),  # type: ignore[arg-type]
         "attention": h100(flash=tuple(2 * rate for rate in device.flash)),  # type: ignore[arg-type]
         "link": h100(link=replace(device.link, bandwidth=2 * device.link.bandwidth)),  # type: ignore[arg-type]
-        "network": replace(base, network=replace(base.network, bandwidth=100e9)),
+        "network": h100(network=replace(device.network, bandwidth=100e9)),  # type: ignore[arg-type]
         "nodes": replace(base, devices=64),
     }[better]
     before, after = (seconds(LAYOUTS[name], h) for h in (base, hardware))
@@ -243,10 +305,10 @@ def test_simulate_pipeline_schedule_with_a_deadlock_is_refused() -> None:
 
 
 def test_step_with_a_pipeline_has_its_bubble() -> None:
-    layout = replace(LAYOUTS["pp"], global_batch=64)
-    elapsed = step_seconds(estimate_step(LLAMA_8B, layout), h100())
+    layout = replace(LAYOUTS["pp"], global_batch_size=64)
+    elapsed = step_seconds(estimate_step(layout), h100())
     share = elapsed["bubble"] / elapsed.total()
-    ideal = 3 / (layout.microbatches + 3)  # but the stage with the head is the slowest
+    ideal = 3 / (layout.num_microbatches + 3)  # but the stage with the head is the slowest
     assert ideal / 2 < share < 1.5 * ideal
     gpus = [seconds(LAYOUTS[name], h100()) for name in ("pp", "interleaved")]
     assert gpus[1] < gpus[0]
@@ -256,7 +318,7 @@ def test_step_with_a_pipeline_has_its_bubble() -> None:
 
 
 def gib(**changes: object) -> float:
-    held = estimate_memory(LLAMA_8B, replace(LAYOUT, **changes))  # type: ignore[arg-type]
+    held = estimate_memory(replace(LAYOUT, **changes))  # type: ignore[arg-type]
     return sum(held.values()) / 2**30
 
 
@@ -265,95 +327,84 @@ def test_memory_is_monotonic_in_the_layout() -> None:
     result = [gib(activation_checkpoint=kind) for kind in kinds]
     assert result == sorted(result, reverse=True)
     assert gib(dp_shard=64) < gib(dp_shard=8) < gib(dp_shard=2)
-    assert gib(microbatch=2) > gib() > gib(tp=8)
+    assert gib(microbatch_size=2) > gib() > gib(tp=8)
     assert gib(zero=2) > gib()
     assert gib(chunked_loss=True) < gib()
     # With an interleaved schedule, the first rank holds activations of more microbatches.
-    assert gib(pp=4, zero=2) < gib(pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B")
+    assert gib(pp=4, zero=2) < gib(pp=4, zero=2, stages_per_rank=2, schedule_name="Interleaved1F1B")
 
 
 def test_memory_pipeline_has_logits_and_buffers() -> None:
     """A pipeline holds all logits, and a buffer for each receive of a stage."""
     layout = replace(LAYOUT, pp=4, zero=2, include_reserved=False)  # 32 microbatches of 8192 tokens
-    full, plain = (estimate_memory(LLAMA_8B, replace(layout, output_bytes=b), 3) for b in (2, 0))
+    full, plain = (estimate_memory(replace(layout, output_bytes=b), 3) for b in (2, 0))
     assert (
         full["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab
     )  # all logits, and their concatenation
     assert full["activations"] == full["temporaries"] == 0 < plain["activations"]
     assert full["state"] == plain["state"]
-    assert estimate_memory(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == estimate_memory(
-        LLAMA_8B, LAYOUT
-    )
+    assert estimate_memory(replace(LAYOUT, output_bytes=2)) == estimate_memory(LAYOUT)
     hidden = 8192 * LLAMA_8B.hidden * 2
-    buffers = [estimate_memory(LLAMA_8B, layout, rank)["buffers"] / hidden for rank in range(4)]
+    buffers = [estimate_memory(layout, rank)["buffers"] / hidden for rank in range(4)]
     # 32 gradients and 32 inputs; the 4 - rank inputs in flight are counted as activations.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
-    assert "buffers" not in estimate_memory(LLAMA_8B, replace(layout, recv_buffers=False))
+    assert "buffers" not in estimate_memory(replace(layout, recv_buffers=False))
 
 
 def test_memory_v_schedule_has_both_tables_on_one_rank() -> None:
     """With a V schedule, rank 0 has the first and last stage: embedding, head, logits."""
-    layout = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
-    first, *rest = (estimate_memory(LLAMA_8B, layout, rank) for rank in range(4))
+    layout = replace(LAYOUTS["interleaved"], schedule_name="ZBVZeroBubble")
+    first, *rest = (estimate_memory(layout, rank) for rank in range(4))
     tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
     for other in rest:
         assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
         assert first["temporaries"] > other["temporaries"]
         # The first stage receives no input, the last no gradient.
         assert first["buffers"] < other["buffers"]
-    loop, v = (
-        estimate_step(LLAMA_8B, subset).optimizer_work
-        for subset in (LAYOUTS["interleaved"], layout)
-    )
+    loop, v = (estimate_step(subset).optimizer_work for subset in (LAYOUTS["interleaved"], layout))
     assert v.traffic_bytes - loop.traffic_bytes == pytest.approx(40 * tables / 2 / 8)
 
 
 def test_memory_gradients_of_a_finished_stage_are_reduced() -> None:
     """With as many microbatches as ranks, one stage ends before the other begins backward."""
-    layout = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
-    twice = replace(layout, stages_per_rank=2, schedule="Interleaved1F1B")
+    layout = replace(LAYOUT, pp=4, zero=2, global_batch_size=32, activation_checkpoint="full")
+    twice = replace(layout, stages_per_rank=2, schedule_name="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
-    plain, interleaved = (
-        estimate_memory(LLAMA_8B, subset, 1)["gathered"] for subset in (layout, twice)
-    )
+    plain, interleaved = (estimate_memory(subset, 1)["gathered"] for subset in (layout, twice))
     assert plain == (2 + 4) * 8 * layer
     assert interleaved == (2 + 4 / 2) * 8 * layer
     # With many microbatches, both stages hold gradients.
-    many = estimate_memory(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
+    many = estimate_memory(replace(twice, global_batch_size=128), 1)["gathered"]
     assert many == plain
-    unpiped = replace(layout, pp=1, dp_shard=8, global_batch=16)
-    assert estimate_memory(LLAMA_8B, unpiped)["gathered"] == pytest.approx(
-        6 * LLAMA_8B.params, rel=1e-4
-    )
+    unpiped = replace(layout, pp=1, dp_shard=8, global_batch_size=16)
+    assert estimate_memory(unpiped)["gathered"] == pytest.approx(6 * LLAMA_8B.params, rel=1e-4)
 
 
 def test_memory_inputs_of_collectives_are_freed_late() -> None:
     """Each layer of a stage holds two full outputs, up to the length of the queue."""
     late = replace(LAYOUTS["tp"], uses_record_stream=True)
-    layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
+    layer = 2 * 2 * 8192 * LLAMA_8B.hidden
 
-    def waits(layout: Layout) -> float:
-        return estimate_memory(LLAMA_8B, layout)["late"] / layer
+    def waits(layout: Any) -> float:
+        return estimate_memory(layout)["late"] / layer
 
     assert waits(replace(late, pp=4, zero=2)) == LLAMA_8B.layers / 4
     assert waits(late) == pytest.approx(1024 / 70)
     assert waits(replace(late, fusion="compiled")) == LLAMA_8B.layers
-    assert "late" not in estimate_memory(LLAMA_8B, LAYOUTS["tp"])
-    assert "late" not in estimate_memory(LLAMA_8B, replace(LAYOUT, uses_record_stream=True))
+    assert "late" not in estimate_memory(LAYOUTS["tp"])
+    assert "late" not in estimate_memory(replace(LAYOUT, uses_record_stream=True))
 
 
 def test_stage_layers_set_memory_and_time() -> None:
     layout = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)
     assert seconds(layout, h100()) > seconds(LAYOUTS["pp"], h100())
-    assert flops(estimate_step(LLAMA_8B, layout)) == pytest.approx(
-        flops(estimate_step(LLAMA_8B, LAYOUTS["pp"]))
-    )
+    assert flops(estimate_step(layout)) == pytest.approx(flops(estimate_step(LAYOUTS["pp"])))
 
 
 def test_offloading_trades_memory_for_time() -> None:
     parts = (0.0, 0.5, 1.0)
-    held = [estimate_memory(LLAMA_8B, replace(LAYOUT, offload_fraction=part)) for part in parts]
+    held = [estimate_memory(replace(LAYOUT, offload_fraction=part)) for part in parts]
     assert held[1]["activations"] == held[0]["activations"] / 2
     assert held[2]["activations"] == 0
     times = [seconds(replace(LAYOUT, offload_fraction=part), h100()) for part in parts]
@@ -363,16 +414,14 @@ def test_offloading_trades_memory_for_time() -> None:
 
 def test_p2p_scattered_has_a_fraction_of_the_bytes() -> None:
     layout = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
-    hops = [
-        estimate_step(LLAMA_8B, replace(layout, scatter_p2p=subset)).p2p for subset in (False, True)
-    ]
+    hops = [estimate_step(replace(layout, scatter_p2p=subset)).p2p for subset in (False, True)]
     assert hops[0]
     assert hops[1]
     assert hops[0].bytes == 4 * hops[1].bytes
 
 
 def test_memory_state_is_16_bytes_a_parameter() -> None:
-    held = estimate_memory(LLAMA_8B, LAYOUT)
+    held = estimate_memory(LAYOUT)
     assert held["state"] == pytest.approx(16 * LLAMA_8B.params / 8, rel=1e-3)
 
 
@@ -401,7 +450,7 @@ def test_users_add_and_change_devices(tmp_path: Path) -> None:
 
 def test_every_device_can_be_priced() -> None:
     for device in load_clusters()[0].values():
-        hardware = Hardware(device, 8, device.network)
+        hardware = Hardware(device, 8)
         for name in ("fsdp", "float8"):
             assert 0 < seconds(LAYOUTS[name], hardware) < float("inf"), device.name
 

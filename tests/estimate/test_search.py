@@ -16,14 +16,15 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.estimate import search as searching
-from weft.estimate.forecast import OUTSIDE_ALLOCATOR
+from weft.estimate.analytic import DecoderFormulas
+from weft.estimate.forecast import OUTSIDE_ALLOCATOR, forecast
 from weft.estimate.forecast_text import render_search
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.estimate.search import (
     MAX_TRACED,
     TRACED_OWN,
     Candidate,
     SearchResult,
+    TracedCandidate,
     describe_layout,
     enumerate_candidates,
     precisions,
@@ -34,6 +35,7 @@ from weft.estimate.search import (
 )
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
+from weft.plan.resolve import resolve
 
 Overrides = list[tuple[str, str]]
 
@@ -63,12 +65,7 @@ def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machi
 
 
 def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
-    device = machine.spec
-    assert device is not None
-    dims, base = decoder_dims(plan), analytic_layout(plan, device)
-    assert dims is not None
-    assert base is not None
-    return list(enumerate_candidates(dims, base, plan, machine))
+    return list(enumerate_candidates(plan, machine))
 
 
 def with_memory(machine: Machine, gib: float) -> Machine:
@@ -135,7 +132,7 @@ def test_search_winner_has_the_recipes_precision(tight: Tight) -> None:
     precisions = {c.changes["precision"]["float8"] for c in all_candidates(*tight[:3])}
     assert precisions == {"none", "tensorwise"}
     assert result.winner is not None
-    assert result.winner.job.precision.float8 == "none"
+    assert result.winner.candidate.plan.job.precision.float8 == "none"
     own = [item for item in result.best if item.candidate.precision == "none"]
     assert own[0] is result.winner
     assert 0 < len(own) <= TRACED_OWN
@@ -154,7 +151,7 @@ def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tigh
         entry is result.winner for entry in result.best
     ]
     for line, item in zip(ranked, result.best, strict=True):
-        assert line.endswith(describe_layout(item.candidate.layout))
+        assert line.endswith(describe_layout(item.candidate.plan))
     assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(result.rejected)
 
 
@@ -171,10 +168,9 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     reread, _, problems = read_job(str(path))
     assert not problems
     assert result.winner is not None
-    expected = flatten(result.winner.job) | {"run.cluster": "1x2xH100"}
+    expected = flatten(result.winner.candidate.plan.job) | {"run.cluster": "1x2xH100"}
     assert flatten(reread) == expected
-    prediction = trace_candidate((reread, machine))
-    assert not isinstance(prediction, searching.TraceFailure)
+    prediction = forecast(resolve(reread, machine), machine, machine.spec)
     assert (prediction.step_seconds, prediction.needed_bytes) == (
         result.winner.prediction.step_seconds,
         result.winner.prediction.needed_bytes,
@@ -200,9 +196,9 @@ def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tigh
 
 def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     """A trace that needs more than estimated prunes similar candidates."""
-    job, _, machine = tight[:3]
+    machine = tight[2]
     subset = [c for c in all_candidates(*tight[:3]) if c.precision == "none"]
-    subset = [c for c in subset if not schedule_conflict(c.layout)]
+    subset = [c for c in subset if not schedule_conflict(c.plan)]
     tried: list[int] = []
 
     def trace(tasks: Any) -> Any:
@@ -216,7 +212,7 @@ def test_trace_best_traces_few_and_prunes_their_neighbors(tight: Tight) -> None:
     ]
     room = 2.0**29
     best, rejected = searching.trace_best(
-        job, with_memory(machine, 0.5), wrong, room, 2, trace, lambda text: None
+        with_memory(machine, 0.5), wrong, room, 2, trace, lambda text: None
     )
     assert best == []
     assert sum(tried) <= MAX_TRACED // 3
@@ -255,9 +251,9 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
         ("compile.enable", "true"),
     )
     subset = all_candidates(job, plan, machine)
-    assert {c.layout.tp for c in subset} == {1, 2, 4}
+    assert {c.plan.tp for c in subset} == {1, 2, 4}
     for candidate in subset:
-        assert candidate.changes["parallel"]["async_tp"] == (candidate.layout.tp > 1)
+        assert candidate.changes["parallel"]["async_tp"] == (candidate.plan.tp > 1)
     job, plan, machine = planned(
         "1x4xH100", ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2, 2]")
     )
@@ -266,12 +262,23 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
     )
 
 
+def test_candidate_chunks_its_loss_by_its_own_logits() -> None:
+    """A small microbatch under tensor parallelism needs no chunks, even if the recipe does."""
+    _job, plan, machine = planned("1x4xH100", ("train.microbatch_size", "2"))
+    assert machine.spec is not None
+    by_logits = {}
+    for candidate in enumerate_candidates(plan, machine):
+        key = candidate.plan.tp, candidate.plan.microbatch_size
+        by_logits[key] = DecoderFormulas(candidate.plan, machine.spec).logit_bytes
+    assert by_logits[4, 1] > by_logits[1, 2]
+
+
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
     job, plan, machine = planned("1x4xH100")
     kinds = {
-        (c.layout.activation_checkpoint, c.precision, bool(schedule_conflict(c.layout)))
+        (c.plan.job.activation_checkpoint.mode, c.precision, bool(schedule_conflict(c.plan)))
         for c in all_candidates(job, plan, machine)
-        if c.layout.schedule == "ZBVZeroBubble"
+        if c.plan.schedule_name == "ZBVZeroBubble"
     }
     assert ("none", "none", False) in kinds
     assert all(
@@ -331,14 +338,12 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
     assert result.winner is not None
     seconds, fitting = [], {}
     for candidate in all_candidates(job, plan, machine):
-        if candidate.precision == "none" and not schedule_conflict(candidate.layout):
-            prediction = trace_candidate(
-                (searching.replace_sections(job, **candidate.changes), machine)
-            )
-            if not isinstance(prediction, searching.TraceFailure):
-                fitting[key_of(candidate)] = bool(prediction.fits)
-                if prediction.fits:
-                    seconds.append(prediction.step_seconds)
+        if candidate.precision == "none" and not schedule_conflict(candidate.plan):
+            outcome = trace_candidate((candidate, machine))
+            if isinstance(outcome, TracedCandidate):
+                fitting[key_of(candidate)] = bool(outcome.prediction.fits)
+                if outcome.prediction.fits:
+                    seconds.append(outcome.prediction.step_seconds)
     assert seconds
     assert result.winner.prediction.step_seconds == pytest.approx(min(seconds), rel=0.05)  # type: ignore[type-var]
     wrong = [
@@ -347,7 +352,7 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
         if item.reason == "memory" and fitting.get(key_of(item.candidate))
     ]
     assert len(wrong) <= 0.1 * len(fitting), [
-        describe_layout(item.candidate.layout) for item in wrong
+        describe_layout(item.candidate.plan) for item in wrong
     ]
 
 
@@ -364,8 +369,7 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
     path = tmp_path / "best.toml"
     path.write_text(render_recipe(result, plan.job, "llama3-405b", "64x8xH100"), "utf-8")
     reread = plan_recipe(str(path), [], [], None, lambda device: local_machine)
-    prediction = trace_candidate((reread[0].job, reread[1]))
-    assert not isinstance(prediction, searching.TraceFailure)
+    prediction = forecast(*reread, reread[1].spec)
     assert prediction.step_seconds == result.winner.prediction.step_seconds
     assert prediction.needed_bytes == result.winner.prediction.needed_bytes
 

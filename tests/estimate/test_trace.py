@@ -277,7 +277,7 @@ def flops_of(trace: RankTrace) -> float:
         times * repeats * call.flops
         for segment, times in trace.count_segments().items()
         for calls, repeats in trace.extrapolation.segment_calls(segment)
-        for _, call in calls
+        for call in calls
     )
 
 

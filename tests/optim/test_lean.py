@@ -39,9 +39,9 @@ from weft.optim.lean import (
     unpack_second,
 )
 from weft.optim.optimizer import build_adamw, masked_step
-from weft.plan.memory_formula import MOMENT_BYTES
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
+from weft.plan.sharding import MOMENT_BYTES
 from weft.train.setup import build
 
 STATES = ("bfloat16", "8bit")

@@ -33,7 +33,7 @@ from weft.config.schema import PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS, Llama
 from weft.parallel.float8 import apply_float8
-from weft.plan.float8_rules import find_float8_matrices
+from weft.plan.matrices import find_float8_matrices
 from weft.train.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")

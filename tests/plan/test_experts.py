@@ -14,10 +14,10 @@ from weft.estimate.forecast import forecast
 from weft.estimate.trace_to_cost import _grouped_matmul
 from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, unit_costs
 from weft.plan.devices import get_device
-from weft.plan.memory_formula import estimate_rank_bytes, local_unit_params
 from weft.plan.plan import Machine
 from weft.plan.plan_text import describe_plan, plan_recipe
 from weft.plan.resolve import resolve
+from weft.plan.sharding import estimate_rank_bytes, local_unit_params
 
 
 def job_of(**changes: Any) -> Job:

@@ -1,12 +1,160 @@
-"""List the matrices for float8 and adapters, with their local sizes under tp."""
+"""List matrices with their local sizes under tp; choose and refuse those for float8."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
 from torch import Tensor, nn
 
+from tests.small import Overrides, small_job
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS
-from weft.plan.matrices import Matrix, find_linear_layers, list_matrices
+from weft.plan.devices import parse_cluster
+from weft.plan.matrices import Matrix, find_float8_matrices, find_linear_layers, list_matrices
+from weft.plan.plan import Machine, Plan
+from weft.plan.plan_text import cluster_machine, describe_plan
+from weft.plan.resolve import resolve
+from weft.train.job_checks import check_names
+
+
+def planned(*overrides: tuple[str, str], cluster: str = "1x8xH100", recipe: str = "demo") -> Plan:
+    job, machine = read_plan_job(*overrides, cluster=cluster, recipe=recipe)
+    return resolve(job, machine)
+
+
+def read_plan_job(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, Machine]:
+    job, _, problems = read_job(recipe, [*overrides])
+    assert not problems, problems
+    parsed = parse_cluster(cluster)
+    assert not isinstance(parsed, ConfigError)
+    return job, cluster_machine(parsed)
+
+
+LARGE: Overrides = [
+    ("model.preset", "8b"),
+    ("train.seq_len", "8192"),
+    ("precision.float8", "tensorwise"),
+    ("compile.enable", "true"),
+]
+
+
+def test_plan_of_float8_has_its_peak_and_matrices() -> None:
+    plan = planned(*LARGE)
+    plain = planned(*LARGE, ("precision.float8", "none"))
+    assert plan.flops_per_token == plain.flops_per_token
+    assert (
+        (plan.peak_flops, plan.peak_dtype) == (plain.peak_flops, "bfloat16") == (989e12, "bfloat16")
+    )
+    # 5 matrices in each of 32 blocks; k_proj and v_proj, 4096 to 1024, are too small.
+    assert (plan.num_float8_matrices, plan.float8_all_gather, plan.float8_emulated) == (
+        160,
+        True,
+        False,
+    )
+    assert not plan.warnings
+    _job, machine = read_plan_job(*LARGE, cluster="1x8xH100", recipe="demo")
+    screen = describe_plan(plan, machine, "demo")
+    assert "tensorwise, 160 matrices, gathered in float8" in screen
+    assert "989 TFLOP/s per device, dense bfloat16: the basis of MFU, also with float8" in screen
+    (warning,) = planned(*LARGE, ("compile.enable", "false")).warnings
+    assert "separate kernels" in warning
+    for recipe, cluster, emulated in (
+        ("tensorwise", "1x8xA100-80GB", True),
+        ("rowwise", "1x8xMI300X", False),
+        ("mxfp8", "1x8xH100", True),
+        ("mxfp8", "1x8xB200", False),
+    ):
+        result = planned(*LARGE, ("precision.float8", recipe), cluster=cluster)
+        assert result.float8_emulated == emulated
+        assert any("emulated" in warning for warning in result.warnings) == emulated
+    for key, value in (("cpu_offload", "true"), ("reshard_after_forward", "2")):
+        assert not planned(*LARGE, (f"parallel.{key}", value)).float8_all_gather
+    pipeline = [("parallel.pp", "2"), ("pipeline.schedule", "ZBVZeroBubble")]
+    (warning,) = planned(*LARGE, *pipeline, ("compile.enable", "false")).warnings[1:]
+    assert "computes each gradient twice" in warning
+
+
+def test_float8_matrices_follow_the_local_shapes() -> None:
+    family = load_family("llama")
+
+    def names(tp: int = 1, recipe: str = "tensorwise", **section: Any) -> set[str]:
+        config = PRESETS["8b"].model_copy(update={"num_layers": 2, **section.pop("model", {})})
+        chosen = find_float8_matrices(
+            PrecisionSection(float8=recipe, **section),
+            config,
+            family,
+            tp,  # type: ignore[arg-type]
+        )
+        return {matrix.name.removeprefix("layers.") for matrix in chosen}
+
+    all_names = {f"{i}.{m}_proj" for i in "01" for m in SITES}
+    subset = {name for name in all_names if not name.endswith(("k_proj", "v_proj"))}
+    assert names(float8_small=True) == all_names
+    assert names() == subset
+    assert names(float8_exclude=("layers.0.*", "*.o_proj")) == {
+        name for name in subset if name[0] == "1" and "o_proj" not in name
+    }
+    # A rank has 4096 to 512 of q_proj, and 4096 to 1792 of up_proj.
+    assert names(tp=8) == {n for n in subset if "q_proj" not in n}
+    assert names(tp=8, recipe="rowwise") == set()
+    assert names(tp=4, recipe="rowwise") == {n for n in all_names if "mlp" in n}
+    odd = names(float8_small=True, model={"ffn_dim": 1000})  # not a multiple of 16
+    assert odd == {name for name in all_names if "attn" in name}
+    assert names(float8_small=True, model={"ffn_dim": 1008}, recipe="mxfp8") == odd
+
+
+SITES = (
+    "self_attn.q",
+    "self_attn.k",
+    "self_attn.v",
+    "self_attn.o",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            [("train.world_size_invariant", "true"), ("precision.compute_dtype", "float32")],
+            "with train.world_size_invariant",
+        ),
+        ([("precision.compute_dtype", "float32")], "produces bfloat16"),
+        (
+            [("model.ffn_dim", "1000"), ("model.dim", "120")],
+            "needs a matrix whose sizes are multiples of 16",
+        ),
+        ([("model.dim", "512"), ("model.ffn_dim", "1024")], "too small to gain"),
+        ([("precision.float8_exclude", '["*.*_proj"]')], "in precision.float8_exclude"),
+        ([("precision.float8_exclude", '["*.ffn"]')], "Use one of q_proj, k_proj"),
+        ([("train.seq_len", "8200")], "not a multiple of 16 (float8). Use a multiple of 16"),
+    ],
+)
+def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:
+    heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")] * ("dim" in str(keys))
+    with pytest.raises(InvalidConfig) as caught:
+        planned(*LARGE, *heads, *keys, ("train.microbatch_size", "auto"))
+    assert expected in str(caught.value)
+
+
+def test_float8_without_torchao_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(("precision.float8", "rowwise"))
+    assert not list(check_names(job))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    (problem,) = check_names(job)
+    assert "pip install 'weft[torchao]'" in str(problem)
+    assert not list(check_names(small_job()))
+
+
+# --------------------------------------------------------------------------- linear layers
+
 
 TOY = PRESETS["toy"].model_copy(update={"num_layers": 1})
 

@@ -139,10 +139,10 @@ def test_max_in_flight_equals_the_measured_peak(name: str) -> None:
 
 
 def test_schedule_unknown_name_is_refused() -> None:
-    result = find_schedule("interleaved1f1b")
+    result = find_schedule("interleaved1f1b", 2)
     assert not isinstance(result, ConfigError)
     assert result.name == "Interleaved1F1B"
-    wrong = find_schedule("1f1p")
+    wrong = find_schedule("1f1p", 2)
     assert isinstance(wrong, ConfigError)
     assert "1F1B" in wrong.remedy
 

@@ -3,26 +3,27 @@
 `weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
 belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
 too much for a plan that does not fit: the first suggestion is then traced, and suggestions that do
-not fit are dropped.  For models that `decoder_dims` does not support (adapters, experts), a few
+not fit are dropped.  For models without formulas (adapters, experts), a few
 usual changes are traced.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import build_hardware, step_seconds
+from weft.estimate.analytic import DecoderFormulas, supports_formulas
+from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
 from weft.plan.devices import Device
-from weft.plan.float8_rules import supports_float8
+from weft.plan.matrices import supports_float8
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 
@@ -66,11 +67,8 @@ def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
     baseline = _estimate(plan, device)
     if baseline is None:
-        return (
-            []
-            if prediction.fits is not False
-            else _traced_advice(plan, machine, device, prediction)
-        )
+        is_full = prediction.fits is False
+        return _traced_advice(plan, machine, device, prediction) if is_full else []
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
         results = []
@@ -91,18 +89,13 @@ def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -
 
     single_changes = evaluate(candidate_changes(plan, machine))
     if prediction.fits is not False:
-        fitting = [
-            a
-            for a in single_changes
-            if prediction.capacity_bytes is None or a.memory_bytes <= prediction.capacity_bytes
-        ]
+        capacity = prediction.capacity_bytes or math.inf
+        fitting = [a for a in single_changes if a.memory_bytes <= capacity]
         return _drop_supersets([a for a in fitting if a.speedup >= MIN_SPEEDUP])[:MAX_ADVICE]
-    results = _select_fitting(job, machine, device, prediction, single_changes)
-    if results:
-        return results
     saving = [a.change for a in single_changes if a.memory_bytes < prediction.needed_bytes]
     pairs = (a | b for a, b in itertools.combinations(saving, 2) if not a.keys() & b.keys())
-    return _select_fitting(job, machine, device, prediction, evaluate(pairs))
+    select = partial(_select_fitting, job, machine, device, prediction)
+    return select(single_changes) or select(evaluate(pairs))
 
 
 def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
@@ -110,15 +103,10 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     job = plan.job
     for kind in ("none", "selective", "full"):
         # Arithmetic does not model selective recomputation with tensor parallelism.
-        if (kind, 1) != (
-            plan.activation_checkpoint,
-            job.activation_checkpoint.every_n_layers,
-        ) and (kind != "selective" or plan.tp == 1):
-            yield {"activation_checkpoint.mode": kind} | (
-                {"activation_checkpoint.every_n_layers": 1}
-                if job.activation_checkpoint.every_n_layers > 1
-                else {}
-            )
+        change = checkpoint_change(job, kind)
+        is_new = kind != plan.activation_checkpoint or len(change) > 1
+        if is_new and (kind != "selective" or plan.tp == 1):
+            yield change
     microbatch_size = plan.microbatch_size
     for size in sorted(
         {4 * microbatch_size, 2 * microbatch_size, microbatch_size // 2, microbatch_size // 4, 1}
@@ -130,10 +118,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     compiled: Change = {} if plan.is_compiled else {"compile.enable": True}
     if compiled:
         yield compiled
-    can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
-        "tensorwise", machine.capability
-    )
-    if plan.float8 == "none" and can_use_float8:
+    if plan.float8 == "none" and can_use_float8(plan, machine):
         yield compiled | {"precision.float8": "tensorwise"}
     if plan.tp > 1 and not plan.async_tp:
         yield compiled | {"parallel.async_tp": True}
@@ -153,6 +138,14 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     yield from mesh_changes(plan)
 
 
+def checkpoint_change(job: Job, mode: str) -> Change:
+    """Return the change to a mode of activation checkpointing for every block."""
+    change: Change = {"activation_checkpoint.mode": mode}
+    if job.activation_checkpoint.every_n_layers > 1:
+        change["activation_checkpoint.every_n_layers"] = 1
+    return change
+
+
 def mesh_changes(plan: Plan) -> Iterator[Change]:
     """Yield other degrees of one axis; the remaining ranks shard the parameters."""
     job = plan.job
@@ -170,6 +163,12 @@ def mesh_changes(plan: Plan) -> Iterator[Change]:
                     | auto_shard
                     | (auto_reshard if job.parallel.reshard_after_forward != "auto" else {})
                 )
+
+
+def can_use_float8(plan: Plan, machine: Machine) -> bool:
+    """Return True if a plan in bfloat16 could also multiply in float8 on its devices."""
+    is_bfloat16 = plan.compute_dtype == "bfloat16"
+    return is_bfloat16 and supports_float8("tensorwise", machine.capability)
 
 
 def apply_change(job: Job, change: Change) -> Job:
@@ -207,16 +206,8 @@ def _traced_advice(
     smaller: list[Change] = [
         {"train.microbatch_size": size} for size in sizes if plan.local_batch_size % size == 0
     ]
-    recompute: list[Change] = []
-    if not job.activation_checkpoint.recomputes_all_blocks:
-        recompute = [
-            {"activation_checkpoint.mode": "full"}
-            | (
-                {"activation_checkpoint.every_n_layers": 1}
-                if job.activation_checkpoint.every_n_layers > 1
-                else {}
-            )
-        ]
+    recomputes = job.activation_checkpoint.recomputes_all_blocks
+    recompute = [] if recomputes else [checkpoint_change(job, "full")]
     pairs = [first | second for first in smaller[-1:] for second in recompute]
     return evaluate(smaller + recompute) or evaluate(pairs)
 
@@ -256,9 +247,9 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
 
 
 def _estimate(plan: Plan, device: Device) -> tuple[float, float] | None:
-    """Return seconds and bytes by arithmetic; bytes of eager code, as in a trace."""
-    dims, layout = decoder_dims(plan), analytic_layout(plan, device)
-    if dims is None or layout is None:
+    """Return seconds and bytes by formulas; bytes of eager code, as in a trace."""
+    if not supports_formulas(plan):
         return None
-    seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device)).total()
-    return seconds, sum(estimate_memory(dims, replace(layout, fusion="eager")).values())
+    seconds = DecoderFormulas(plan, device).step_seconds(build_hardware(plan, device)).total()
+    eager = replace(plan, job=replace_sections(plan.job, compile={"enable": False}))
+    return seconds, sum(DecoderFormulas(eager, device).estimate_memory().values())

@@ -1,8 +1,9 @@
-"""Work and memory of a decoder's training step, by arithmetic.
+"""Work and memory of a decoder's training step, by formulas.
 
-Arithmetic takes milliseconds per layout; a trace takes seconds.  A search prunes with arithmetic,
-and published runs of other systems, which weft cannot trace, are priced with it.
-`weft.estimate.cost` prices the `Step` from here and the one from a trace alike.
+Formulas take milliseconds per plan; a trace takes seconds.  A search and advice rank layouts by
+formulas; weft reports traced numbers.  `weft.estimate.cost` prices the `Step` from here and the one
+from a trace alike.  `benchmarks/plan_accuracy.py` compares the formulas with published runs; a
+subclass there has the properties of other training systems.
 
 Rank order: tensor parallelism innermost, then context, shards, replicas, and the pipeline
 outermost.  Tokens are those of a rank after context parallelism.  With sequence parallelism,
@@ -12,395 +13,491 @@ Memory-bound work is counted in bytes per token and element of width, forward; b
 twice as much:
 
 * hidden: eager RMSNorm casts to float32, squares, averages, scales, casts back and multiplies by
-  its weight: 36 bytes, against 4 fused; a residual sum 6; compiled, a sum and the norm after it
-  are one kernel of 8;
-* queries and keys: rotary embedding 20 eager, through float32, 4 fused;
-* feed-forward: gate and product 10 eager, 6 fused; GELU 4.
+  its weight: 36 bytes; a residual sum 6; compiled, a sum and the norm after it are one kernel of 8;
+* queries and keys: rotary embedding 20 eager, through float32, 4 compiled;
+* feed-forward: gate and product 10 eager, 6 compiled.
 
-`_saved_bytes` lists what autograd saves for backward under each kind of recomputation.
+`DecoderFormulas.saved_bytes` lists what autograd saves for backward under each kind of
+recomputation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 from weft.estimate.cost import (
     Attention,
+    AttentionKernel,
     Collective,
+    Hardware,
     Matmul,
     Overlap,
+    Precision,
+    Seconds,
     StageWork,
     Step,
     Work,
     WorkList,
+    attention_kernel,
+    step_seconds,
 )
-from weft.estimate.decoder import DecoderDims, Layout, layers_per_stage, layout_schedule
-from weft.plan.pipeline_schedule import Action, stage_indices
+from weft.models.llama import DecoderConfig
+from weft.models.moe import MoeConfig
+from weft.plan.devices import Device
+from weft.plan.pipeline_schedule import (
+    Action,
+    PipelineSchedule,
+    build_schedule,
+    single_stage_schedule,
+    stage_indices,
+)
+from weft.plan.plan import Plan
+from weft.plan.sharding import moment_bytes_per_param
+from weft.train.loss import chunk_tokens
 
 # Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
 # traced steps measured 1.12 to 1.24.
 RESERVED_RATIO = 1.20
-# Bytes per logit at the loss.  Eager: log-softmax in float32, its gradient and the logits' own;
-# fused: logits in bfloat16 and float32, gradient in place; chunked: both in bfloat16.
-LOGIT_BYTES = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
+# Bytes per logit at the loss: log-softmax in float32, its gradient and the logits' own; chunked:
+# logits and their gradient in bfloat16.
+LOGIT_BYTES, CHUNKED_LOGIT_BYTES = 12, 4
 
-# Kernel launches that a device queues before the host blocks.
-LAUNCH_QUEUE = 1024
-
-# Bytes per element for casting one operand of a float8 matmul: amax, scaled copy, transposed copy.
-# Fused with the operator before it, compiled, or about ten eager kernels.  Four bits also take a
-# rotation and a second scale: twice as much.
-CAST_BYTES = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
-# Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
-# "norms": fused kernels for norms and rotary embedding, the rest eager.  That stack copies QKV to
-# batch-first order, and concatenates keys and values.
-TRAFFIC_BYTES = {
-    "eager": (84.0, 20.0, 10.0, 4.0),
-    "norms": (20.0, 18.0, 10.0, 4.0),
-    "fused": (20.0, 4.0, 6.0, 4.0),
-    "compiled": (16.0, 4.0, 6.0, 4.0),
-}
+# Eager and compiled.  Bytes per element for casting one operand of a float8 matmul: amax, scaled
+# copy, transposed copy; about ten eager kernels.
+CAST_BYTES = (34.0, 6.0)
+# Per element of hidden, of queries and keys, of feed-forward: see above.
+TRAFFIC_BYTES = ((84.0, 20.0, 10.0), (16.0, 4.0, 6.0))
 # Kernels per layer forward; FSDP hooks count as kernels.
-KERNELS_PER_LAYER = {"eager": 70, "norms": 55, "fused": 45, "compiled": 25}
+KERNELS_PER_LAYER = (70, 25)
 
 
-# --------------------------------------------------------------------------- work
+def supports_formulas(plan: Plan) -> bool:
+    """Return True if the formulas describe the model and the pipeline schedule.
 
-
-def _matmuls(dims: DecoderDims, layout: Layout) -> list[Matmul]:
-    """Return a layer's forward matmuls: QKV, output, up (and gate), down."""
-    t, p = layout.tokens, layout.precision
-    up = (2 if dims.gated else 1) * dims.ffn
-    return [
-        Matmul(t, dims.hidden, (dims.q + 2 * dims.kv) / layout.tp, 1, p),
-        Matmul(t, dims.q / layout.tp, dims.hidden, 1, p),
-        Matmul(t, dims.hidden, up / layout.tp, 1, p),
-        Matmul(t, dims.ffn / layout.tp, dims.hidden, 1, p),
-    ]
-
-
-def _cast_bytes(matmuls: list[Matmul], fusion: str) -> tuple[float, float]:
-    """Return the bytes of casting operands to low precision, forward and backward.
-
-    Fused stacks cast a weight once per step, and an input once, in both layouts.  Others cast
-    both again in backward.
+    The model is a Llama-like decoder with all parameters trained; a file of a schedule is not
+    supported.  The formulas leave out Qwen3's norms of queries and keys.
     """
-    quantized = [op for op in matmuls if op.precision != "bf16"]
-    inputs, weights = sum(op.m * op.k for op in quantized), sum(op.k * op.n for op in quantized)
-    gradients = sum(op.m * op.n for op in quantized)
-    bytes_per_element = CAST_BYTES[fusion] * (
-        2 if any(op.precision == "float4" for op in quantized) else 1
-    )
-    if fusion == "fused":
-        return bytes_per_element * inputs, bytes_per_element * gradients
-    return bytes_per_element * (inputs + weights), bytes_per_element * (
-        gradients + inputs + weights
-    )
+    is_dense = isinstance(plan.model, DecoderConfig) and not isinstance(plan.model, MoeConfig)
+    is_trained = plan.num_trainable_params == plan.num_params
+    return is_dense and is_trained and not (plan.pipeline and plan.pipeline.has_schedule_file)
 
 
-def _attention_work(dims: DecoderDims, layout: Layout) -> tuple[Work, Work]:
-    """Return the forward and backward work of attention."""
-    sequences, head_dim = layout.tokens / layout.seq_len, dims.q // dims.heads
-    flops = 2 * sequences * layout.seq_len**2 * dims.q / layout.tp  # causal: half of the square
-    keys = layout.seq_len / layout.cp
-    if layout.kernel == "unfused":
-        # Scores, softmax and dropout are materialized: heads x S x S of two bytes.
-        score_elements = sequences * layout.seq_len**2 * dims.heads / layout.tp
-        matmuls = [
-            Matmul(layout.seq_len, head_dim, layout.seq_len, 1),
-            Matmul(layout.seq_len, layout.seq_len, head_dim, 1),
+class DecoderFormulas:
+    """Work and memory of a rank of a plan.
+
+    Sizes are those of one tensor-parallel rank.
+
+    Attributes:
+        zero: 0 replicates; 2 shards optimizer states and gradients, and gathers weights once per
+            step; 3 gathers weights in every microbatch.
+        recomputed_fraction: of the layers that backward computes again.
+        gradient_bytes: of a gradient as reduced.
+        state_bytes: per parameter, sharded: weight, gradient, moments.
+        unsharded_bytes: per parameter, on every rank.
+    """
+
+    dp_overlap: Overlap = "prefetch"  # of weights' gathers and gradients' reductions
+    tp_gather_bytes = 2  # per element that tensor parallelism gathers
+    num_up = 2  # matmuls before the feed-forward's activation: gate and up
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        """Read the sizes of a plan that `supports_formulas`."""
+        config, section = plan.model, plan.job.activation_checkpoint
+        self.plan, self.layers = plan, config.num_layers
+        self.hidden: int = config.dim
+        self.num_microbatches = plan.num_microbatches
+        self.tokens = plan.microbatch_size * plan.seq_len / plan.cp  # of a microbatch on a rank
+        self.q: float = config.num_heads * config.head_dim / plan.tp  # width of the query heads
+        self.kv: float = config.num_kv_heads * config.head_dim / plan.tp
+        self.head_dim = config.head_dim
+        self.ffn: float = config.ffn_dim / plan.tp
+        self.vocab: float = config.vocab_size / plan.tp
+        self.is_tied = config.tied_embeddings
+        self.shards = plan.dp_shard * plan.cp
+        self.zero = 0 if self.shards == 1 else 2 if plan.reshard_after_forward is False else 3
+        self.sequence_parallel = plan.sequence_parallel
+        self.tp_overlap: Overlap = "async" if plan.async_tp else "exposed"
+        self.precision: Precision = "bf16" if plan.float8 == "none" else "float8"
+        compiled = plan.is_compiled
+        self.is_eager = not compiled
+        self.cast_bytes, self.traffic_bytes = CAST_BYTES[compiled], TRAFFIC_BYTES[compiled]
+        self.layer_kernels = KERNELS_PER_LAYER[compiled]
+        self.kernel: AttentionKernel = attention_kernel(plan, device)
+        self.recomputes = plan.activation_checkpoint != "none"
+        self.is_selective = plan.activation_checkpoint == "selective"
+        self.recomputed_fraction = {
+            "full": 1 / section.period,
+            "budget": 1 - section.memory_budget,
+        }.get(plan.activation_checkpoint, 0.0)
+        self.gradient_bytes = 4 if plan.reduce_dtype == "float32" else 2
+        self.state_bytes = 8 + moment_bytes_per_param(plan.state_dtype, plan.cost)
+        accumulates = plan.gradient_sync == "step" and plan.num_microbatches > 1
+        self.unsharded_bytes = 4.0 if accumulates and self.zero == 3 else 0.0
+        chunk = chunk_tokens(int(self.tokens), int(self.vocab))
+        is_chunked = chunk < self.tokens and plan.objective == "next_token"
+        self.logit_bytes = CHUNKED_LOGIT_BYTES if is_chunked else LOGIT_BYTES
+        self.head_traffic_bytes = 4 if is_chunked else 14  # per logit
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        """The pipeline schedule; without a pipeline, of at most two microbatches."""
+        plan = self.plan
+        if plan.pp == 1:
+            return single_stage_schedule(min(2, self.num_microbatches))
+        name, stages = plan.schedule_name, plan.stages_per_rank
+        return build_schedule(name, plan.pp, stages, self.num_microbatches)
+
+    @cached_property
+    def layers_per_stage(self) -> Sequence[int]:
+        """Layers of each stage."""
+        return split_layers(self.layers, self.plan.pp * self.plan.stages_per_rank)
+
+    @property
+    def layer_params(self) -> float:
+        """Parameters of one layer."""
+        matrices = (self.num_up + 1) * self.hidden * self.ffn
+        return matrices + 2 * self.hidden * (self.q + self.kv) + 2 * self.hidden / self.plan.tp
+
+    @property
+    def table_params(self) -> float:
+        """Parameters of the embedding, and of the head."""
+        return self.vocab * self.hidden
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of ranks that share a parameter's optimizer state."""
+        return self.shards if self.zero else 1
+
+    def step_seconds(self, hardware: Hardware) -> Seconds:
+        """Return the seconds of a step by cause.
+
+        Raises:
+            ValueError: if the schedule does not allow the numbers.
+        """
+        return step_seconds(self.estimate_step(), hardware)
+
+    # ------------------------------------------------------------------- work
+
+    def matmuls(self) -> list[Matmul]:
+        """Return a layer's forward matmuls: QKV, output, gate and up, down."""
+        t, h, p = self.tokens, self.hidden, self.precision
+        return [
+            Matmul(t, h, self.q + 2 * self.kv, 1, p),
+            Matmul(t, self.q, h, 1, p),
+            Matmul(t, h, self.num_up * self.ffn, 1, p),
+            Matmul(t, self.ffn, h, 1, p),
         ]
-        # Batched over heads: one matmul with as many rows.
-        batched_heads = sequences * dims.heads / layout.tp
-        matmuls = [op._replace(m=op.m * batched_heads) for op in matmuls]
-        backward_matmuls = [op._replace(times=2) for op in matmuls]
-        return (
-            Work(tuple(matmuls), traffic_bytes=11 * score_elements, kernels=6),
-            Work(tuple(backward_matmuls), traffic_bytes=14 * score_elements, kernels=8),
+
+    def cast_traffic(self, matmuls: list[Matmul]) -> tuple[float, float]:
+        """Return the bytes of casting operands to low precision, forward and backward."""
+        quantized = [op for op in matmuls if op.precision != "bf16"]
+        inputs, weights = sum(op.m * op.k for op in quantized), sum(op.k * op.n for op in quantized)
+        gradients = sum(op.m * op.n for op in quantized)
+        forward = self.cast_bytes * (inputs + weights)
+        return forward, self.cast_bytes * (gradients + inputs + weights)
+
+    def attention_work(self) -> tuple[Work, Work]:
+        """Return the forward and backward work of attention."""
+        plan = self.plan
+        sequences, keys = self.tokens / plan.seq_len, plan.seq_len / plan.cp
+        flops = 2 * sequences * plan.seq_len**2 * self.q  # causal: half of the square
+        steps = plan.cp - 1
+        # Keys and values travel around the ring; partial outputs are merged in float32.
+        stride = plan.tp * plan.cp // 2 or 1
+        ring = Collective("send", 2 * 2 * self.tokens * self.kv, "cp", 2, stride, "ring")
+        merge = 24 * self.tokens * self.q * steps
+        forward = Work(
+            attention=(Attention(flops, keys, self.head_dim, False, self.kernel),),
+            traffic_bytes=merge,
+            kernels=3 + 12 * steps,
+            collectives=(ring._replace(times=steps),) if steps else (),
         )
-    ring_steps = layout.cp - 1
-    # Keys and values travel around the ring; partial outputs are merged in float32.
-    ring = Collective(
-        "send",
-        2 * 2 * layout.tokens * dims.kv / layout.tp,
-        "cp",
-        2,
-        layout.tp * layout.cp // 2 or 1,
-        "ring",
-    )
-    merge = 24 * layout.tokens * dims.q / layout.tp * ring_steps
-    forward = Work(
-        attention=(Attention(flops, keys, head_dim, False, layout.kernel),),
-        traffic_bytes=merge,
-        kernels=3 + 12 * ring_steps,
-        collectives=(ring._replace(times=ring_steps),) if ring_steps else (),
-    )
-    backward = Work(
-        attention=(Attention(2.5 * flops, keys, head_dim, True, layout.kernel),),
-        traffic_bytes=2 * merge,
-        kernels=4 + 16 * ring_steps,
-        collectives=(ring._replace(times=2 * ring_steps),) if ring_steps else (),
-    )
-    return forward, backward
-
-
-def _layer_work(dims: DecoderDims, layout: Layout) -> tuple[Work, Work, Work]:
-    """Return a layer's forward, backward and recomputation."""
-    matmuls = _matmuls(dims, layout)
-    local = layout.tokens / (layout.tp if layout.sequence_parallel else 1)
-    hidden, rotary, gate, plain = TRAFFIC_BYTES[layout.fusion]
-    traffic = local * dims.hidden * hidden + layout.tokens / layout.tp * (
-        (dims.q + dims.kv) * rotary + dims.ffn * (gate if dims.gated else plain)
-    )
-    attention, attention_backward = _attention_work(dims, layout)
-    kernels = KERNELS_PER_LAYER[layout.fusion]
-    collectives: tuple[Collective, ...] = ()
-    if layout.tp > 1:
-        elements = layout.tokens * dims.hidden
-        bytes_by_kind = {"all_gather": layout.tp_gather_bytes, "reduce_scatter": 2}
-        if not layout.sequence_parallel:
-            bytes_by_kind = {"all_reduce": 2}
-        collectives = tuple(
-            Collective(kind, width * elements, "tp", layout.tp, 1, layout.tp_overlap, 2)  # type: ignore[arg-type]
-            for kind, width in bytes_by_kind.items()
+        backward = Work(
+            attention=(Attention(2.5 * flops, keys, self.head_dim, True, self.kernel),),
+            traffic_bytes=2 * merge,
+            kernels=4 + 16 * steps,
+            collectives=(ring._replace(times=2 * steps),) if steps else (),
         )
-    cast, cast_backward = _cast_bytes(matmuls, layout.fusion)
-    forward = attention + Work(tuple(matmuls), (), traffic + cast, kernels, collectives)
-    grads = [op._replace(k=op.n, n=op.k) for op in matmuls]
-    weights = [op._replace(m=op.k, k=op.m) for op in matmuls]
-    backward = attention_backward + Work(
-        (*grads, *weights), (), 2 * traffic + cast_backward, 2 * kernels, collectives
-    )
-    return (
-        forward,
-        backward,
-        _recompute_work(layout, matmuls, attention, traffic, kernels, collectives),
-    )
+        return forward, backward
 
-
-def _recompute_work(
-    layout: Layout,
-    matmuls: list[Matmul],
-    attention: Work,
-    traffic: float,
-    kernels: float,
-    collectives: tuple[Collective, ...],
-) -> Work:
-    if layout.activation_checkpoint == "none":
-        return Work()
-    if (
-        layout.activation_checkpoint == "attention"
-    ):  # with a flash kernel nothing is left to compute again
-        return attention if layout.kernel == "unfused" else Work()
-    casts = _cast_bytes(matmuls, layout.fusion)[0]
-    if layout.activation_checkpoint == "selective":
-        # Every second matmul, and all other operators; TorchTitan's policy saves reduce-scatters.
-        half = tuple(op._replace(n=op.n / 2) for op in matmuls)
-        return Work(half, (), traffic + casts / 2, kernels, collectives[:1])
-    full = attention + Work(tuple(matmuls), (), traffic + casts, kernels, collectives)
-    if layout.activation_checkpoint == "block":
-        fraction = layout.activation_checkpoint_fraction
-        matmuls_share = tuple(op._replace(n=op.n * fraction) for op in full.matmuls)
-        flash = tuple(op._replace(flops=op.flops * fraction) for op in full.attention)
-        collectives_share = tuple(op._replace(times=op.times * fraction) for op in full.collectives)
-        return Work(
-            matmuls_share,
-            flash,
-            full.traffic_bytes * fraction,
-            full.kernels * fraction,
-            collectives_share,
+    def _layer_work(self) -> tuple[Work, Work]:
+        """Return a layer's forward, and its backward with recomputation."""
+        plan, matmuls, kernels = self.plan, self.matmuls(), self.layer_kernels
+        local = self.tokens / (plan.tp if self.sequence_parallel else 1)
+        hidden, rotary, activation = self.traffic_bytes
+        traffic = local * self.hidden * hidden
+        traffic += self.tokens * ((self.q + self.kv) * rotary + self.ffn * activation)
+        attention, attention_backward = self.attention_work()
+        collectives: tuple[Collective, ...] = ()
+        if plan.tp > 1:
+            elements = self.tokens * self.hidden
+            bytes_by_kind = {"all_gather": self.tp_gather_bytes, "reduce_scatter": 2}
+            if not self.sequence_parallel:
+                bytes_by_kind = {"all_reduce": 2}
+            collectives = tuple(
+                Collective(kind, width * elements, "tp", plan.tp, 1, self.tp_overlap, 2)  # type: ignore[arg-type]
+                for kind, width in bytes_by_kind.items()
+            )
+        cast, cast_backward = self.cast_traffic(matmuls)
+        forward = attention + Work(tuple(matmuls), (), traffic + cast, kernels, collectives)
+        grads = [op._replace(k=op.n, n=op.k) for op in matmuls]
+        weights = [op._replace(m=op.k, k=op.m) for op in matmuls]
+        backward = attention_backward + Work(
+            (*grads, *weights), (), 2 * traffic + cast_backward, 2 * kernels, collectives
         )
-    return full
-
-
-def _shard_work(
-    layout: Layout, kind: Literal["all_gather", "reduce_scatter"], params: float
-) -> tuple[Work, ...]:
-    """Return the work of gathering weights or reducing gradients.
-
-    ``params`` is the number of parameters of a rank's stage.
-    """
-    width = 2 if kind == "all_gather" else layout.gradient_bytes
-    group = layout.dp_shard * layout.cp
-    overlap: Overlap = "prefetch" if layout.overlap_dp_comm else "exposed"
-    ops: list[Collective] = []
-    if group > 1:
-        ops.append(Collective(kind, width * params, "dp", group, layout.tp, overlap))
-    if kind == "reduce_scatter" and layout.dp_replicate > 1:
-        shard = width * params / group
-        stride = layout.tp * group
-        ops.append(Collective("all_reduce", shard, "dp", layout.dp_replicate, stride, overlap))
-    # Copies into and out of the communication buffers.
-    return (Work((), (), 2 * width * params, 8, tuple(ops)),) if ops else ()
-
-
-def estimate_step(dims: DecoderDims, layout: Layout) -> Step:
-    """Return the work of a training step.
-
-    Raises:
-        ValueError: if the schedule does not allow the numbers.
-    """
-    counts = layers_per_stage(dims, layout)
-    layer_passes = _layer_passes(dims, layout)
-    works = tuple(
-        _stage_work(dims, layout, stage, counts, *layer_passes) for stage in range(len(counts))
-    )
-    schedule = layout_schedule(layout)
-    stages_by_rank = [stage_indices(order) for order in schedule.values()]
-    vocab_params = dims.vocab * dims.hidden / layout.tp
-    local_params = (
-        max(sum(counts[s] for s in stages) for stages in stages_by_rank)
-        * dims.layer_params
-        / layout.tp
-    )
-    local_params += vocab_params * max(
-        (0 in stages) + (len(counts) - 1 in stages) for stages in stages_by_rank
-    )
-    local_params /= layout.optimizer_shards
-    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
-    optimizer_work = Work(traffic_bytes=40 * local_params, kernels=60)
-    tokens = layout.global_batch * layout.seq_len
-    if layout.pp == 1:
-        return Step(works, layout.microbatches, tokens, optimizer_work)
-    stride = layout.tp * layout.cp * layout.dp
-    p2p_shards = layout.tp if layout.sequence_parallel or layout.scatter_p2p else 1
-    p2p = Collective("send", 2 * layout.tokens * dims.hidden / p2p_shards, "pp", 2, stride)
-    return Step(works, layout.microbatches, tokens, optimizer_work, schedule, p2p)
-
-
-def _layer_passes(dims: DecoderDims, layout: Layout) -> tuple[Work, Work]:
-    """Return a layer's forward and backward with recomputation, sharding and offload."""
-    forward, backward, recompute = _layer_work(dims, layout)
-    layer_params = dims.layer_params / layout.tp
-    if layout.zero == 3:  # every microbatch gathers and reduces
-        gather = _shard_work(layout, "all_gather", layer_params)
-        forward = sum(gather, forward)
-        backward = sum((*gather, *_shard_work(layout, "reduce_scatter", layer_params)), backward)
-    else:  # weight gradients accumulate: one read, one write
-        backward += Work(traffic_bytes=2 * layout.gradient_bytes * layer_params)
-    backward += recompute
-    if layout.offload_fraction:
-        offloaded = layout.offload_fraction * layout.tokens * _saved_bytes(dims, layout)
-        transfer = Work(collectives=(Collective("send", offloaded, "offload", 2, 1, "prefetch"),))
-        forward, backward = forward + transfer, backward + transfer
-    return forward, backward
-
-
-def _stage_work(
-    dims: DecoderDims,
-    layout: Layout,
-    stage: int,
-    counts: Sequence[int],
-    forward: Work,
-    backward: Work,
-) -> StageWork:
-    """Return the work of a stage, from the passes of one layer.
-
-    Args:
-        dims: dimensions of the model.
-        layout: degrees and options of the run.
-        stage: index of the stage.
-        counts: layers of each stage.
-        forward: forward pass of one layer for one microbatch.
-        backward: backward pass of one layer for one microbatch.
-    """
-    first, last = stage == 0, stage == len(counts) - 1
-    forward_works: WorkList = ((forward, counts[stage]),)
-    backward_works: WorkList = ((backward, counts[stage]),)
-    vocab_params = dims.vocab * dims.hidden / layout.tp
-    num_tables = first + (last and not (dims.tied and len(counts) == 1))
-    if first:
-        embedding = Work(traffic_bytes=12 * layout.tokens * dims.hidden / layout.tp, kernels=10)
-        forward_works, backward_works = (
-            ((embedding, 1), *forward_works),
-            (*backward_works, (embedding, 1)),
+        # TorchTitan's selective policy saves every second matmul, and reduce-scatters.
+        selected = Work(
+            tuple(op._replace(n=op.n / 2) for op in matmuls),
+            (),
+            traffic + cast / 2,
+            kernels,
+            collectives[:1],
         )
-    if last:
-        head, head_backward = _head_work(dims, layout)
-        forward_works, backward_works = (
-            (*forward_works, (head, 1)),
-            ((head_backward, 1), *backward_works),
+        return forward, backward + self.recompute_work(forward, selected, attention)
+
+    def recompute_work(self, forward: Work, selected: Work, attention: Work) -> Work:
+        """Return the work that backward computes again.
+
+        Args:
+            forward: of a layer.
+            selected: part of it that selective recomputation runs.
+            attention: part of it in attention.
+        """
+        if self.is_selective:
+            return selected
+        return _scale(forward, self.recomputed_fraction) if self.recomputed_fraction else Work()
+
+    def _shard_work(
+        self, kind: Literal["all_gather", "reduce_scatter"], params: float
+    ) -> tuple[Work, ...]:
+        """Return the work of gathering weights, or reducing gradients, of parameters."""
+        plan, overlap = self.plan, self.dp_overlap
+        width = 2 if kind == "all_gather" else self.gradient_bytes
+        ops: list[Collective] = []
+        if self.shards > 1:
+            ops.append(Collective(kind, width * params, "dp", self.shards, plan.tp, overlap))
+        if kind == "reduce_scatter" and plan.dp_replicate > 1:
+            shard, stride = width * params / self.shards, plan.tp * self.shards
+            ops.append(Collective("all_reduce", shard, "dp", plan.dp_replicate, stride, overlap))
+        # Copies into and out of the communication buffers.
+        return (Work((), (), 2 * width * params, 8, tuple(ops)),) if ops else ()
+
+    def estimate_step(self) -> Step:
+        """Return the work of a training step.
+
+        Raises:
+            ValueError: if the schedule does not allow the numbers.
+        """
+        plan, counts = self.plan, self.layers_per_stage
+        layer_passes = self.layer_passes()
+        works = tuple(self._stage_work(stage, *layer_passes) for stage in range(len(counts)))
+        stages_by_rank = [stage_indices(order) for order in self.schedule.values()]
+        local_params = self.layer_params * max(
+            sum(counts[s] for s in stages) for stages in stages_by_rank
         )
-    if layout.zero == 3:
-        table_sync = (
-            *_shard_work(layout, "all_gather", vocab_params),
-            *_shard_work(layout, "reduce_scatter", vocab_params),
+        local_params += self.table_params * max(
+            (0 in stages) + (len(counts) - 1 in stages) for stages in stages_by_rank
         )
-        return StageWork(
-            (*forward_works, *((work, num_tables) for work in table_sync if num_tables)),
-            backward_works,
-        )
-    params = counts[stage] * dims.layer_params / layout.tp + num_tables * vocab_params
-    group = layout.dp * layout.cp
-    if layout.zero == 0 and group > 1:
-        overlap: Overlap = "prefetch" if layout.overlap_dp_comm else "exposed"
-        op = Collective(
-            "all_reduce", layout.gradient_bytes * params, "dp", group, layout.tp, overlap
-        )
+        # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
+        traffic = 40 * (local_params / self.optimizer_shards)
+        optimizer_work = Work(traffic_bytes=traffic, kernels=60)
+        num_microbatches, tokens = self.num_microbatches, plan.tokens_per_step
+        if plan.pp == 1:
+            return Step(works, num_microbatches, tokens, optimizer_work)
+        return Step(works, num_microbatches, tokens, optimizer_work, self.schedule, self.p2p())
+
+    def p2p(self) -> Collective:
+        """Return the message that a stage sends to the next."""
+        plan = self.plan
+        stride = plan.tp * plan.cp * plan.dp_size
+        shards = plan.tp if self.sequence_parallel else 1
+        return Collective("send", 2 * self.tokens * self.hidden / shards, "pp", 2, stride)
+
+    def layer_passes(self) -> tuple[Work, Work]:
+        """Return a layer's forward and backward with recomputation and sharding."""
+        forward, backward = self._layer_work()
+        if self.zero == 3:  # every microbatch gathers and reduces
+            gather = self._shard_work("all_gather", self.layer_params)
+            reduce = self._shard_work("reduce_scatter", self.layer_params)
+            return sum(gather, forward), sum((*gather, *reduce), backward)
+        # Weight gradients accumulate: one read, one write.
+        accumulation = Work(traffic_bytes=2 * self.gradient_bytes * self.layer_params)
+        return forward, backward + accumulation
+
+    def _stage_work(self, stage: int, forward: Work, backward: Work) -> StageWork:
+        """Return the work of a stage, from the passes of one layer for one microbatch."""
+        plan, counts = self.plan, self.layers_per_stage
+        first, last = stage == 0, stage == len(counts) - 1
+        forward_works: WorkList = ((forward, counts[stage]),)
+        backward_works: WorkList = ((backward, counts[stage]),)
+        num_tables = first + (last and not (self.is_tied and len(counts) == 1))
+        if first:
+            traffic = 12 * self.tokens * self.hidden / plan.tp
+            embedding = Work(traffic_bytes=traffic, kernels=10)
+            forward_works = ((embedding, 1), *forward_works)
+            backward_works = (*backward_works, (embedding, 1))
+        if last:
+            head, head_backward = self._head_work()
+            forward_works = (*forward_works, (head, 1))
+            backward_works = ((head_backward, 1), *backward_works)
+        if self.zero == 3:
+            table_sync = (
+                *self._shard_work("all_gather", self.table_params),
+                *self._shard_work("reduce_scatter", self.table_params),
+            )
+            syncs = tuple((work, num_tables) for work in table_sync if num_tables)
+            return StageWork((*forward_works, *syncs), backward_works)
+        params = counts[stage] * self.layer_params + num_tables * self.table_params
+        group = plan.dp_size * plan.cp
+        if self.zero == 0 and group > 1:
+            size = self.gradient_bytes * params
+            op = Collective("all_reduce", size, "dp", group, plan.tp, self.dp_overlap)
+            reduction = Work(collectives=(op,), traffic_bytes=2 * op.bytes)
+            return StageWork(forward_works, backward_works, grad_reduce=((reduction, 1),))
         return StageWork(
             forward_works,
             backward_works,
-            grad_reduce=((Work(collectives=(op,), traffic_bytes=2 * op.bytes), 1),),
+            tuple((work, 1) for work in self._shard_work("all_gather", params)),
+            tuple((work, 1) for work in self._shard_work("reduce_scatter", params)),
         )
-    gather, reduce = (
-        _shard_work(layout, kind, params) for kind in ("all_gather", "reduce_scatter")
-    )
-    return StageWork(
-        forward_works,
-        backward_works,
-        tuple((work, 1) for work in gather),
-        tuple((work, 1) for work in reduce),
-    )
 
+    def _head_work(self) -> tuple[Work, Work]:
+        """Return forward and backward of the final norm, the output layer and the loss."""
+        matmul = Matmul(self.tokens, self.hidden, self.vocab)
+        # Logits are cast to float32, pass log-softmax, and return as gradients.
+        traffic = self.tokens * self.vocab * self.head_traffic_bytes
+        backward_matmuls = (
+            matmul._replace(k=matmul.n, n=matmul.k),
+            matmul._replace(m=matmul.k, k=matmul.m),
+        )
+        return Work((matmul,), (), traffic, 15), Work(backward_matmuls, (), traffic, 25)
 
-def _head_work(dims: DecoderDims, layout: Layout) -> tuple[Work, Work]:
-    """Return forward and backward of the final norm, the output layer and the loss."""
-    t, vocab = layout.tokens, dims.vocab / layout.tp
-    matmul = Matmul(t, dims.hidden, vocab)
-    # Logits are cast to float32, pass log-softmax, and return as gradients.
-    traffic = t * vocab * (4 if layout.chunked_loss else 14)
-    backward_matmuls = (
-        matmul._replace(k=matmul.n, n=matmul.k),
-        matmul._replace(m=matmul.k, k=matmul.m),
-    )
-    return Work((matmul,), (), traffic, 15), Work(backward_matmuls, (), traffic, 25)
+    # ------------------------------------------------------------------- memory
 
+    def estimate_memory(self) -> dict[str, float]:
+        """Return the bytes of the fullest pipeline rank by category.
 
-# --------------------------------------------------------------------------- memory
+        ``allocator``: reserved beyond the live bytes.
 
+        Raises:
+            ValueError: if the schedule does not allow the numbers.
+        """
+        estimates = map(self.rank_memory, self.schedule.values())
+        return max(estimates, key=lambda memory: sum(memory.values()))
 
-def _saved_bytes(dims: DecoderDims, layout: Layout) -> float:
-    """Return the bytes that a layer saves per token of one microbatch on one rank."""
-    local = 1 / (layout.tp if layout.sequence_parallel else 1)
-    h, q, kv, f = dims.hidden * local, dims.q / layout.tp, dims.kv / layout.tp, dims.ffn / layout.tp
-    width = {"bf16": 2.0, "float8": 1.0, "float4": 0.5}[layout.precision]
-    width = width if layout.fusion == "fused" else 2.0
-    if layout.activation_checkpoint == "full":
-        return 2 * h
-    if layout.activation_checkpoint == "selective":
+    def layer_bytes(self) -> float:
+        """Return the bytes that a layer without recomputation saves per token."""
+        h = self.hidden / (self.plan.tp if self.sequence_parallel else 1)
+        # Eager norms save float32 copies of input and output, and the gate its product.
+        eager = 12 * h + 2 * (self.num_up - 1) * self.ffn if self.is_eager else 0
+        linear = 8 * h + 4 * self.q + 4 * self.kv + 2 * (self.num_up + 1) * self.ffn
+        return eager + linear
+
+    def saved_bytes(self) -> float:
+        """Return the bytes that a layer saves per token of one microbatch."""
+        h = self.hidden / (self.plan.tp if self.sequence_parallel else 1)
+        q, f, num_gates = self.q, self.ffn, self.num_up - 1
+        if not self.is_selective:
+            saved = self.layer_bytes()
+            return saved + self.recomputed_fraction * (2 * h - saved)
         # Only the next layer's input needs the down projection's output; a compiler sees that.
-        saved = 2 * (h + q + kv + q + f * dims.gated + h * (layout.fusion == "eager"))
-        if layout.precision != "bf16" and layout.fusion == "eager":
+        saved = 2 * (h + q + self.kv + q + f * num_gates + h * self.is_eager)
+        if self.precision != "bf16" and self.is_eager:
             # Every linear saves its own input in float8, and its amax.
-            saved += 3 * (3 * h + q + (1 + dims.gated) * h + f)
+            saved += 3 * (3 * h + q + (1 + num_gates) * h + f)
         return saved
-    num_up = 2 if dims.gated else 1
-    eager = 12 * h if layout.fusion == "eager" else 0  # norms: float32 copies of input and output
-    saved = eager + 4 * h + width * 2 * h + 2 * (2 * q + 2 * kv)
-    is_unfused = layout.fusion in ("eager", "norms")
-    saved += num_up * 2 * f + width * f + (2 * f if dims.gated and is_unfused else 0)
-    if (
-        layout.fusion == "norms"
-    ):  # rotated in place in the product's output, keys and values beside it
-        saved += 4 * kv
-    if layout.kernel == "unfused" and layout.activation_checkpoint == "none":
-        saved += 5 * dims.heads / layout.tp * layout.seq_len
-    if layout.activation_checkpoint == "block":
-        return saved + layout.activation_checkpoint_fraction * (2 * h - saved)
-    return saved
+
+    def rank_memory(self, order: list[Action]) -> dict[str, float]:
+        """Return `estimate_memory` of the pipeline rank that runs ``order``."""
+        memory = self.live_memory(order)
+        if self.plan.device == "cuda":
+            # Bytes that live from the start, or come and go together, cause no fragmentation.
+            growing = sum(memory.values()) - memory["gathered"] - memory.get("buffers", 0.0)
+            memory["allocator"] = (RESERVED_RATIO - 1) * growing
+        return memory
+
+    def live_memory(self, order: list[Action]) -> dict[str, float]:
+        """Return the live bytes of the pipeline rank that runs ``order``."""
+        counts, local_stages = self.layers_per_stage, stage_indices(order)
+        num_stages, plan = len(counts), self.plan
+        first, last = 0 in local_stages, num_stages - 1 in local_stages
+        params = sum(counts[s] for s in local_stages) * self.layer_params
+        params += self.table_params * (first + (last and not (self.is_tied and plan.pp == 1)))
+        shards = self.optimizer_shards
+        state = self.state_bytes * params / shards + self.unsharded_bytes * params
+        unreduced = [0.0] * num_stages
+        if self.zero == 2 and self.num_microbatches > 1:
+            tables = [
+                self.table_params * ((s == 0) + (s == num_stages - 1)) for s in range(num_stages)
+            ]
+            unreduced = [
+                4 * (n * self.layer_params + t) for n, t in zip(counts, tables, strict=True)
+            ]
+        per_layer = self.tokens * self.saved_bytes()
+        activations, gradients = _peak_activations(
+            order, [per_layer * n for n in counts], unreduced
+        )
+        if self.zero >= 2 and self.num_microbatches == 1:
+            state -= 4 * params / shards  # no gradients exist yet at the peak
+        gathered = 0.0
+        if self.zero == 2:  # weights stay gathered; gradients accumulate unreduced
+            gathered = 2 * params + gradients
+        elif self.zero == 3:  # this layer, the next one, gradients being reduced
+            gathered = self.layer_params * (2 * 2 + 2 + self.gradient_bytes)
+        memory = {"state": state, "gathered": gathered, "activations": activations}
+        if plan.pp > 1:
+            # Buffers for inputs that autograd does not save anyway, and for gradients.  The first
+            # stage receives no input, the last no gradient.
+            has_input = [float(s > 0) for s in range(num_stages)]
+            saved_anyway, _ = _peak_activations(order, has_input, [0.0] * num_stages)
+            received = self.num_microbatches * (2 * len(local_stages) - first - last)
+            width = 2 * self.hidden / (plan.tp if self.sequence_parallel else 1)
+            memory["buffers"] = (received - saved_anyway) * self.tokens * width
+        memory["temporaries"] = self.tokens * self._temporary_bytes(last)
+        return memory
+
+    def _temporary_bytes(self, last: bool) -> float:
+        """Return the bytes per token of the loss or a running layer, whichever is larger.
+
+        A layer needs its saved activations and the gradients of its widest tensors.
+        """
+        # Gathered from the sequence, and its gradient.
+        gathered = 6 * self.hidden * (self.plan.tp > 1)
+        layer = gathered + 4 * (self.ffn + self.hidden / self.plan.tp)
+        if self.recomputes:
+            layer += self.layer_bytes()
+        return max(layer, last * (self.vocab * self.logit_bytes + gathered))
+
+
+def split_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage, as even as possible.
+
+    The first and last stages give up one layer each, for embedding and head, if that makes the
+    split even.
+    """
+    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
+        per_stage = (layers + 2) // stages
+        return [per_stage - 1, *[per_stage] * (stages - 2), per_stage - 1]
+    # The middle stages take the remainder, because the ends have embedding and head.
+    counts = [layers // stages] * stages
+    first = (stages - layers % stages + 1) // 2
+    for stage in range(first, first + layers % stages):
+        counts[stage] += 1
+    return counts
+
+
+def _scale(work: Work, fraction: float) -> Work:
+    """Return a fraction of a work."""
+    return Work(
+        tuple(op._replace(n=op.n * fraction) for op in work.matmuls),
+        tuple(op._replace(flops=op.flops * fraction) for op in work.attention),
+        work.traffic_bytes * fraction,
+        work.kernels * fraction,
+        tuple(op._replace(times=op.times * fraction) for op in work.collectives),
+    )
 
 
 def _peak_activations(
@@ -426,89 +523,3 @@ def _peak_activations(
             current = (current[0] - saved[stage], current[1] + gradients * unreduced[stage])
         peak = max(peak, current, key=sum)
     return peak
-
-
-def estimate_memory(
-    dims: DecoderDims, layout: Layout, pp_rank: int | None = None
-) -> dict[str, float]:
-    """Return bytes by category; ``allocator``: reserved beyond the live bytes.
-
-    ``pp_rank`` None means the fullest pipeline rank.
-    """
-    schedule = layout_schedule(layout)
-    ranks = schedule if pp_rank is None else (pp_rank,)
-    estimates = (_estimate_rank_memory(dims, layout, schedule[rank]) for rank in ranks)
-    return max(estimates, key=lambda memory: sum(memory.values()))
-
-
-def _estimate_rank_memory(
-    dims: DecoderDims, layout: Layout, order: list[Action]
-) -> dict[str, float]:
-    """Return `estimate_memory` of the pipeline rank that runs ``order``."""
-    counts, local_stages = layers_per_stage(dims, layout), stage_indices(order)
-    num_stages = len(counts)
-    first, last = 0 in local_stages, num_stages - 1 in local_stages
-    vocab_params, layer_params = dims.vocab * dims.hidden / layout.tp, dims.layer_params / layout.tp
-    shards = layout.optimizer_shards
-    params = sum(counts[s] for s in local_stages) * layer_params
-    params += vocab_params * (first + (last and not (dims.tied and layout.pp == 1)))
-    memory = {"state": layout.state_bytes * params / shards + layout.unsharded_bytes * params}
-    table_params = [vocab_params * ((s == 0) + (s == num_stages - 1)) for s in range(num_stages)]
-    unreduced = [0.0] * num_stages
-    if layout.zero == 2 and shards > 1 and layout.microbatches > 1:
-        unreduced = [4 * (n * layer_params + t) for n, t in zip(counts, table_params, strict=True)]
-    saved_per_layer = layout.tokens * _saved_bytes(dims, layout) * (1 - layout.offload_fraction)
-    activations, gradients = _peak_activations(
-        order, [saved_per_layer * n for n in counts], unreduced
-    )
-    memory["gathered"] = 0.0
-    if layout.zero >= 2 and shards > 1 and layout.microbatches == 1:
-        memory["state"] -= 4 * params / shards  # no gradients exist yet at the peak
-    if layout.zero == 2 and shards > 1:  # weights stay gathered; gradients accumulate unreduced
-        memory["gathered"] = 2 * params + gradients
-    elif layout.zero == 3 and shards > 1:  # this layer, the next one, gradients being reduced
-        memory["gathered"] = layer_params * (2 * 2 + 2 + layout.gradient_bytes)
-    memory["activations"] = activations
-    if layout.uses_record_stream and layout.tp > 1:
-        # The host runs ahead by a stage's forward or by the launch queue.  Two unsharded outputs
-        # of each layer, inputs of reduce-scatters, stay allocated meanwhile.
-        pending_layers = min(
-            max(counts[s] for s in local_stages), LAUNCH_QUEUE / KERNELS_PER_LAYER[layout.fusion]
-        )
-        memory["late"] = pending_layers * 2 * 2 * layout.tokens * dims.hidden
-    if layout.pp > 1 and layout.recv_buffers:
-        # Buffers for inputs that autograd does not save anyway, and for gradients.  The first
-        # stage receives no input, the last no gradient.
-        saved_anyway, _ = _peak_activations(
-            order, [float(s > 0) for s in range(num_stages)], [0.0] * num_stages
-        )
-        num_buffers = layout.microbatches * (2 * len(local_stages) - first - last) - saved_anyway
-        shards_p2p = layout.tp if layout.sequence_parallel else 1
-        memory["buffers"] = num_buffers * layout.tokens * 2 * dims.hidden / shards_p2p
-    memory["temporaries"] = layout.tokens * _temporary_bytes(dims, layout, last)
-    if layout.pp > 1 and last and layout.output_bytes:
-        outputs = layout.output_bytes * layout.microbatches * layout.tokens * dims.vocab / layout.tp
-        memory["outputs"] = outputs
-        if outputs > memory["activations"] + memory["temporaries"]:  # the peak is joining them
-            memory |= {"outputs": 2 * outputs, "activations": 0.0, "temporaries": 0.0}
-    if layout.include_reserved:
-        # Bytes that live from the start, or that come and go together, cause no fragmentation.
-        growing = sum(memory.values()) - memory["gathered"] - memory.get("buffers", 0.0)
-        memory["allocator"] = (RESERVED_RATIO - 1) * growing
-    return memory
-
-
-def _temporary_bytes(dims: DecoderDims, layout: Layout, last: bool) -> float:
-    """Return the bytes per token of the loss or a running layer, whichever is larger.
-
-    A layer needs its saved activations and the gradients of its widest tensors.
-    """
-    saved = _saved_bytes(dims, replace(layout, activation_checkpoint="none"))
-    gathered = 6 * dims.hidden * (layout.tp > 1)  # gathered from the sequence, and its gradient
-    layers = (
-        saved * (layout.activation_checkpoint != "none")
-        + gathered
-        + 4 * (dims.ffn + dims.hidden) / layout.tp
-    )
-    logit_bytes = LOGIT_BYTES["chunked" if layout.chunked_loss else layout.fusion]
-    return max(layers, last * (dims.vocab / layout.tp * logit_bytes + gathered))

@@ -27,8 +27,9 @@ from weft.config.files import read_json, reading, replace_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.cost import Hardware, Step, build_hardware, step_seconds
-from weft.estimate.forecast import build_step, price_traces
+from weft.estimate.forecast import price_traces
 from weft.estimate.trace import trace_ranks
+from weft.estimate.trace_to_cost import build_step
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.run_reader import WARMUP_RECORDS, run_dir_error
 from weft.plan.devices import (
@@ -63,7 +64,6 @@ class FinishedRun:
     """
 
     run_dir: Path
-    job: Job
     plan: Plan
     machine: Machine
     seconds: float
@@ -164,7 +164,7 @@ def read_run(run_dir: Path) -> FinishedRun:
     def missing(rule: str, remedy: str) -> InvalidConfig:
         return InvalidConfig([ConfigError("--calibrate", str(run_dir), rule, remedy)])
 
-    job, plan, machine = replan_run(run_dir, "--calibrate")
+    _, plan, machine = replan_run(run_dir, "--calibrate")
     needed = ("step_seconds", "data_seconds", "memory_peak_gib")
     records = [
         record
@@ -186,7 +186,6 @@ def read_run(run_dir: Path) -> FinishedRun:
     environment = read_json(run_dir / "environment.json")
     return FinishedRun(
         run_dir,
-        job,
         plan,
         machine,
         statistics.median(r["step_seconds"] - r["data_seconds"] for r in last),
@@ -202,8 +201,7 @@ def calibrate(run: FinishedRun) -> Calibration:
     Raises:
         InvalidConfig: if no value predicts the measured time.
     """
-    plan, _job = run.plan, run.job
-    rank_traces = trace_ranks(plan)
+    plan, rank_traces = run.plan, trace_ranks(run.plan)
     device = run.machine.spec
     assert device is not None, "read_run refuses unknown devices"
     prediction = price_traces(plan, run.machine, device, rank_traces)

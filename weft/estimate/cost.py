@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.plan.devices import Device, Network
+from weft.plan.devices import Device
 from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
 from weft.plan.plan import Machine, Plan
 
@@ -52,8 +52,8 @@ COLLECTIVE_LAUNCH = 15e-6
 HOST_LINK_BANDWIDTH = 200e9
 
 Precision = Literal["bf16", "float8", "float4"]
-# FlashAttention 1, FlashAttention 2, and the kernel made for the device.
-AttentionKernel = Literal["flash1", "flash", "attention"]
+# FlashAttention 2, and the kernel made for the device.
+AttentionKernel = Literal["flash", "attention"]
 Overlap = Literal["exposed", "async", "ring", "prefetch"]
 
 
@@ -160,15 +160,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices and links of a run.
-
-    ``software``: fraction of the predicted speed that the software reaches; 1 if unknown.
-    """
+    """The devices of a run, with their links."""
 
     device: Device
     devices: int  # of one node
-    network: Network
-    software: float = 1.0
 
 
 class Seconds(dict[str, float]):
@@ -207,17 +202,14 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
 def attention_seconds(op: Attention, device: Device) -> float:
     """Return the seconds of one kernel call, forward or backward."""
     rates = device.attention if op.kernel == "attention" else device.flash
-    # "2x faster than FlashAttention": FlashAttention-2's paper.
-    rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1.0)
-    rate *= op.keys / (op.keys + ATTENTION_RAMP)
-    if op.kernel != "flash1":  # FlashAttention 1 suits heads of 64, later ones heads of 128
-        rate *= min(1.0, op.head_dim / 128) ** 0.4
+    rate = rates[op.backward] * op.keys / (op.keys + ATTENTION_RAMP)
+    rate *= float(min(1.0, op.head_dim / 128) ** 0.4)  # heads of 128 suit it best
     return op.flops / rate
 
 
 def ring_speed(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
     """Return bytes/s of a rank in a ring, and the latency of one round in seconds."""
-    link, network = hardware.device.link, hardware.network
+    link, network = hardware.device.link, hardware.device.network
     node = max(hardware.devices, link.domain)
     local = max(1, min(ranks, node // max(1, stride)))
     nodes = math.ceil(ranks / local)
@@ -252,7 +244,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
     compute += (
         work.traffic_bytes / (STREAM_EFFICIENCY * device.bandwidth) + work.kernels * KERNEL_GAP
     )
-    compute /= hardware.software
+    compute /= device.software
     spent = Seconds(compute=compute)
     prefetched = Seconds()
     for op in work.collectives:
@@ -273,7 +265,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
         # Exposed: the time beyond the layer's, and the time by which it slows the layer.
         fraction = seconds / hidden if hidden else 0
         spent[axis] += fraction * max(CONTENTION * hidden, hidden - (busy - CONTENTION * hidden))
-    host = work.kernels * device.launch / hardware.software
+    host = work.kernels * device.launch / device.software
     if host > spent.total():
         spent["host"] += host - spent.total()
     return spent
@@ -418,4 +410,10 @@ def device_spec(plan: Plan, machine: Machine) -> Device | None:
 
 def build_hardware(plan: Plan, device: Device) -> Hardware:
     """Return the devices and links of a plan."""
-    return Hardware(device, plan.local_world_size, device.network, device.software)
+    return Hardware(device, plan.local_world_size)
+
+
+def attention_kernel(plan: Plan, device: Device) -> AttentionKernel:
+    """Return the attention kernel of a plan; documents need FlashAttention 2."""
+    has_own = device.capability >= (9, 0) and not plan.job.data.keeps_documents
+    return "attention" if has_own else "flash"

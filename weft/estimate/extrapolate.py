@@ -94,7 +94,6 @@ class Extrapolation:
         self._segments: dict[Segment, list[Event]] = defaultdict(list)
         self._target_ids_by_name: dict[StorageName, int] = {}
         self._name_storages(op_trace)
-        self._event_index = {id(event): index for index, event in enumerate(op_trace.events)}
         self._split_segments(op_trace.events)
         self._block_shared: set[int] = set()  # storages
         self._microbatch_shared: set[int] = set()
@@ -102,22 +101,6 @@ class Extrapolation:
         self._compare_repeated()
         self._late_freed = self._find_late_freed()
         self._runs: dict[Segment, list[tuple[BlockIndex | None, bool, list[Event]]]] = {}
-        self._calls: dict[
-            Segment, dict[tuple[BlockIndex | None, bool], list[tuple[int, OpCall]]]
-        ] = {}
-        for segment, events in self._segments.items():
-            for event in events:
-                if event.call is not None:
-                    calls_by_block, block = (
-                        self._calls.setdefault(segment, {}),
-                        event.location.block,
-                    )
-                    if block == (segment[0], OUTSIDE_BLOCKS) and segment[1] in ACTIONS:
-                        block = None
-                    key = block, id(event) in self._end_events
-                    calls_by_block.setdefault(key, []).append(
-                        (self._event_index[id(event)], event.call)
-                    )
         self.initial_bytes = {
             target_id: size
             for storage, size in op_trace.initial_bytes.items()
@@ -174,17 +157,22 @@ class Extrapolation:
                 ordinals_by_kind.setdefault(kind, []).append(ordinal)
         return ordinals_by_kind
 
-    def segment_calls(self, segment: Segment) -> Iterator[tuple[list[tuple[int, OpCall]], int]]:
+    def segment_calls(self, segment: Segment) -> Iterator[tuple[list[OpCall], int]]:
         """Yield groups of a segment's calls, with their number of repetitions.
-
-        A call comes with its index in the trace.
 
         Args:
             segment: with a target stage and a recorded ordinal.
         """
         stage, kind, ordinal = segment
         source_segment = (self._source_stages[stage], kind, ordinal) if kind in ACTIONS else segment
-        for (block, is_end), calls in self._calls.get(source_segment, {}).items():
+        groups: dict[tuple[BlockIndex | None, bool], list[OpCall]] = defaultdict(list)
+        for event in self._segments.get(source_segment, []):
+            if event.call is not None:
+                block = event.location.block
+                if block == (source_segment[0], OUTSIDE_BLOCKS) and kind in ACTIONS:
+                    block = None
+                groups[block, id(event) in self._end_events].append(event.call)
+        for (block, is_end), calls in groups.items():
             target_stages = self._stages_of_block(block, segment)
             times = sum(
                 len(self._event_blocks(block, kind, stage_index, is_end))
@@ -250,17 +238,10 @@ class Extrapolation:
                     (event.location.stage,) if _is_in_action(event) else tuple(pending)
                 ):
                     for other in pending.pop(pending_stage, ()):
-                        self._segments[segment].append(self._move_event(other, event.location))
+                        # To the start of the action, outside running blocks.
+                        location = OpLocation(*segment, other.location.block)
+                        self._segments[segment].append(other._replace(location=location))
             self._segments[segment].append(event)
-
-    def _move_event(self, event: Event, destination: OpLocation) -> Event:
-        """Move an event to the start of an action, outside running blocks."""
-        location = OpLocation(
-            destination.stage, destination.kind, destination.ordinal, event.location.block
-        )
-        moved = event._replace(location=location)
-        self._event_index[id(moved)] = self._event_index[id(event)]
-        return moved
 
     def _stage_of_event(self, event: Event) -> int:
         """Return the recorded stage that an event belongs to."""

@@ -7,24 +7,20 @@ slowest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.estimate.cost import (
-    Collective,
-    Overlap,
     Seconds,
     Span,
-    Step,
-    Work,
     build_hardware,
     pipeline_spans,
     step_seconds,
 )
 from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
-from weft.estimate.trace_memory import RankMemory, find_fullest_rank, peak_live_bytes
-from weft.estimate.trace_to_cost import PricingOptions, TracePricer
+from weft.estimate.trace_memory import RankMemory, peak_live_bytes, simulate_memory
+from weft.estimate.trace_to_cost import build_step
 from weft.plan.devices import GIB, Device
 from weft.plan.plan import Machine, Plan
 
@@ -194,8 +190,9 @@ def price_traces(
     outside = OUTSIDE_ALLOCATOR[plan.device]
     allocator_capacity = None if capacity is None else capacity - outside
     live = tuple(peak_live_bytes(trace) for trace in rank_traces)
-    index, memory = find_fullest_rank(
-        rank_traces, live, on_gpu, allocator_capacity, plan.cpu_offload
+    index = live.index(max(live))
+    memory = simulate_memory(
+        rank_traces[index].shortened(), on_gpu, allocator_capacity, plan.cpu_offload
     )
     time_breakdown = timeline = None
     if device is not None:
@@ -237,63 +234,6 @@ def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
     return tuple(f"low confidence: {caveat}" for caveat in caveats)
 
 
-# --------------------------------------------------------------------------- time
-
-
-def pricing_options(plan: Plan, device: Device) -> PricingOptions:
-    """Return overlap and kernels of the plan on a device."""
-    job = plan.job
-    ring = job.parallel.cp_method == "ring"
-    overlaps: dict[str, Overlap] = {
-        "dp_shard": "prefetch",
-        "dp_replicate": "prefetch",
-        "edp": "prefetch",
-        "ep": "exposed",  # experts wait for tokens, and the next operators for experts
-        "tp": "async" if plan.async_tp else "exposed",
-        "cp": "ring" if ring else "exposed",
-    }
-    has_hopper_attention = device.capability >= (9, 0) and not job.data.keeps_documents
-    return PricingOptions(
-        plan.is_compiled,
-        "attention" if has_hopper_attention else "flash",
-        overlaps,
-    )
-
-
-def build_step(plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> Step:
-    """Convert traces to the step that `weft.estimate.cost` prices."""
-    options = pricing_options(plan, device)
-    pricers: dict[int, TracePricer] = {}
-    works = {}
-    optimizer_work = Work()
-    for pp, trace in enumerate(rank_traces):
-        # Ranks that share a trace differ only in the number of blocks.
-        pricer = TracePricer(trace, options, pricers.get(id(trace.op_trace)))
-        pricers.setdefault(id(trace.op_trace), pricer)
-        stage_indices = [0] if plan.pipeline is None else plan.pipeline.stages_on_rank(pp)
-        for stage, stage_index in enumerate(stage_indices):
-            works[stage_index] = pricer.price_stage(stage)
-        rank_work = pricer.price_optimizer()
-        optimizer_work = max(optimizer_work, rank_work, key=lambda work: work.traffic_bytes)
-    schedule, p2p = (
-        (plan.pipeline_schedule, find_p2p(rank_traces)) if plan.pipeline else (None, None)
-    )
-    stages = tuple(works[stage_index] for stage_index in sorted(works))
-    return Step(stages, plan.num_microbatches, plan.tokens_per_step, optimizer_work, schedule, p2p)
-
-
-def find_p2p(rank_traces: Iterable[RankTrace]) -> Collective | None:
-    """Return the message that a pipeline stage sends to the next."""
-    for trace in rank_traces:
-        for event in trace.op_trace.events:
-            call = event.call
-            if call is not None and call.name == "send":
-                axis, _, stride = trace.comm_groups[call.group]
-                if axis == "pp":
-                    return Collective("send", collective_bytes(call), axis, 2, stride)
-    return None
-
-
 def communication_by_axis(
     trace: RankTrace, seconds: Seconds | None
 ) -> dict[str, AxisCommunication]:
@@ -301,7 +241,7 @@ def communication_by_axis(
     totals: dict[str, tuple[int, int]] = {}
     for segment, times in trace.count_segments().items():
         for calls, repeats in trace.extrapolation.segment_calls(segment):
-            for _, call in calls:
+            for call in calls:
                 if call.group:
                     axis = trace.comm_groups[call.group].axis
                     num_collectives, size = totals.get(axis, (0, 0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.estimate.advice import Advice
+from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
-from weft.estimate.plan_to_analytic import decoder_dims
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
@@ -135,8 +135,8 @@ def advice_table(prediction: Forecast, advice: Sequence[Advice]) -> list[str]:
     if not advice:
         if prediction.fits is False:
             text = "no usual change, and no pair of them, makes it fit"
-            is_searchable = (
-                prediction.step_seconds is not None and decoder_dims(prediction.plan) is not None
+            is_searchable = prediction.step_seconds is not None and supports_formulas(
+                prediction.plan
             )
             return [f"{text}; use --search to try all layouts" if is_searchable else text]
         return []
@@ -156,7 +156,7 @@ def render_search(result: SearchResult) -> str:
             f"{each.prediction.step_seconds:,.3f}",
             "" if each.prediction.mfu is None else f"{each.prediction.mfu:.1%}",
             f"{each.prediction.needed_bytes / GIB:.1f}",
-            describe_layout(each.candidate.layout),
+            describe_layout(each.candidate.plan),
         ]
         for position, each in enumerate(result.best, 1)
     ]

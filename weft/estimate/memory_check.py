@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import replace_text
-from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import build_hardware, device_spec, step_seconds
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
+from weft.estimate.analytic import DecoderFormulas, supports_formulas
+from weft.estimate.cost import build_hardware, device_spec
 from weft.monitor.device_memory import PREDICTION
 from weft.plan.devices import CPU_DEVICE, GIB, get_device
 from weft.plan.plan import Machine, Plan
@@ -103,14 +102,12 @@ def predict_run(plan: Plan, machine: Machine, force: bool) -> tuple[RunPredictio
 def estimate_run(plan: Plan, machine: Machine) -> RunPrediction | None:
     """Predict a run by arithmetic; None for another family, float32 or a CPU."""
     device = device_spec(plan, machine)
-    dims = decoder_dims(plan)
-    if plan.device == "cpu" or plan.compute_dtype == "float32" or not (device and dims):
+    is_supported = plan.compute_dtype != "float32" and supports_formulas(plan)
+    if plan.device == "cpu" or device is None or not is_supported:
         return None
-    layout = analytic_layout(plan, device)
-    if layout is None:
-        return None
-    categories = {name: size / GIB for name, size in estimate_memory(dims, layout).items()}
-    seconds = step_seconds(estimate_step(dims, layout), build_hardware(plan, device))
+    formulas = DecoderFormulas(plan, device)
+    categories = {name: size / GIB for name, size in formulas.estimate_memory().items()}
+    seconds = formulas.step_seconds(build_hardware(plan, device))
     return RunPrediction(
         "arithmetic", sum(categories.values()), categories, seconds.total(), dict(seconds)
     )

@@ -160,9 +160,14 @@ def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes in place, by its schema."""
+    """Return the tensors that an operator writes in place, by its schema.
+
+    A fused optimizer writes the gradients only to unscale them.
+    """
     tensors: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "grads" and kwargs.get("grad_scale") is None:
+            continue
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

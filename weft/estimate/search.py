@@ -1,7 +1,7 @@
 """Search for the fastest layout that fits.
 
-The search enumerates meshes, microbatch sizes, schedules, recomputation and precision.  Arithmetic
-(`weft.estimate.analytic`) estimates memory and time of each in a millisecond, and leaves those that
+The search enumerates meshes, microbatch sizes, schedules, recomputation and precision.  Formulas
+(`weft.estimate.analytic`) estimate memory and time of each in a millisecond, and leave those that
 may fit, sorted by time.  `resolve` plans the best of them, and a trace predicts them; the search
 reports traced numbers only.  If a traced layout does not fit, similar ones are assumed to need as
 much more, and are skipped if that is too much.  At most `MAX_TRACED` layouts are traced, and
@@ -17,6 +17,7 @@ Every rejected layout has a reason: a rule, memory, or time.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -33,18 +34,18 @@ import weft
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job, to_toml
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import estimate_memory, estimate_step
-from weft.estimate.cost import build_hardware, step_seconds
-from weft.estimate.decoder import DecoderDims, Layout
+from weft.estimate.advice import can_use_float8
+from weft.estimate.analytic import DecoderFormulas, supports_formulas
+from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
-from weft.estimate.plan_to_analytic import analytic_layout, decoder_dims
-from weft.plan.devices import GIB
-from weft.plan.float8_rules import supports_float8
-from weft.plan.layout import divisors
+from weft.plan.devices import GIB, Device
+from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.placement import AXES
+from weft.plan.placement import ParallelDims, divisors
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
+from weft.plan.sharding import resolve_reshard
+from weft.plan.stages import Stage
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the
 # recipe's, fitting or not.
@@ -63,24 +64,28 @@ Changes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout; ``changes`` of the recipe's job, estimated time and memory."""
+    """A layout with its estimated time and memory.
+
+    ``changes`` of the recipe's job; ``plan``: of the changed job, but without the costs of its
+    pipeline stages, which take `resolve` a tenth of a second.
+    """
 
     changes: Changes
-    layout: Layout
+    plan: Plan
     seconds: float = 0.0
     memory_bytes: float = 0.0
 
     @property
     def precision(self) -> str:
         """Value of ``precision.float8``."""
-        return str(self.changes["precision"]["float8"])
+        return self.plan.float8
 
     @property
     def memory_class(self) -> object:
         """Key of candidates whose memory estimates have similar errors."""
-        layout = self.layout
-        stages = layout.schedule, layout.pp > 1, layout.stages_per_rank
-        return *stages, layout.tp > 1, layout.cp > 1, layout.activation_checkpoint
+        plan = self.plan
+        stages = plan.schedule_name, plan.pp > 1, plan.stages_per_rank
+        return *stages, plan.tp > 1, plan.cp > 1, plan.activation_checkpoint
 
 
 @dataclass(frozen=True)
@@ -93,19 +98,10 @@ class RejectedCandidate:
 
 
 @dataclass(frozen=True)
-class TraceFailure:
-    """A failed trace; see `RejectedCandidate`."""
-
-    reason: Literal["rule", "trace"]
-    detail: str
-
-
-@dataclass(frozen=True)
 class TracedCandidate:
     """A candidate and its traced prediction."""
 
     candidate: Candidate
-    job: Job
     prediction: Forecast
 
 
@@ -124,26 +120,23 @@ class SearchResult:
     @property
     def winner(self) -> TracedCandidate | None:
         """The fastest layout in the recipe's precision, if any."""
-        own_precision = (each for each in self.best if each.candidate.precision == self.precision)
-        return next(own_precision, None)
+        own = (each for each in self.best if each.candidate.precision == self.precision)
+        return next(own, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the best and the rejected layouts as JSON types."""
         best = [
-            {"layout": describe_layout(each.candidate.layout), "changes": each.candidate.changes}
+            {"layout": describe_layout(each.candidate.plan), "changes": each.candidate.changes}
             | {"precision": each.candidate.precision, "winner": each is self.winner}
             | each.prediction.to_dict()
             for each in self.best
         ]
-        rejected_rows = [
-            {
-                "layout": describe_layout(item.candidate.layout),
-                "why": item.reason,
-                "detail": item.detail,
-            }
+        lost = [
+            {"layout": describe_layout(item.candidate.plan)}
+            | {"why": item.reason, "detail": item.detail}
             for item in self.rejected
         ]
-        return {"considered": self.num_considered, "best": best, "lost": rejected_rows}
+        return {"considered": self.num_considered, "best": best, "lost": lost}
 
 
 def search(
@@ -159,81 +152,89 @@ def search(
     Raises:
         InvalidConfig: if the device or the model is not supported.
     """
-    job = plan.job
-    device = machine.spec
-    if device is None or plan.device == "cpu":
-        rule, remedy = "is a device of unknown speed", "use --cluster, such as 64x8xH100"
-        raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
-    dims = decoder_dims(plan)
-    base = analytic_layout(plan, device)
-    if dims is None:
-        rule = "is not a Llama-like decoder with all parameters trained, which --search requires"
-        remedy = "plan single layouts"
-        raise InvalidConfig([ConfigError("model.kind", job.model.kind, rule, remedy)])
-    if base is None:
-        rule, remedy = "is a file, which fits only one layout", "use the name of a schedule"
-        raise InvalidConfig([ConfigError("pipeline.schedule", plan.schedule_name, rule, remedy)])
-    hardware = build_hardware(plan, device)
+    device = searched_device(plan, machine)
     available_bytes = (
         None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE_ALLOCATOR["cuda"]
     )
-    estimated: list[Candidate] = []
+    by_precision: dict[str, list[Candidate]] = {}
+    best: list[TracedCandidate] = []
     rejected: list[RejectedCandidate] = []
     with ExitStack() as stack:
         trace = open_tracer(stack)
-        for index, candidate in enumerate(enumerate_candidates(dims, base, plan, machine)):
+        for index, candidate in enumerate(enumerate_candidates(plan, machine)):
             if index % 500 == 0:
                 log(f"{index:,} layouts estimated")
-            layout = candidate.layout
-            if conflict := schedule_conflict(layout):
-                rejected.append(RejectedCandidate(candidate, "rule", conflict))
-                continue
-            try:
-                needed = sum(estimate_memory(dims, layout).values())
-                seconds = step_seconds(estimate_step(dims, layout), hardware).total()
-            except ValueError as error:
-                rejected.append(RejectedCandidate(candidate, "rule", str(error)))
-                continue
-            estimated.append(replace(candidate, seconds=seconds, memory_bytes=needed))
-        own_precision = plan.float8
-        best: list[TracedCandidate] = []
-        for precision in sorted(
-            {c.precision for c in estimated}, key=lambda name: name != own_precision
-        ):
-            group = [c for c in estimated if c.precision == precision]
-            num_wanted = TRACED_OWN
-            if precision != own_precision and best:  # worth a trace only if faster
+            result = estimate_candidate(candidate, device)
+            if isinstance(result, RejectedCandidate):
+                rejected.append(result)
+            else:
+                by_precision.setdefault(result.precision, []).append(result)
+        for precision in sorted(by_precision, key=lambda name: name != plan.float8):
+            group, num_wanted = by_precision[precision], TRACED_OWN
+            if precision != plan.float8 and best:  # worth a trace only if faster
                 fastest = min(each.candidate.seconds for each in best)
                 rejected += [reject_slower(fastest, c) for c in group if c.seconds >= fastest]
                 group = [c for c in group if c.seconds < fastest]
                 num_wanted = TRACED_OTHER
             traced, group_rejected = trace_best(
-                job, machine, group, available_bytes, num_wanted, trace, log
+                machine, group, available_bytes, num_wanted, trace, log
             )
             best += traced
             rejected += group_rejected
     best.sort(key=lambda each: each.prediction.step_seconds or 0.0)
-    return SearchResult(tuple(best), tuple(rejected), len(best) + len(rejected), own_precision)
+    return SearchResult(tuple(best), tuple(rejected), len(best) + len(rejected), plan.float8)
+
+
+def searched_device(plan: Plan, machine: Machine) -> Device:
+    """Return the device of a machine.
+
+    Raises:
+        InvalidConfig: if the device or the model is not supported.
+    """
+    job, device = plan.job, machine.spec
+    if device is None or plan.device == "cpu":
+        rule, remedy = "is a device of unknown speed", "use --cluster, such as 64x8xH100"
+        raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
+    if plan.pipeline is not None and plan.pipeline.has_schedule_file:
+        rule, remedy = "is a file, which fits only one layout", "use the name of a schedule"
+        raise InvalidConfig([ConfigError("pipeline.schedule", plan.schedule_name, rule, remedy)])
+    if not supports_formulas(plan):
+        rule = "is not a Llama-like decoder with all parameters trained, which --search requires"
+        remedy = "plan single layouts"
+        raise InvalidConfig([ConfigError("model.kind", job.model.kind, rule, remedy)])
+    return device
+
+
+def estimate_candidate(candidate: Candidate, device: Device) -> Candidate | RejectedCandidate:
+    """Return a candidate with its estimated time and memory, or why it is impossible."""
+    plan = candidate.plan
+    if conflict := schedule_conflict(plan):
+        return RejectedCandidate(candidate, "rule", conflict)
+    formulas = DecoderFormulas(plan, device)
+    try:
+        needed = sum(formulas.estimate_memory().values())
+        seconds = formulas.step_seconds(build_hardware(plan, device)).total()
+    except ValueError as error:
+        return RejectedCandidate(candidate, "rule", str(error))
+    return replace(candidate, seconds=seconds, memory_bytes=needed)
 
 
 def trace_best(
-    job: Job,
     machine: Machine,
     candidates: Sequence[Candidate],
     available_bytes: float | None,
     num_wanted: int,
-    trace: Callable[[Sequence[tuple[Job, Machine]]], Iterable[Forecast | TraceFailure]],
+    trace: Tracer,
     log: Callable[[str], None],
 ) -> tuple[list[TracedCandidate], list[RejectedCandidate]]:
     """Trace the fastest candidates of one precision until enough fit.
 
     Args:
-        job: the job searched for.
         machine: target machine.
         candidates: layouts of one precision with estimated time and memory.
         available_bytes: for the allocator of a device; None: unlimited.
         num_wanted: number of fitting layouts to find.
-        trace: returns the forecast of each job, or why there is none.
+        trace: see `trace_candidate`.
         log: receives progress messages.
 
     Returns:
@@ -243,56 +244,47 @@ def trace_best(
     rejected: list[RejectedCandidate] = []
     correction: dict[object, float] = {}  # traced over estimated bytes
     num_traced, limit = 0, MAX_TRACED * num_wanted // TRACED_OWN
-    remaining = sorted(candidates, key=lambda candidate: candidate.seconds)
-    if available_bytes is not None:
-        fitting = [c for c in remaining if c.memory_bytes <= MARGIN * available_bytes]
-        # If no estimate fits, trace the smallest.
-        fitting = fitting or sorted(remaining, key=lambda candidate: candidate.memory_bytes)[:1]
-        fitting_ids = {id(c) for c in fitting}
-        rejected += [
-            RejectedCandidate(c, "memory", _needs_gib(c.memory_bytes))
-            for c in remaining
-            if id(c) not in fitting_ids
-        ]
-        remaining = fitting
+    available = math.inf if available_bytes is None else available_bytes
+    by_speed = sorted(candidates, key=lambda candidate: candidate.seconds)
+    remaining = [c for c in by_speed if c.memory_bytes <= MARGIN * available]
+    if not remaining:  # if no estimate fits, trace the smallest
+        remaining = sorted(by_speed, key=lambda candidate: candidate.memory_bytes)[:1]
+    kept = set(map(id, remaining))
+    rejected += [reject_too_large(c, c.memory_bytes) for c in by_speed if id(c) not in kept]
     while remaining and len(best) < num_wanted and num_traced < limit:
         batch: list[Candidate] = []
         while remaining and len(batch) < min(WORKERS, num_wanted - len(best), limit - num_traced):
             candidate = remaining.pop(0)
             needed = candidate.memory_bytes * correction.get(candidate.memory_class, 0.0)
-            if available_bytes is not None and needed > available_bytes:
-                detail = f"{_needs_gib(needed)}, estimated from traced neighbors"
-                rejected.append(RejectedCandidate(candidate, "memory", detail))
+            if needed > available:
+                rejected.append(
+                    reject_too_large(candidate, needed, ", estimated from traced neighbors")
+                )
             else:
                 batch.append(candidate)
-        jobs = [replace_sections(job, **candidate.changes) for candidate in batch]
         if batch:
-            layouts = describe_layout(batch[0].layout)
+            layouts = describe_layout(batch[0].plan)
             layouts += f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             log(f"{len(best)} of {num_wanted} found; tracing {layouts}")
         num_traced += len(batch)
-        results = trace([(changed_job, machine) for changed_job in jobs])
-        for candidate, changed_job, result in zip(batch, jobs, results, strict=True):
-            if isinstance(result, TraceFailure):
-                rejected.append(RejectedCandidate(candidate, result.reason, result.detail))
-            elif result.fits is False:
-                traced_bytes = result.needed_bytes - result.outside_bytes
-                correction[candidate.memory_class] = max(
-                    correction.get(candidate.memory_class, 1.0),
-                    traced_bytes / candidate.memory_bytes,
-                )
-                rejected.append(
-                    RejectedCandidate(candidate, "memory", f"{_needs_gib(traced_bytes)}, as traced")
-                )
-            else:
-                best.append(TracedCandidate(candidate, changed_job, result))
-    for slower in remaining:
-        if best:
-            rejected.append(reject_slower(min(each.candidate.seconds for each in best), slower))
-        else:
-            rejected.append(
-                RejectedCandidate(slower, "untried", f"{num_traced} faster ones do not fit")
-            )
+        for result in trace([(candidate, machine) for candidate in batch]):
+            if isinstance(result, RejectedCandidate):
+                rejected.append(result)
+                continue
+            candidate, prediction = result.candidate, result.prediction
+            if prediction.fits is not False:
+                best.append(result)
+                continue
+            size = prediction.needed_bytes - prediction.outside_bytes
+            known = correction.get(candidate.memory_class, 1.0)
+            correction[candidate.memory_class] = max(known, size / candidate.memory_bytes)
+            rejected.append(reject_too_large(candidate, size, ", as traced"))
+    if best:
+        fastest = min(each.candidate.seconds for each in best)
+        rejected += [reject_slower(fastest, slower) for slower in remaining]
+    else:
+        detail = f"{num_traced} faster ones do not fit"
+        rejected += [RejectedCandidate(slower, "untried", detail) for slower in remaining]
     return best, rejected
 
 
@@ -302,17 +294,20 @@ def reject_slower(fastest: float, candidate: Candidate) -> RejectedCandidate:
     return RejectedCandidate(candidate, "slower", f"{gap:.0%} slower, estimated")
 
 
-def _needs_gib(size: float) -> str:
-    return f"needs {size / GIB:.1f} GiB"
+def reject_too_large(candidate: Candidate, size: float, source: str = "") -> RejectedCandidate:
+    """Reject a candidate that needs ``size`` bytes, known by ``source``."""
+    return RejectedCandidate(candidate, "memory", f"needs {size / GIB:.1f} GiB{source}")
 
 
 # --------------------------------------------------------------------------- tracing
 
 
-def open_tracer(
-    stack: ExitStack,
-) -> Callable[[Sequence[tuple[Job, Machine]]], Iterable[Forecast | TraceFailure]]:
-    """Return a function that traces several jobs in parallel processes.
+TraceTask = tuple[Candidate, Machine]
+Tracer = Callable[[Sequence[TraceTask]], Iterable[TracedCandidate | RejectedCandidate]]
+
+
+def open_tracer(stack: ExitStack) -> Tracer:
+    """Return a function that traces several candidates in parallel processes.
 
     A process can hold only one fake process group.  The processes start now, and end with
     ``stack``.
@@ -339,29 +334,29 @@ def _init_worker() -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def trace_candidate(task: tuple[Job, Machine]) -> Forecast | TraceFailure:
-    """Return the forecast of a job, or the reason why it failed; never raise."""
-    job, machine = task
+def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
+    """Trace a candidate on a machine; never raise."""
+    candidate, machine = task
     try:
-        return forecast(resolve(job, machine), machine, machine.spec)
+        prediction = forecast(resolve(candidate.plan.job, machine), machine, machine.spec)
     except InvalidConfig as error:
-        return TraceFailure("rule", str(error.problems[0]))
+        return RejectedCandidate(candidate, "rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
-        return TraceFailure("trace", f"{type(error).__name__}: {error}".partition("\n")[0])
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return RejectedCandidate(candidate, "trace", text)
+    return TracedCandidate(candidate, prediction)
 
 
 # --------------------------------------------------------------------------- candidates
 
 
-def enumerate_candidates(
-    dims: DecoderDims, base: Layout, plan: Plan, machine: Machine
-) -> Iterator[Candidate]:
+def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
     """Yield all layouts that satisfy the numeric rules."""
-    world, node = plan.world_size, plan.local_world_size
+    model, world, node = plan.model, plan.world_size, plan.local_world_size
     for tp in divisors(node):
-        if dims.kv_heads % tp or dims.vocab % tp:
+        if model.num_kv_heads % tp or model.vocab_size % tp:
             continue
-        for pp in divisors(world // tp, dims.layers):
+        for pp in divisors(world // tp, model.num_layers):
             for cp in cp_degrees(plan, world // (tp * pp)):
                 dp = world // (tp * pp * cp)
                 if world % (tp * pp * cp) or plan.global_batch_size % dp:
@@ -369,11 +364,9 @@ def enumerate_candidates(
                 for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
                     if dp % dp_shard:
                         continue
-                    mesh = replace(
-                        base, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard, dp_replicate=dp // dp_shard
-                    )
+                    degrees = ParallelDims(pp, dp // dp_shard, dp_shard, cp, tp)
                     for precision in precisions(plan, machine):
-                        yield from mesh_candidates(plan, dims, mesh, precision)
+                        yield from mesh_candidates(plan, degrees, precision)
 
 
 def cp_degrees(plan: Plan, max_degree: int) -> Iterable[int]:
@@ -388,54 +381,49 @@ def precisions(plan: Plan, machine: Machine) -> list[str]:
     """Return the values of ``precision.float8`` to try, the recipe's first."""
     if plan.float8 != "none":
         return [plan.float8, "none"]
-    can_use_float8 = plan.compute_dtype == "bfloat16" and supports_float8(
-        "tensorwise", machine.capability
-    )
-    return ["none", "tensorwise"] if can_use_float8 else ["none"]
+    return ["none", "tensorwise"] if can_use_float8(plan, machine) else ["none"]
 
 
-def mesh_candidates(
-    plan: Plan, dims: DecoderDims, mesh_layout: Layout, float8: str
-) -> Iterator[Candidate]:
+def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[Candidate]:
     """Yield microbatch sizes, schedules and recomputation for a mesh and precision."""
-    local_batch_size = plan.global_batch_size // mesh_layout.dp
-    shards = mesh_layout.dp_shard * mesh_layout.cp
-    for microbatch_size in MICROBATCHES:
-        if local_batch_size % microbatch_size:
+    local_batch_size = plan.global_batch_size // degrees.dp_size
+    for size in MICROBATCHES:
+        if local_batch_size % size:
             continue
-        for schedule, per_rank in schedule_choices(
-            mesh_layout.pp, dims.layers, local_batch_size // microbatch_size
-        ):
-            for activation_checkpoint in CHECKPOINT_MODES:
-                layout = replace(
-                    mesh_layout,
-                    microbatch=microbatch_size,
-                    schedule=schedule,
-                    stages_per_rank=per_rank,
-                    precision="bf16" if float8 == "none" else "float8",
-                    activation_checkpoint=activation_checkpoint,
-                    activation_checkpoint_fraction=1.0,
-                    zero=0 if shards == 1 else 2 if mesh_layout.pp > 1 else 3,
-                    unsharded_bytes=0.0,
-                    tp_overlap=mesh_layout.tp_overlap if mesh_layout.tp > 1 else "exposed",
-                )
-                parallel: dict[str, Any] = {axis: getattr(mesh_layout, axis) for axis in AXES}
-                parallel |= {"reshard_after_forward": "auto"}
-                parallel |= {"async_tp": plan.async_tp and mesh_layout.tp > 1}
-                pipeline: dict[str, Any] = {
-                    "stages_per_rank": per_rank if per_rank > 1 else "auto",
-                    "layers_per_stage": (),
-                }
-                if mesh_layout.pp > 1:
-                    pipeline |= {"schedule": schedule}
+        num_microbatches, pp = local_batch_size // size, degrees.pp
+        for schedule, per_rank in schedule_choices(pp, plan.model.num_layers, num_microbatches):
+            pipeline: dict[str, Any] = {
+                "stages_per_rank": per_rank if per_rank > 1 else "auto",
+                "layers_per_stage": (),
+            } | ({"schedule": schedule} if pp > 1 else {})
+            async_tp = plan.async_tp and degrees.tp > 1
+            for mode in CHECKPOINT_MODES:
                 changes: Changes = {
-                    "parallel": parallel,
+                    "parallel": degrees.axis_sizes
+                    | {"reshard_after_forward": "auto", "async_tp": async_tp},
                     "pipeline": pipeline,
-                    "train": {"microbatch_size": microbatch_size},
-                    "activation_checkpoint": {"mode": activation_checkpoint, "every_n_layers": 1},
+                    "train": {"microbatch_size": size},
+                    "activation_checkpoint": {"mode": mode, "every_n_layers": 1},
                     "precision": {"float8": float8},
                 }
-                yield Candidate(changes, layout)
+                job = replace_sections(plan.job, **changes)
+                fields: dict[str, Any] = degrees.axis_sizes | {
+                    "job": job,
+                    "local_batch_size": local_batch_size,
+                    "microbatch_size": size,
+                    "num_microbatches": num_microbatches,
+                    "pipeline": unsplit_pipeline(schedule, pp, per_rank) if pp > 1 else None,
+                    "reshard_after_forward": resolve_reshard(job, degrees),
+                    "gradient_sync": "microbatch",
+                    "float8": float8,
+                }
+                yield Candidate(changes, replace(plan, **fields))
+
+
+def unsplit_pipeline(schedule: str, pp: int, stages_per_rank: int) -> PipelinePlan:
+    """Return a pipeline whose layers are not yet split into stages."""
+    stage = Stage(0, 0, "", 0, 0.0, 0.0, 0.0, 0)
+    return PipelinePlan(schedule, (stage,) * (pp * stages_per_rank), (), ())
 
 
 def schedule_choices(pp: int, layers: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -452,33 +440,30 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> Iterator[tuple[
                 yield name, per_rank
 
 
-def schedule_conflict(layout: Layout) -> str:
+def schedule_conflict(plan: Plan) -> str:
     """Return why a schedule with split backward cannot run the layout, or ''."""
-    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
+    name = plan.schedule_name
+    if not SCHEDULES[name].splits_backward:
         return ""
-    if layout.fusion == "compiled":
-        return f"{layout.schedule} does not support torch.compile"
-    if layout.activation_checkpoint != "none":
-        return f"{layout.schedule} recomputes twice, for input and for weight gradients"
-    if layout.precision != "bf16":
-        return f"{layout.schedule} runs float8 matmuls twice"
-    return ""
+    if plan.is_compiled:
+        return f"{name} does not support torch.compile"
+    if plan.activation_checkpoint != "none":
+        return f"{name} recomputes twice, for input and for weight gradients"
+    return f"{name} runs float8 matmuls twice" if plan.float8 != "none" else ""
 
 
 # --------------------------------------------------------------------------- text
 
 
-def describe_layout(layout: Layout) -> str:
-    """Describe a layout in one line."""
-    mesh = " x ".join(f"{a} {getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
-    parts = [mesh or "one rank", f"microbatch {layout.microbatch}"]
-    if layout.pp > 1:
-        stages = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        parts.append(f"{layout.schedule}{stages}")
-    parts.append(f"activation_checkpoint {layout.activation_checkpoint}")
-    if layout.precision != "bf16":
-        parts.append(layout.precision)
-    return ", ".join(parts)
+def describe_layout(plan: Plan) -> str:
+    """Describe the layout of a plan in one line."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items() if size > 1)
+    parts = [mesh or "one rank", f"microbatch {plan.microbatch_size}"]
+    if plan.pp > 1:
+        stages = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
+        parts.append(f"{plan.schedule_name}{stages}")
+    parts.append(f"activation_checkpoint {plan.activation_checkpoint}")
+    return ", ".join([*parts, *(["float8"] if plan.float8 != "none" else [])])
 
 
 def summarize_rejections(rejected: Iterable[RejectedCandidate]) -> list[str]:
@@ -499,7 +484,7 @@ def summarize_rejections(rejected: Iterable[RejectedCandidate]) -> list[str]:
         if getattr(item.candidate, measure) < getattr(closest.candidate, measure):
             nearest[item.reason] = item
     return [
-        f"{count:,} {texts[reason]}; the closest, {describe_layout(item.candidate.layout)}: "
+        f"{count:,} {texts[reason]}; the closest, {describe_layout(item.candidate.plan)}: "
         f"{item.detail}"
         for reason, count in counts.most_common()
         for item in (nearest[reason],)
@@ -519,7 +504,7 @@ def render_recipe(result: SearchResult, job: Job, recipe: str, cluster: str) -> 
     assert winner is not None
     prediction, plan = winner.prediction, winner.prediction.plan
     assert prediction.step_seconds is not None
-    winner_job = replace_sections(winner.job, run={"cluster": cluster})
+    winner_job = replace_sections(winner.candidate.plan.job, run={"cluster": cluster})
     capacity = (
         "" if prediction.capacity_bytes is None else f" of {prediction.capacity_bytes / GIB:.0f}"
     )

@@ -311,9 +311,7 @@ def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrac
             plan, num_microbatches=min(plan.num_microbatches, STEADY_MICROBATCHES * plan.pp)
         )
     for pp in range(plan.pp):
-        rank = coordinates_to_rank(
-            dict.fromkeys(plan.axis_sizes, 0) | {"pp": pp}, plan.axis_sizes, plan.axis_order
-        )
+        rank = coordinates_to_rank({"pp": pp}, plan.axis_sizes, plan.axis_order)
         target_size = step_size(plan, pp, group_size)
         if folded is not None and plan.pipeline is not None:
             key, recorded_plan, recorded_pp = None, folded[0], 0
@@ -393,9 +391,7 @@ def record_rank(
     plan: Plan, small_plan: Plan, pp: int, group_size: int
 ) -> tuple[OpTrace, StepSize, dict[str, CommGroup]]:
     """Record the step of ``small_plan``; return it with its size and process groups."""
-    rank = coordinates_to_rank(
-        dict.fromkeys(plan.axis_sizes, 0) | {"pp": pp}, plan.axis_sizes, plan.axis_order
-    )
+    rank = coordinates_to_rank({"pp": pp}, plan.axis_sizes, plan.axis_order)
     # 1F1B waits for a message before it sends the next; the schedule recorded instead would hold
     # all messages until the end.
     keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"

@@ -13,10 +13,11 @@ its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Container
+from dataclasses import dataclass, field
 
-from weft.estimate.allocator import CachingAllocator
 from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpLocation, OpTrace
 from weft.estimate.trace import RankTrace
@@ -32,6 +33,15 @@ CATEGORIES = (
 
 GATHER_OPS = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
+# Sizes of the caching allocator.
+MIB = 2**20
+MIN_BLOCK_SIZE = 512
+SMALL_SIZE = MIB  # the largest block of the small pool
+SMALL_BUFFER = 2 * MIB
+LARGE_BUFFER = 20 * MIB
+MIN_LARGE_ALLOC = 10 * MIB  # from here on a block has a segment of its size
+ROUND_LARGE = 2 * MIB
+
 # Resident over live bytes with malloc on a CPU: six runs had 1.09 to 1.52 (docs/planner.md).
 MALLOC_RATIO = 1.2
 
@@ -118,26 +128,20 @@ def _copies_weight(event: Event, weights: Container[int], cast_sources: dict[int
     return not location.is_in_block and cast_sources.get(source, source) in weights
 
 
-def steady_state_step(trace: RankTrace) -> tuple[dict[int, int], list[tuple[OpLocation, int, int]]]:
-    """Return the initial storages of a later step, and its changes.
-
-    A change is a location, a storage and bytes.
-    """
-    initial = dict(trace.extrapolation.initial_bytes)
-    sizes = dict(initial)
-    log: list[tuple[OpLocation, int, int]] = []
-    for location, storage, size, _ in trace.events():
-        log.append((location, storage, size))
-        sizes[storage] = sizes.get(storage, 0) + size
+def steady_state_step(trace: RankTrace) -> tuple[dict[int, int], list[Event]]:
+    """Return the initial storages of a later step with their bytes, and its changes."""
+    initial, events = trace.extrapolation.initial_bytes, list(trace.events())
+    sizes = Counter(initial)
+    for event in events:
+        sizes[event.storage] += event.bytes
     # Storages that remain have existed since the first step.
     persistent = {s: size for s, size in sizes.items() if size > 0 and s not in initial}
-    changes = []
-    pending = dict(persistent)
-    for change in log:
-        if pending.get(change[1]) == change[2]:
-            del pending[change[1]]
+    pending, changes = dict(persistent), []
+    for event in events:
+        if pending.get(event.storage) == event.bytes:
+            del pending[event.storage]
         else:
-            changes.append(change)
+            changes.append(event)
     for storage in pending:  # grew in several events
         del persistent[storage]
     return initial | persistent, changes
@@ -154,30 +158,25 @@ def simulate_memory(
         capacity: of the device, in bytes; beyond it the allocator releases unused segments.
         params_on_host: parameters, gradients and optimizer states are in host memory.
     """
-    initial, log = steady_state_step(trace)
+    initial, changes = steady_state_step(trace)
+    start = OpLocation(0, "start", 0)
+    changes = [*(Event(start, storage, size) for storage, size in initial.items()), *changes]
     category_of = trace.extrapolation.expand_categories(categorize_storages(trace.op_trace))
     # On a CPU, host memory is the device's memory.
     host_categories = ("host", *(HOST_CATEGORIES if params_on_host else ())) if caching else ()
     off_device = {s for s, name in category_of.items() if name in host_categories}
     category_of = {s: "activations" if name == "host" else name for s, name in category_of.items()}
-    initial = {s: size for s, size in initial.items() if s not in off_device}
-    live_by_category = dict.fromkeys(CATEGORIES, 0)
-    for storage, size in initial.items():
-        live_by_category[category_of.get(storage, "temporaries")] += size
     allocator = CachingAllocator(capacity) if caching else None
-    sizes = dict(initial)
-    if allocator is not None:
-        for storage, size in initial.items():
-            allocator.allocate(storage, size)
-    live = peak_live = sum(live_by_category.values())
-    peak_location, peak_by_category = OpLocation(0, "start", 0), dict(live_by_category)
-    timeline: list[tuple[OpLocation, int]] = [(peak_location, live)]
-    for location, storage, size in log:
+    sizes: dict[int, int] = {}
+    live_by_category = dict.fromkeys(CATEGORIES, 0)
+    live = peak_live = 0
+    peak_location, peak_by_category = start, live_by_category
+    timeline: list[tuple[OpLocation, int]] = [(start, 0)]
+    for location, storage, size, _ in changes:
         if storage in off_device:
             continue
         old = sizes.get(storage, 0)
-        new = max(0, old + size)
-        sizes[storage] = new
+        new = sizes[storage] = max(0, old + size)
         if allocator is not None:
             if old:
                 allocator.free(storage)
@@ -193,26 +192,6 @@ def simulate_memory(
             peak_live, peak_location, peak_by_category = live, location, dict(live_by_category)
     reserved = int(MALLOC_RATIO * peak_live) if allocator is None else allocator.peak
     return RankMemory(peak_by_category, peak_location, reserved, tuple(timeline))
-
-
-def find_fullest_rank(
-    rank_traces: Sequence[RankTrace],
-    live_peaks: Sequence[int],
-    caching: bool,
-    capacity: int | None,
-    params_on_host: bool,
-) -> tuple[int, RankMemory]:
-    """Return the index of the fullest rank, and its memory.
-
-    Args:
-        rank_traces: one trace per pipeline rank.
-        live_peaks: `peak_live_bytes` of each rank.
-        caching: see `simulate_memory`.
-        capacity: see `simulate_memory`.
-        params_on_host: see `simulate_memory`.
-    """
-    index = max(range(len(live_peaks)), key=lambda rank: live_peaks[rank])
-    return index, simulate_memory(rank_traces[index].shortened(), caching, capacity, params_on_host)
 
 
 def peak_live_bytes(trace: RankTrace) -> int:
@@ -234,3 +213,144 @@ def peak_live_bytes(trace: RankTrace) -> int:
         peak = max(peak, live + peak_in_segment)
         live += total
     return peak
+
+
+# --------------------------------------------------------------------------- allocator
+
+
+@dataclass(slots=True)
+class _Block:
+    start: int
+    size: int
+    free: bool = False
+    prev: _Block | None = field(default=None, repr=False)
+    next: _Block | None = field(default=None, repr=False)
+
+
+class _Pool:
+    """Blocks of one size class; free ones sorted by (size, start)."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.reserved = 0
+        self.end = 0  # of the addresses in use
+        self.free_list: list[tuple[int, int]] = []
+        self.free_by_start: dict[int, _Block] = {}  # free blocks by start
+        self.segments: dict[int, int] = {}  # sizes by start
+
+    def allocate(self, size: int) -> _Block:
+        index = bisect_left(self.free_list, (size, 0))
+        if index < len(self.free_list):
+            _, start = self.free_list.pop(index)
+            block = self.free_by_start.pop(start)
+        else:
+            block = self._allocate_segment(size)
+        remaining = block.size - size
+        if remaining >= MIN_BLOCK_SIZE if self.small else remaining > SMALL_SIZE:
+            remainder = _Block(block.start + size, remaining, True, block, block.next)
+            if block.next:
+                block.next.prev = remainder
+            block.next, block.size = remainder, size
+            self._add_free(remainder)
+        block.free = False
+        return block
+
+    def free_block(self, block: _Block) -> None:
+        for neighbor in (block.prev, block.next):
+            if neighbor is not None and neighbor.free:
+                self._remove_free(neighbor)
+                first, second = (neighbor, block) if neighbor is block.prev else (block, neighbor)
+                first.size += second.size
+                first.next = second.next
+                if second.next:
+                    second.next.prev = first
+                block = first
+        self._add_free(block)
+
+    def release_unused(self) -> None:
+        """Return segments without live blocks to the driver."""
+        for start, size in list(self.segments.items()):
+            block = self.free_by_start.get(start)
+            if block is not None and block.size == size:
+                self._remove_free(block)
+                del self.segments[start]
+                self.reserved -= size
+
+    def _allocate_segment(self, size: int) -> _Block:
+        segment_size = size
+        if self.small:
+            segment_size = SMALL_BUFFER
+        elif size < MIN_LARGE_ALLOC:
+            segment_size = LARGE_BUFFER
+        else:
+            segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
+        block = _Block(self.end, segment_size)
+        self.segments[self.end] = segment_size
+        self.end += segment_size
+        self.reserved += segment_size
+        return block
+
+    def _add_free(self, block: _Block) -> None:
+        block.free = True
+        self.free_by_start[block.start] = block
+        insort(self.free_list, (block.size, block.start))
+
+    def _remove_free(self, block: _Block) -> None:
+        del self.free_by_start[block.start]
+        self.free_list.pop(bisect_left(self.free_list, (block.size, block.start)))
+
+
+class CachingAllocator:
+    """Simulated CUDA allocator of PyTorch; ``peak``: maximum of ``reserved``.
+
+    A device runs out of reserved, not of live bytes.  The allocator requests *segments* from the
+    driver, splits them into blocks, and caches freed blocks; fragmentation wastes some of them.
+    Live bytes of a step are 13 to 20 % below the memory that TorchTitan publishes.
+
+    The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.13):
+
+    * Sizes are rounded up to 512 bytes.  Blocks up to 1 MiB come from the small pool, with segments
+      of 2 MiB.  Others come from the large pool: segments of 20 MiB for blocks below 10 MiB, and
+      above that of the block's size, rounded up to 2 MiB.
+    * The allocator takes the smallest free block that is large enough.  It splits the block if the
+      remainder is at least 512 bytes in the small pool, or more than 1 MiB in the large one.
+    * A freed block merges with free neighbors in its segment.
+    * When the device is full, the allocator first returns segments without live blocks to the
+      driver.
+
+    Not simulated: streams (a stream does not reuse another's blocks; FSDP gathers on its own
+    stream), and expandable segments, which weft does not enable.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        """Create an allocator.
+
+        Args:
+            capacity: bytes of the device; beyond it unused segments are released; None: never.
+        """
+        self.capacity = capacity
+        self.small, self.large = (_Pool(small) for small in (True, False))
+        self.blocks: dict[int, tuple[_Pool, _Block]] = {}
+        self.peak = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments, used or not."""
+        return self.small.reserved + self.large.reserved
+
+    def allocate(self, storage: int, size: int) -> None:
+        """Allocate ``size`` bytes for a storage, in a cached or new segment."""
+        size = max(MIN_BLOCK_SIZE, -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
+        pool = self.small if size <= SMALL_SIZE else self.large
+        before = self.reserved
+        block = pool.allocate(size)
+        if self.capacity is not None and before < self.reserved > self.capacity:
+            for cached_pool in (self.small, self.large):
+                cached_pool.release_unused()
+        self.blocks[storage] = pool, block
+        self.peak = max(self.peak, self.reserved)
+
+    def free(self, storage: int) -> None:
+        """Return the block of a storage to its pool."""
+        pool, block = self.blocks.pop(storage)
+        pool.free_block(block)

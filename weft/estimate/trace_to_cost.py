@@ -8,9 +8,9 @@ that are read outside or stay allocated.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import repeat
 
 from weft.estimate.cost import (
@@ -20,12 +20,16 @@ from weft.estimate.cost import (
     Matmul,
     Overlap,
     StageWork,
+    Step,
     Work,
     WorkList,
+    attention_kernel,
 )
 from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpCall
 from weft.estimate.trace import RankTrace, collective_bytes
+from weft.plan.devices import Device
+from weft.plan.plan import Plan
 
 # Index of the first factor among the inputs.
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
@@ -45,88 +49,72 @@ EAGER_OPS = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
 STATE_INIT_OPS = ("zeros", "zeros_like")
 
 
-@dataclass(frozen=True)
-class PricingOptions:
-    """Facts that a trace on the CPU does not show.
-
-    ``overlaps``: overlap of the collectives of each axis.
-    """
-
-    compiled: bool
-    kernel: AttentionKernel
-    overlaps: dict[str, Overlap]
-
-
 class TracePricer:
-    """Converts the segments of a trace to works."""
+    """Converts the segments of a rank's trace to works on a device."""
 
     def __init__(
-        self, trace: RankTrace, options: PricingOptions, shared: TracePricer | None = None
+        self, trace: RankTrace, plan: Plan, device: Device, shared: TracePricer | None = None
     ) -> None:
-        """Create a pricer.
-
-        Args:
-            trace: recorded step of a rank.
-            options: facts that the trace does not show.
-            shared: pricer of another rank with the same `OpTrace`.
-        """
-        self.trace, self.options = trace, options
-        self.bytes: list[float]
-        self.kernels: list[int]
-        self.bytes, self.kernels = (
-            (shared.bytes, shared.kernels) if shared else self._price_events()
-        )
+        """Create a pricer; ``shared`` is that of another rank with the same `OpTrace`."""
+        self.trace, self.kernel = trace, attention_kernel(plan, device)
+        self.is_compiled = plan.is_compiled
+        self.overlaps: dict[str, Overlap] = {
+            "dp_shard": "prefetch",
+            "dp_replicate": "prefetch",
+            "edp": "prefetch",
+            "tp": "async" if plan.async_tp else "exposed",
+            "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
+        }  # experts (ep) wait for tokens, and the next operators for experts
+        self.costs: dict[int, tuple[float, int]]
+        self.costs = shared.costs if shared else self._price_calls()
 
     # ------------------------------------------------------------------- traffic
 
-    def _price_events(self) -> tuple[list[float], list[int]]:
-        """Return the bytes moved and kernels launched by every event of the trace."""
+    def _price_calls(self) -> dict[int, tuple[float, int]]:
+        """Return bytes moved and kernels launched by every call, by its ``id``."""
         events = self.trace.op_trace.events
-        traffic, kernels = [0.0] * len(events), [0] * len(events)
-        region, regions = 0, [0] * len(events)
-        previous: object = None
-        readers: dict[int, set[int]] = {}
-        for index, event in enumerate(events):
+        regions: list[tuple[Event, OpCall, int]] = []
+        region, previous = 0, None
+        readers: dict[int, set[int]] = defaultdict(set)
+        for event in events:
             if (call := event.call) is None:
                 continue
             is_barrier = self._is_eager(event) or _is_barrier(call)
             region += is_barrier or event.location != previous
-            regions[index], previous = region, event.location
+            regions.append((event, call, region))
+            previous = event.location
             for storage, _ in call.reads:
-                readers.setdefault(storage, set()).add(region)
+                readers[storage].add(region)
             region += is_barrier
         freed = {e.storage for e in events if e.call is None and e.bytes < 0}
         seen: set[tuple[int, int]] = set()
         launched: set[int] = set()
-        for index, event in enumerate(events):
-            if (call := event.call) is None:
-                continue
+        costs: dict[int, tuple[float, int]] = {}
+        for event, call, current in regions:
+            moved = 0.0
             if self._is_eager(event):
-                kernels[index] = 1
                 if not _is_barrier(call):
-                    traffic[index] = sum(size for _, size in (*call.reads, *call.writes))
+                    moved = sum(size for _, size in (*call.reads, *call.writes))
+                costs[id(call)] = moved, 1
                 continue
-            current = regions[index]
-            if current not in launched:
-                launched.add(current)
-                kernels[index] = FUSED_KERNELS
-            if _is_barrier(call):
-                continue
-            for storage, size in call.reads:
-                if (current, storage) not in seen:
+            kernels = 0 if current in launched else FUSED_KERNELS
+            launched.add(current)
+            if not _is_barrier(call):
+                for storage, size in call.reads:
+                    if (current, storage) not in seen:
+                        moved += size
                     seen.add((current, storage))
-                    traffic[index] += size
-            for storage, size in call.writes:
-                if (current, storage) in seen:
-                    continue
-                seen.add((current, storage))
-                if storage not in freed or readers.get(storage, set()) - {current}:
-                    traffic[index] += size
-        return traffic, kernels
+                for storage, size in call.writes:
+                    is_kept = storage not in freed or readers[storage] - {current}
+                    if (current, storage) not in seen and is_kept:
+                        moved += size
+                    seen.add((current, storage))
+            costs[id(call)] = moved, kernels
+        return costs
 
     def _is_eager(self, event: Event) -> bool:
         """Return True if the operator is not in a compiled block."""
-        return not (self.options.compiled and event.location.is_in_block) or (
+        return not (self.is_compiled and event.location.is_in_block) or (
             event.call is not None and event.call.name in EAGER_OPS
         )
 
@@ -139,16 +127,17 @@ class TracePricer:
             for calls, times in self.trace.extrapolation.segment_calls(segment)
         )
 
-    def _work(self, calls: Iterable[tuple[int, OpCall]]) -> Work:
+    def _work(self, calls: Iterable[OpCall]) -> Work:
         matmuls, attention, collectives = [], [], []
         traffic = kernels = 0.0
-        for index, call in calls:
-            traffic += self.bytes[index]
-            kernels += self.kernels[index]
+        for call in calls:
+            moved, launched = self.costs[id(call)]
+            traffic += moved
+            kernels += launched
             if call.name in MATMUL_OPS:
                 matmuls.append(to_matmul(call))
             elif "attention" in call.name:
-                attention.append(to_attention(call, self.options.kernel))
+                attention.append(to_attention(call, self.kernel))
             elif call.group:
                 op = self._collective(call)
                 if op is not None:
@@ -160,7 +149,7 @@ class TracePricer:
         kind = COLLECTIVE_KINDS.get(call.name)
         if kind is None or axis == "pp":
             return None  # the sender pays for a receive; the schedule prices p2p
-        overlap = self.options.overlaps.get(axis, "exposed")
+        overlap = self.overlaps.get(axis, "exposed")
         if overlap == "prefetch" and call.name == "all_reduce" and collective_bytes(call) < 1024:
             overlap = "exposed"  # a token count, not gradients
         if kind == "send":
@@ -192,18 +181,18 @@ class TracePricer:
         total = Work()
         for kind in ("clip", "optimizer"):
             for all_calls, times in self.trace.extrapolation.segment_calls((0, kind, 0)):
-                calls = [indexed for indexed in all_calls if indexed[1].name not in STATE_INIT_OPS]
+                calls = [call for call in all_calls if call.name not in STATE_INIT_OPS]
                 traffic = self._list_traffic(calls) / times
                 work = replace(self._work(calls), traffic_bytes=traffic)
                 total = sum(repeat(work, times), total)
         return total
 
-    def _list_traffic(self, calls: Iterable[tuple[int, OpCall]]) -> float:
+    def _list_traffic(self, calls: Iterable[OpCall]) -> float:
         """Return the bytes that operators on lists of weights move, for all blocks."""
         repeats = self.trace.extrapolation.count_copies
         return sum(
             size * repeats(storage)
-            for _, call in calls
+            for call in calls
             if not _is_barrier(call)
             for storage, size in (*call.reads, *call.writes)
         )
@@ -260,3 +249,39 @@ def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:
     query, key = call.shapes[1:3] if backward else call.shapes[:2]
     flops = call.flops / (2 if call.causal else 1)
     return Attention(flops, key[-2], query[-1], backward, kernel)
+
+
+# --------------------------------------------------------------------------- step
+
+
+def build_step(plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> Step:
+    """Convert traces to the step that `weft.estimate.cost` prices."""
+    pricers: dict[int, TracePricer] = {}
+    works = {}
+    optimizer_work = Work()
+    for pp, trace in enumerate(rank_traces):
+        # Ranks that share a trace differ only in the number of blocks.
+        pricer = TracePricer(trace, plan, device, pricers.get(id(trace.op_trace)))
+        pricers.setdefault(id(trace.op_trace), pricer)
+        stage_indices = [0] if plan.pipeline is None else plan.pipeline.stages_on_rank(pp)
+        for stage, stage_index in enumerate(stage_indices):
+            works[stage_index] = pricer.price_stage(stage)
+        rank_work = pricer.price_optimizer()
+        optimizer_work = max(optimizer_work, rank_work, key=lambda work: work.traffic_bytes)
+    schedule, p2p = (
+        (plan.pipeline_schedule, find_p2p(rank_traces)) if plan.pipeline else (None, None)
+    )
+    stages = tuple(works[stage_index] for stage_index in sorted(works))
+    return Step(stages, plan.num_microbatches, plan.tokens_per_step, optimizer_work, schedule, p2p)
+
+
+def find_p2p(rank_traces: Iterable[RankTrace]) -> Collective | None:
+    """Return the message that a pipeline stage sends to the next."""
+    for trace in rank_traces:
+        for event in trace.op_trace.events:
+            call = event.call
+            if call is not None and call.name == "send":
+                axis, _, stride = trace.comm_groups[call.group]
+                if axis == "pp":
+                    return Collective("send", collective_bytes(call), axis, 2, stride)
+    return None

@@ -23,7 +23,7 @@ from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import enable_async_tp
-from weft.plan.float8_rules import find_float8_matrices
+from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 
 

@@ -13,8 +13,8 @@ from weft.config.errors import ConfigError, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
 from weft.models.family import UnitCost
-from weft.plan.layout import ParallelDims
 from weft.plan.matrices import list_matrices, weight_split
+from weft.plan.placement import ParallelDims
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
 # Bytes of a block and its scale: see `weft.parallel.lora`.

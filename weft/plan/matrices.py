@@ -1,15 +1,31 @@
-"""List the linear layers of blocks, which float8 converts and LoRA adapts."""
+"""List the linear layers that LoRA adapts and float8 converts; check float8.
+
+`weft.parallel.float8` and `weft.parallel.lora` convert layers with this module.  Only linear layers
+of the blocks are candidates for float8.  The embedding and the output head stay in high precision,
+because their errors reach the loss directly.  Candidates are excluded if
+
+* a pattern of ``precision.float8_exclude`` matches their name,
+* a size, on one tensor-parallel rank, is not a multiple of 16 (``_scaled_mm`` requires it, because
+  tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32,
+* they are too small to gain: casting and scaling, which are memory-bound, would cost more than the
+  product saves.  The limits are those of torchao's ``_auto_filter_for_recipe``, measured on H100
+  (github.com/pytorch/ao, torchao/float8/README.md).  torchao has no limits for
+  *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks; weft uses those of *rowwise*.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
+from weft.plan.placement import ParallelDims
 
 
 class Matrix(NamedTuple):
@@ -65,3 +81,111 @@ def weight_split(name: str, family: Family) -> str | None:
     specs = (s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern))
     spec = next(specs, None)
     return spec.weight if spec is not None else None
+
+
+# --------------------------------------------------------------------------- float8
+
+
+def required_multiple(recipe: str) -> int:
+    """Return the required divisor of the sizes of a matrix and of the tokens."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+def find_float8_matrices(
+    section: PrecisionSection, model: Any, family: Family, tp: int
+) -> list[Matrix]:
+    """Return the float8 matrices of the unsharded model, in model order.
+
+    Args:
+        section: the section ``[precision]``.
+        model: the family's configuration.
+        family: the model family.
+        tp: tensor-parallel degree; the sizes are those on one rank.
+    """
+    if section.float8 == "none":
+        return []
+    return _select_matrices(section, _convertible_matrices(section.float8, model, family, tp))
+
+
+def _convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
+    """Return the matrices whose sizes support float8."""
+    unit = required_multiple(recipe)
+    matrices = list_matrices(model, family, tp)
+    return [
+        matrix
+        for matrix in matrices
+        if matrix.out_features % unit == matrix.in_features % unit == 0
+    ]
+
+
+def _select_matrices(section: PrecisionSection, convertible: list[Matrix]) -> list[Matrix]:
+    """Drop the matrices that are too small to gain or excluded by name."""
+    return [
+        matrix
+        for matrix in convertible
+        if (section.float8_small or not _is_too_small(section.float8, matrix))
+        and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_exclude)
+    ]
+
+
+def _is_too_small(recipe: str, matrix: Matrix) -> bool:
+    _, out_features, in_features = matrix
+    if recipe == "tensorwise":
+        return in_features <= 4096 and out_features <= 1024
+    return (
+        out_features <= 2048
+        or in_features <= 1024
+        or (out_features <= 4096 and in_features <= 2048)
+    )
+
+
+def supports_float8(recipe: str, capability: tuple[int, int]) -> bool:
+    """Return True if a GPU of that compute capability supports the recipe."""
+    return capability[0] == 10 if recipe == "mxfp8" else capability >= (8, 9)
+
+
+def check_float8(
+    job: Job, model: Any, family: Family, degrees: ParallelDims, compute_dtype: str, emulated: bool
+) -> Iterator[ConfigError]:
+    """Yield errors if the job does not support float8 products."""
+    section = job.precision
+    key, recipe = "precision.float8", section.float8
+    if recipe == "none":
+        return
+    if job.train.world_size_invariant:
+        rule = "is not supported with train.world_size_invariant, which computes in float32"
+        remedy = "use none, or train.world_size_invariant=false"
+        yield ConfigError(key, recipe, rule, remedy, ("train.world_size_invariant",))
+    if compute_dtype == "float32" and not emulated:
+        rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
+        remedy = "use precision.compute_dtype=bfloat16, or none"
+        yield ConfigError(key, recipe, rule, remedy, ("precision.compute_dtype",))
+
+    convertible = _convertible_matrices(recipe, model, family, degrees.tp)
+    unit = required_multiple(recipe)
+    for pattern in section.float8_exclude if convertible else ():
+        if not any(fnmatchcase(matrix.name, pattern) for matrix in convertible):
+            rule = "matches none of the matrices that support float8"
+            layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in convertible)
+            remedy = f"use one of {', '.join(layers)}, as in {convertible[0].name}"
+            yield ConfigError("precision.float8_exclude", pattern, rule, remedy, (key,))
+    if not convertible:
+        rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
+        rule += f" over tp={degrees.tp} ranks" if degrees.tp > 1 else ""
+        yield ConfigError(key, recipe, rule, "use none, or another model size", ("parallel.tp",))
+    elif not _select_matrices(section, convertible):
+        rule = (
+            f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
+            "precision.float8_exclude"
+        )
+        remedy = "use none, or precision.float8_small=true to convert small matrices too"
+        yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))
+    tokens = job.train.seq_len // degrees.cp
+    if recipe != "rowwise_with_gw_hp" and tokens % unit:
+        # The product for the gradient of a weight sums over tokens.
+        rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
+        remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
+        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
+    if family.moe_layers is not None:
+        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
+        yield ConfigError(key, recipe, rule, "use none", ("model.kind",))

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.layout import ParallelDims, format_choices
 from weft.plan.lora_plan import TrainingCost
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
-    PipelineSchedule,
     ScheduleSpec,
     build_schedule,
     find_schedule,
     is_schedule_file,
     max_in_flight,
     num_scheduled_microbatches,
-    read_schedule_csv,
     stage_index_to_rank,
 )
+from weft.plan.placement import ParallelDims, format_choices
 from weft.plan.stages import Stage, check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
@@ -99,25 +96,24 @@ def resolve_pipeline(
     """
     pp = degrees.pp
     errors = list(_check_model(job, model, family, pp))
-    spec, schedule, new_errors = _load_schedule(job, pp)
+    spec = find_schedule(job.pipeline.schedule, pp)
+    if isinstance(spec, ConfigError):
+        return None, 1, [*errors, spec]
+    stages_per_rank, new_errors = _resolve_stages_per_rank(job, spec)
     errors += new_errors
-    if new_errors:
-        return None, 1, errors
-    stages_per_rank, new_errors = _resolve_stages_per_rank(job, spec, schedule)
-    errors += new_errors
-    num_stages = pp * stages_per_rank if schedule is None else len(stage_index_to_rank(schedule))
+    num_stages = pp * stages_per_rank
+    if spec.actions is not None:
+        num_stages = len(stage_index_to_rank(spec.actions))
     microbatch_size, new_errors = _resolve_microbatch_size(
-        job, spec, schedule, local_batch_size, pp, num_stages
+        job, spec, local_batch_size, pp, num_stages
     )
     errors += new_errors
     errors += _check_stage_count(job, len(cost.units) - 2, num_stages) if cost.units else []
     if errors:
         return None, microbatch_size, errors
 
-    if schedule is None:
-        assert spec is not None
-        num_microbatches = count_microbatches(local_batch_size, microbatch_size)
-        schedule = build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
+    num_microbatches = count_microbatches(local_batch_size, microbatch_size)
+    schedule = spec.actions or build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
     in_flight = max_in_flight(schedule)
     # tp divides the parameters and activations of every unit equally; cp divides activations.
     tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
@@ -129,9 +125,8 @@ def resolve_pipeline(
         objective=job.pipeline.balance,
         layers_per_stage=job.pipeline.layers_per_stage,
     )
-    name = spec.name if spec else job.pipeline.schedule
-    stage_ranks = tuple(stage_index_to_rank(schedule))
-    return PipelinePlan(name, tuple(stages), stage_ranks, tuple(in_flight)), microbatch_size, []
+    ranks = tuple(stage_index_to_rank(schedule))
+    return PipelinePlan(spec.name, tuple(stages), ranks, tuple(in_flight)), microbatch_size, []
 
 
 def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigError]:
@@ -147,31 +142,10 @@ def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigEr
     return []
 
 
-def _load_schedule(
-    job: Job, pp: int
-) -> tuple[ScheduleSpec | None, PipelineSchedule | None, list[ConfigError]]:
-    """Return the spec of a named schedule, or the actions of a CSV file, or an error."""
-    name = job.pipeline.schedule
-    if is_schedule_file(name):
-        schedule = read_schedule_csv(Path(name), pp)
-        if isinstance(schedule, ConfigError):
-            return None, None, [schedule]
-        return None, schedule, []
-    spec = find_schedule(name)
-    return (None, None, [spec]) if isinstance(spec, ConfigError) else (spec, None, [])
-
-
-def _resolve_stages_per_rank(
-    job: Job, spec: ScheduleSpec | None, schedule: PipelineSchedule | None
-) -> tuple[int, list[ConfigError]]:
+def _resolve_stages_per_rank(job: Job, spec: ScheduleSpec) -> tuple[int, list[ConfigError]]:
     """Return the stages of each rank, and the errors of the schedule's keys."""
     key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
     errors = []
-    splits_backward = (
-        spec.splits_backward
-        if spec
-        else any(a.kind == "I" for order in (schedule or {}).values() for a in order)
-    )
     alternatives = [s.name for s in SCHEDULES.values() if not s.splits_backward]
     mode = job.activation_checkpoint.mode
     for conflicts, feature, feature_key, remedy_value in (
@@ -183,7 +157,7 @@ def _resolve_stages_per_rank(
             "none",
         ),
     ):
-        if splits_backward and conflicts:
+        if spec.splits_backward and conflicts:
             rule = (
                 f"computes input and weight gradients separately, which {feature} does not support"
             )
@@ -191,7 +165,7 @@ def _resolve_stages_per_rank(
             remedy = f"use {feature_key} {remedy_value}, or {names}"
             name = job.pipeline.schedule
             errors.append(ConfigError("pipeline.schedule", name, rule, remedy, (feature_key,)))
-    if spec is None:
+    if spec.actions is not None:
         if requested != "auto":
             rule = "is set by the CSV file of pipeline.schedule"
             errors.append(ConfigError(key, requested, rule, "use auto"))
@@ -212,8 +186,7 @@ def _resolve_stages_per_rank(
 
 def _resolve_microbatch_size(
     job: Job,
-    spec: ScheduleSpec | None,
-    schedule: PipelineSchedule | None,
+    spec: ScheduleSpec,
     local_batch_size: int,
     pp: int,
     num_stages: int,
@@ -222,16 +195,11 @@ def _resolve_microbatch_size(
     requested = job.train.microbatch_size
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
-    def is_supported(count: int) -> bool:
-        if schedule is not None:
-            return count == num_scheduled_microbatches(schedule)
-        return spec is not None and spec.supports(count, pp, num_stages)
-
     sizes = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}
     if isinstance(requested, int) and requested <= local_batch_size:
         sizes.add(requested)
     counts = {size: count_microbatches(local_batch_size, size) for size in sorted(sizes)}
-    valid = [size for size, count in counts.items() if is_supported(count)]
+    valid = [size for size, count in counts.items() if spec.supports(count, pp, num_stages)]
     even = [size for size in valid if local_batch_size % size == 0]
     if requested == "auto":
         efficient = [size for size in even if counts[size] >= MIN_MICROBATCHES_PER_RANK * pp]
@@ -243,11 +211,10 @@ def _resolve_microbatch_size(
         return 1, []  # `check_batch` reports this for every layout
     count = counts[requested] if isinstance(requested, int) else local_batch_size
     dp_size = job.train.global_batch_size // local_batch_size
-    if schedule is not None:
-        minimum, more = num_scheduled_microbatches(schedule), "or a multiple of it"
+    if spec.actions is not None:
+        minimum, more = num_scheduled_microbatches(spec.actions), "or a multiple of it"
         rule = f"gives {count} microbatches, but the CSV file of the schedule has {minimum}"
     else:
-        assert spec is not None
         minimum, more = num_stages, "or more"
         rule = (
             f"gives {count} microbatches, but {spec.name} needs {spec.requirement(pp, num_stages)}"

@@ -40,21 +40,25 @@ PipelineSchedule = dict[int, list[Action]]
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The requirements of a schedule of torch.distributed.pipelining.
+    """The requirements of a schedule of torch, or of a CSV file.
 
     Attributes:
         stages_per_rank: the only valid number; None: any from 2.
         splits_backward: True if input and weight gradients are computed separately, which
             torch.compile and selective recomputation do not support, and for which full
             recomputation runs twice.
+        actions: from the file; None for a schedule of torch.
     """
 
     name: str
     stages_per_rank: int | None
     splits_backward: bool = False
+    actions: PipelineSchedule | None = None
 
     def supports(self, num_microbatches: int, pp: int, num_stages: int) -> bool:
         """Return True if the schedule can run this many microbatches over all stages."""
+        if self.actions is not None:
+            return num_microbatches == num_scheduled_microbatches(self.actions)
         if self.name in ("1F1B", "DualPipeV"):
             return num_microbatches >= num_stages
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -87,8 +91,14 @@ def is_schedule_file(schedule: str) -> bool:
     return schedule.lower().endswith(".csv")
 
 
-def find_schedule(name: str) -> ScheduleSpec | ConfigError:
-    """Return the schedule by its case-insensitive name, or an error."""
+def find_schedule(name: str, pp: int) -> ScheduleSpec | ConfigError:
+    """Return the schedule of a case-insensitive name or a CSV file, or an error."""
+    if is_schedule_file(name):
+        actions = read_schedule_csv(Path(name), pp)
+        if isinstance(actions, ConfigError):
+            return actions
+        splits_backward = any(a.kind == "I" for order in actions.values() for a in order)
+        return ScheduleSpec(name, None, splits_backward, actions)
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
             return schedule

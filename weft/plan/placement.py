@@ -1,4 +1,4 @@
-"""Placement: the mesh coordinates of each rank, and the nodes of each group.
+"""Placement: degrees of the mesh, coordinates of each rank, nodes of each group.
 
 A mesh gives every rank one index on each axis, like the digits of a number: the last axis varies
 fastest.  torchrun and Slurm number ranks node by node, and a link inside a node is up to ten times
@@ -18,7 +18,7 @@ Example: pipelines of 6 stages, tensor parallelism over 4 ranks, nodes of 8.  Re
 replica is three nodes, and each node has two consecutive stages; pipeline-outer, each node has one
 stage of two replicas.  A tensor-parallel group is half a node in both.
 
-The functions accept every order that ends with tp.
+The rules of a layout are in `weft.plan.rules`.  The functions accept every order that ends with tp.
 
 ``sizes`` maps axes to sizes; a missing axis has size 1.  ``order`` lists the axes, outermost first.
 """
@@ -28,14 +28,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from weft.config.errors import ConfigError
+from weft.config.schema import ParallelSection
 from weft.plan.stages import format_columns
 
 # The axes of a mesh, in their default order.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEGREE_KEYS = tuple(f"parallel.{name}" for name in AXES)
 
 MESH_ORDERS: dict[str, tuple[str, ...]] = {
     "pipeline-outer": AXES,
@@ -47,6 +51,106 @@ MAX_NODES_SHOWN = 8
 
 Sizes = Mapping[str, int]
 Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+# --------------------------------------------------------------------------- degrees
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Ranks along each axis of the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int = 1  # splits the dp_shard x cp ranks
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks, which read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that FSDP shards a parameter over: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.dp_size * self.pp * self.cp * self.tp
+
+
+def resolve_degrees(
+    parallel: ParallelSection, world_size: int
+) -> tuple[ParallelDims, list[ConfigError]]:
+    """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
+
+    If there are errors, the degrees are the nearest that other rules can check.
+    """
+    errors = []
+    depends = ("run.nproc_per_node", *DEGREE_KEYS)
+    unit = parallel.ranks_per_shard
+    is_automatic = isinstance(parallel.dp_shard, str)
+    dp_shard = (
+        max(1, world_size // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
+    )
+    degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
+    above_one = {name: degree for name, degree in degrees.items() if degree > 1}
+    if is_automatic and world_size % unit:
+        name, degree = next(iter(above_one.items()))
+        others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
+        times = f"times {others} ({unit} in all) " if others else ""
+        valid = format_choices(divisors(world_size)) if not others else ""
+        ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
+        rule = f"{times}does not divide the {world_size} ranks"
+        errors.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
+    elif not is_automatic and unit * dp_shard != world_size:
+        valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
+        others = ", ".join(f"{other}={n}" for other, n in above_one.items())
+        times = f"times {others} " if others else ""
+        errors.append(
+            ConfigError(
+                "parallel.dp_shard",
+                dp_shard,
+                f"{times}is not equal to the {world_size} ranks",
+                f"{valid}, or run.nproc_per_node={unit * dp_shard}",
+                depends,
+            )
+        )
+    dims = ParallelDims(
+        parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp, parallel.ep
+    )
+    return dims, errors
+
+
+def divisors(n: int, at_most: int | None = None) -> list[int]:
+    """Return the divisors of ``n`` in ascending order, up to ``at_most``."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    all_divisors = sorted({*small, *(n // d for d in small)})
+    return [d for d in all_divisors if d <= (at_most or n)]
+
+
+def nearest_divisors(n: int, unit: int) -> list[int]:
+    """Return the nonzero multiples of ``unit`` nearest to ``n``, one on each side."""
+    below = n // unit * unit
+    return [m for m in (below, below + unit) if m]
+
+
+def format_choices(values: list[int]) -> str:
+    """Format ``[1, 2, 4]`` as ``1, 2 or 4``; abbreviate a long list in the middle."""
+    words = [str(value) for value in values]
+    if len(words) > 8:
+        words = [*words[:4], "...", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 # --------------------------------------------------------------------------- ranks and groups
@@ -179,13 +283,11 @@ def placement_warnings(
     if (num_nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
         groups = _group_array("tp", sizes, order)
         group = groups[_nodes_per_group(groups, local_world_size).argmax()]
-        *others, largest = [n for n in range(1, local_world_size + 1) if local_world_size % n == 0]
-        valid = f"{', '.join(map(str, others))} or {largest}" if others else str(largest)
         warnings.append(
             f"parallel.tp={tp}: the group of ranks {group.min()}-{group.max()} spans {num_nodes} "
             f"nodes of {local_world_size} ranks. Tensor parallelism communicates several times in "
             "every layer, with nothing to compute meanwhile. Use a degree that divides the ranks "
-            f"of a node: {valid}."
+            f"of a node: {format_choices(divisors(local_world_size))}."
         )
     if world_size > local_world_size and (remainder := world_size % local_world_size):
         warnings.append(

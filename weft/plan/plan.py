@@ -209,6 +209,11 @@ class Plan:
         return "1F1B" if self.pipeline is None else self.pipeline.schedule
 
     @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of each rank; 1 without a pipeline."""
+        return 1 if self.pipeline is None else len(self.pipeline.stages) // self.pp
+
+    @property
     def pipeline_schedule(self) -> PipelineSchedule:
         """Ordered actions of each pipeline rank; a single stage without a pipeline.
 
@@ -222,8 +227,9 @@ class Plan:
             if isinstance(schedule, ConfigError):
                 raise InvalidConfig([schedule])
             return schedule
-        stages_per_rank = len(self.pipeline.stages) // self.pp
-        return build_schedule(self.schedule_name, self.pp, stages_per_rank, self.num_microbatches)
+        return build_schedule(
+            self.schedule_name, self.pp, self.stages_per_rank, self.num_microbatches
+        )
 
     @property
     def shard_ranks_per_node(self) -> int | None:

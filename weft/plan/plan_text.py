@@ -16,10 +16,10 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
-from weft.plan.memory_formula import estimate_rank_bytes, state_bytes_per_param
 from weft.plan.placement import format_rank_map
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
+from weft.plan.sharding import estimate_rank_bytes, state_bytes_per_param
 from weft.plan.stages import format_stage_table
 
 # A longer table shows only the first and the last stages.

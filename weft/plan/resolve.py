@@ -19,23 +19,26 @@ from weft.config.reader import recipe_names
 from weft.config.schema import Job, difference
 from weft.models import Family, load_family, resolve_section
 from weft.plan.devices import peak_flops
-from weft.plan.float8_rules import (
+from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
+from weft.plan.matrices import (
     check_float8,
     find_float8_matrices,
-    float8_warnings,
     supports_float8,
 )
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, resolve_degrees
-from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
-from weft.plan.memory_formula import check_state_dtype, state_bytes_per_param
 from weft.plan.pipeline_plan import (
     PipelinePlan,
     check_adapter_stages,
     count_microbatches,
     resolve_pipeline,
 )
-from weft.plan.placement import placement_warnings
+from weft.plan.placement import DEGREE_KEYS, ParallelDims, placement_warnings, resolve_degrees
 from weft.plan.plan import Machine, Plan
+from weft.plan.plan_warnings import (
+    activation_checkpoint_warnings,
+    float8_warnings,
+    unused_key_warnings,
+    warmup_warnings,
+)
 from weft.plan.rules import (
     check_batch,
     check_data,
@@ -46,15 +49,12 @@ from weft.plan.rules import (
     check_world_size_invariant,
 )
 from weft.plan.sharding import (
+    check_state_dtype,
     fit_dp_shard,
     local_trainable_params,
     resolve_gradient_sync,
     resolve_reshard,
-)
-from weft.plan.unused_keys import (
-    activation_checkpoint_warnings,
-    unused_key_warnings,
-    warmup_warnings,
+    state_bytes_per_param,
 )
 
 # The CPU ranks of one machine share its cores; more ranks only add traffic.

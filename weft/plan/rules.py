@@ -14,14 +14,15 @@ from typing import Any
 from weft.config.errors import ConfigError
 from weft.config.schema import Job, ParallelSection, steps_of
 from weft.models import Family
-from weft.plan.layout import (
+from weft.plan.placement import (
     DEGREE_KEYS,
+    MESH_ORDERS,
     ParallelDims,
+    crosses_nodes,
     divisors,
     format_choices,
     nearest_divisors,
 )
-from weft.plan.placement import MESH_ORDERS, crosses_nodes
 
 MAX_PROFILED_STEPS = 20
 

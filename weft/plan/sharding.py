@@ -1,24 +1,32 @@
-"""Resolve FSDP's automatic shard degree, resharding and gradient reduction."""
+"""Resolve FSDP's sharding and gradient reduction; estimate a rank's memory.
+
+The memory estimate chooses a shard degree and splits stages.  It is conservative: it counts
+weights, gradients and AdamW's two moments in float32 over the ranks of a shard group, the unsharded
+copies that the layout keeps, and the activations that autograd saves for the microbatches in
+flight, with full recomputation or none.  `weft.estimate` predicts memory by tracing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
 from weft.models import Family
+from weft.models.family import UnitCost
 from weft.plan.devices import GIB
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors
-from weft.plan.lora_plan import TrainingCost
-from weft.plan.memory_formula import (
-    USABLE_MEMORY,
-    estimate_rank_bytes,
-    local_unit_params,
-    recompute_blocks,
-    state_bytes_per_param,
-)
+from weft.plan.lora_plan import TrainingCost, frozen_weights, is_target
+from weft.plan.matrices import list_matrices, weight_split
+from weft.plan.placement import DEGREE_KEYS, ParallelDims, divisors, format_choices
 
+# Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
+# the remainder.
+USABLE_MEMORY = 0.9
+MOMENT_BLOCK_SIZE = 32  # neighbors in a row of a matrix that share two scale bytes
+# Bytes of both AdamW moments of a parameter; 8bit applies to the matrices of the blocks.
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
 # With parallel.gradient_sync = auto, unsharded float32 gradients up to this size are reduced once
 # per step.
 MAX_UNSHARDED_GRADIENT_BYTES = 2 * GIB
@@ -122,3 +130,134 @@ def fit_dp_shard(
     )
     remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch_size"
     return degrees, [ConfigError(key, "fit", rule, remedy, DEGREE_KEYS)]
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def moment_bytes_per_param(state_dtype: str, cost: TrainingCost) -> float:
+    """Return the mean bytes of AdamW's moments per trainable parameter."""
+    packed = MOMENT_BYTES[state_dtype]
+    if state_dtype != "8bit":
+        return packed
+    if cost.lora_rank:  # one of the two matrices of an adapter has rows of this length
+        return packed if cost.lora_rank % MOMENT_BLOCK_SIZE == 0 else (packed + 8) / 2
+    if not cost.units:
+        return 8  # an upper bound
+    first, *blocks, last = cost.units
+    block_params = sum(unit.params for unit in blocks)
+    other_params = first.params + last.params
+    return (packed * block_params + 8 * other_params) / (block_params + other_params)
+
+
+def state_bytes_per_param(
+    job: Job,
+    cost: TrainingCost,
+    fsdp_size: int,
+    *,
+    has_unsharded_params: bool,
+    has_unsharded_gradients: bool,
+    compute_bytes: int,
+) -> float:
+    """Return the bytes on a rank per parameter of its shard group.
+
+    Args:
+        job: keys of the run.
+        cost: of the model.
+        fsdp_size: ranks of the shard group.
+        has_unsharded_params: True if gathered weights stay until the end of the step
+            (reshard_after_forward never).
+        has_unsharded_gradients: True if unsharded gradients accumulate over microbatches.
+        compute_bytes: bytes of one weight in forward and backward.
+    """
+    # Weight, gradient and moments.
+    sharded = 4 + 4 + moment_bytes_per_param(job.optim.state_dtype, cost)
+    trainable = sharded / fsdp_size
+    trainable += compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients
+    if fsdp_size == 1 and compute_bytes == 4:
+        trainable = sharded
+    frozen = frozen_weights(job.lora, cost, compute_bytes)
+    if frozen is None:
+        return trainable
+    copies = 1 / fsdp_size + (has_unsharded_params and fsdp_size > 1)
+    return frozen.bytes_per_weight * copies + frozen.adapter_ratio * trainable
+
+
+def check_state_dtype(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
+    """Yield errors if tensor parallelism splits a block of 8-bit moments.
+
+    Its scales, and so the numbers of the run, would depend on the layout.
+    """
+    if job.optim.state_dtype != "8bit" or degrees.tp == 1:
+        return
+    invalid = {}
+    for matrix in list_matrices(model, family):
+        if job.lora.has_adapters and not is_target(matrix.name, job.lora):
+            continue
+        is_blockwise = (
+            weight_split(matrix.name, family) == "row"
+            and matrix.in_features % MOMENT_BLOCK_SIZE == 0
+        )
+        if is_blockwise and matrix.in_features % (degrees.tp * MOMENT_BLOCK_SIZE):
+            invalid[matrix.name.rpartition(".")[2]] = matrix.in_features
+    for layer, in_features in invalid.items():
+        rule = (
+            f"splits the {in_features} inputs of {layer} into shards that are not multiples of "
+            f"{MOMENT_BLOCK_SIZE}, the block size of optim.state_dtype 8bit"
+        )
+        valid = [n for n in divisors(in_features // MOMENT_BLOCK_SIZE) if n < degrees.tp]
+        remedy = f"use {format_choices(valid)}, or optim.state_dtype=bfloat16"
+        yield ConfigError(
+            "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
+        )
+
+
+def estimate_rank_bytes(
+    units: Sequence[UnitCost],
+    *,
+    tp: int,
+    pp: int,
+    tokens: int,
+    in_flight: int,
+    bytes_per_param: float,
+    compute_bytes: int,
+    ep: int = 1,
+) -> float:
+    """Return the bytes on one rank of a layout, as if layers were spread evenly.
+
+    Args:
+        units: units of the unsharded model, in order.
+        tp: tensor-parallel degree.
+        pp: pipeline-parallel degree.
+        tokens: tokens of one microbatch on one rank.
+        in_flight: microbatches whose activations a rank keeps at once.
+        bytes_per_param: see `state_bytes_per_param`.
+        compute_bytes: bytes of a weight, and of an activation, in forward and backward.
+        ep: expert-parallel degree; a rank does not gather the experts of other ep ranks.
+    """
+    params = sum(unit.params for unit in units) / (tp * pp)
+    # FSDP gathers one unit in use and one prefetched unit, with their unsharded gradients.
+    gathered = 4 * compute_bytes * max(local_unit_params(unit, ep) for unit in units) / tp
+    activations = sum(unit.activation_bytes_per_token for unit in units) * compute_bytes / 2
+    return params * bytes_per_param + gathered + activations / (tp * pp) * tokens * in_flight
+
+
+def local_unit_params(unit: UnitCost, ep: int) -> float:
+    """Return the parameters of a unit, without experts on the other ``ep - 1`` ranks."""
+    return unit.params - unit.expert_params * (1 - 1 / ep)
+
+
+def recompute_blocks(units: Sequence[UnitCost]) -> list[UnitCost]:
+    """Return the units as if backward recomputed every block.
+
+    Each block keeps only its input, which is as large as the output of the first unit.  One block
+    at a time, here the last, has all its activations.
+    """
+    first, *blocks, last = units
+    inputs_only = [
+        unit._replace(activation_bytes_per_token=first.activation_bytes_per_token)
+        for unit in blocks
+    ]
+    return [first, *inputs_only[:-1], *blocks[-1:], last]

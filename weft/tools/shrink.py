@@ -32,7 +32,7 @@ from weft.config.schema import (
     replace,
 )
 from weft.plan.devices import parse_cluster
-from weft.plan.float8_rules import find_float8_matrices, required_multiple
+from weft.plan.matrices import find_float8_matrices, required_multiple
 from weft.plan.placement import AXES
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine

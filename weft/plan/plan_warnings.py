@@ -24,11 +24,14 @@ DEFAULTS = flatten(Job())
 
 @dataclass(frozen=True)
 class EffectRule:
-    """The condition under which a key has an effect, and the warning if it has none."""
+    """The condition under which a key has an effect, and the warning if it has none.
+
+    ``remedy``: change that gives it an effect; empty: only its removal helps.
+    """
 
     has_effect: Callable[[Plan], bool]
     reason: str
-    remedy: str
+    remedy: str = ""
 
 
 def _num_shards(plan: Plan) -> int:
@@ -44,60 +47,57 @@ def _is_user_defined(name: str) -> bool:
 _PIPELINE = EffectRule(
     lambda plan: plan.pp > 1,
     "there is no pipeline (parallel.pp=1)",
-    "Set parallel.pp above 1, or remove the key",
+    "Set parallel.pp above 1",
 )
 _CONTEXT_PARALLEL = EffectRule(
     lambda plan: plan.cp > 1,
     "there is no context parallelism (parallel.cp=1)",
-    "Set parallel.cp above 1, or remove the key",
+    "Set parallel.cp above 1",
 )
 _SHARDED = EffectRule(
     lambda plan: _num_shards(plan) > 1,
     "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or "
     "train.world_size_invariant is true)",
-    "Set parallel.dp_shard above 1, or remove the key",
+    "Set parallel.dp_shard above 1",
 )
 _LORA = EffectRule(
     lambda plan: plan.lora_rank > 0,
     "there are no adapters (lora.rank=0)",
-    "Set lora.rank, or remove the key",
+    "Set lora.rank",
 )
 _FLOAT8 = EffectRule(
     lambda plan: plan.float8 != "none",
     "no matrix is multiplied in float8 (precision.float8=none)",
-    "Set precision.float8, or remove the key",
+    "Set precision.float8",
 )
 _SPIKES = EffectRule(
     lambda plan: plan.job.resilience.on_anomaly != "stop",
     "weft does not detect spikes (resilience.on_anomaly=stop)",
-    "Set resilience.on_anomaly to skip or rewind, or remove the key",
+    "Set resilience.on_anomaly to skip or rewind",
 )
 _TEXT = EffectRule(
     lambda plan: plan.job.data.is_text,
     "the data are not plain text (data.format is chat or preferences)",
-    "Remove the key",
 )
 _CHAT = EffectRule(
     lambda plan: not plan.job.data.is_text,
     "the data are not conversations (data.format=text)",
-    "Set data.format to chat or preferences, or remove the key",
+    "Set data.format to chat or preferences",
 )
 
 EFFECT_RULES: dict[str, EffectRule] = {
     "run.nproc_per_node": EffectRule(
         lambda plan: plan.job.run.nproc_per_node in ("auto", plan.local_world_size),
         "the launcher or the planned cluster sets the number of ranks per node",
-        "Remove the key",
     ),
     "run.nodes": EffectRule(
         lambda plan: _is_node_count_allowed(plan.job.run.nodes_text, plan.node_counts[-1]),
         "the launcher or the planned cluster has another number of nodes",
-        "Remove the key",
     ),
     "run.rendezvous": EffectRule(
         lambda plan: plan.node_counts[-1] > 1 or plan.job.run.nodes != "auto",
         "the run has one node",
-        "Set run.nodes to the number of nodes that start this command, or remove the key",
+        "Set run.nodes to the number of nodes that start this command",
     ),
     "data.text_field": _TEXT,
     "data.packing": _TEXT,
@@ -106,52 +106,51 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.vocab_size": EffectRule(
         lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",
-        "Remove the key",
     ),
     "train.dpo_beta": EffectRule(
         lambda plan: plan.objective == "dpo" or _is_user_defined(plan.objective),
         "the objective is not dpo (train.objective)",
-        "Set train.objective=dpo, or remove the key",
+        "Set train.objective=dpo",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "optim.momentum": EffectRule(
         lambda plan: plan.optimizer == "muon" or _is_user_defined(plan.optimizer),
         "the optimizer has no momentum (optim.name is adamw, which has optim.beta1)",
-        "Set optim.name=muon, or remove the key",
+        "Set optim.name=muon",
     ),
     "optim.decay_fraction": EffectRule(
         lambda plan: plan.job.optim.schedule == "wsd" or _is_user_defined(plan.job.optim.schedule),
         "only the wsd schedule has a decay phase (optim.schedule)",
-        "Set optim.schedule=wsd, or remove the key",
+        "Set optim.schedule=wsd",
     ),
     "optim.min_lr_ratio": EffectRule(
         lambda plan: plan.job.optim.schedule != "wsd" or plan.job.optim.decay_fraction > 0,
         "the learning rate does not decay (optim.decay_fraction=0)",
-        "Set optim.decay_fraction above 0, or remove the key",
+        "Set optim.decay_fraction above 0",
     ),
     "pipeline.schedule": _PIPELINE,
     "parallel.sequence_parallel": EffectRule(
         lambda plan: plan.tp > 1,
         "there is no tensor parallelism (parallel.tp=1)",
-        "Set parallel.tp above 1, or remove the key",
+        "Set parallel.tp above 1",
     ),
     "parallel.cp_method": _CONTEXT_PARALLEL,
     "parallel.cp_load_balance": _CONTEXT_PARALLEL,
     "parallel.mesh_order": EffectRule(
         lambda plan: plan.pp > 1 and plan.dp_replicate > 1,
         "the two orders differ only if a pipeline has replicas",
-        "Set parallel.pp and parallel.dp_replicate above 1, or remove the key",
+        "Set parallel.pp and parallel.dp_replicate above 1",
     ),
     "parallel.reshard_after_forward": EffectRule(
         lambda plan: _num_shards(plan) > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
         "no parameters are sharded, so none are gathered",
-        "Set parallel.dp_shard above 1, or remove the key",
+        "Set parallel.dp_shard above 1",
     ),
     "parallel.gradient_sync": EffectRule(
         lambda plan: plan.num_microbatches > 1 and plan.dp_size * plan.cp > 1,
         "a step reduces gradients once: it has one microbatch, or one rank to reduce over",
-        "Set a smaller train.microbatch_size, or remove the key",
+        "Set a smaller train.microbatch_size",
     ),
     "parallel.hierarchical_gather": EffectRule(
         lambda plan: (
@@ -160,63 +159,62 @@ EFFECT_RULES: dict[str, EffectRule] = {
             and 1 < plan.shard_ranks_per_node < _num_shards(plan)
         ),
         "no shard group has several ranks on each of several nodes (parallel.dp_shard)",
-        "Remove the key, or shard over more ranks than a node has",
+        "Shard over more ranks than a node has",
     ),
     "parallel.symmetric_memory": _SHARDED,
     "parallel.fsdp_prefetch": _SHARDED,
     "parallel.param_persistence_threshold": EffectRule(
         lambda plan: _num_shards(plan) > 1 and plan.reshard_after_forward is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
-        "Set parallel.reshard_after_forward=always, or remove the key",
+        "Set parallel.reshard_after_forward=always",
     ),
     "pipeline.stages_per_rank": _PIPELINE,
     "pipeline.layers_per_stage": _PIPELINE,
     "pipeline.balance": EffectRule(
         lambda plan: plan.pp > 1 and not plan.job.pipeline.layers_per_stage,
         "there is no pipeline (parallel.pp=1), or pipeline.layers_per_stage sets its stages",
-        "Set parallel.pp above 1 without pipeline.layers_per_stage, or remove the key",
+        "Set parallel.pp above 1 without pipeline.layers_per_stage",
     ),
     "precision.reduce_dtype": EffectRule(
         lambda plan: plan.uses_fsdp,
         "FSDP reduces no gradients (one rank in float32, or train.world_size_invariant)",
-        "Remove the key",
     ),
     "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,
     "activation_checkpoint.every_n_layers": EffectRule(
         lambda plan: plan.activation_checkpoint != "none",
         "no activations are recomputed (activation_checkpoint.mode=none)",
-        "Set activation_checkpoint.mode, or remove the key",
+        "Set activation_checkpoint.mode",
     ),
     "activation_checkpoint.recompute_every_n_matmuls": EffectRule(
         lambda plan: plan.activation_checkpoint == "selective",
         "only selective recomputation counts matrix products (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode=selective, or remove the key",
+        "Set activation_checkpoint.mode=selective",
     ),
     "activation_checkpoint.memory_budget": EffectRule(
         lambda plan: plan.activation_checkpoint == "budget",
         "recomputation has no budget (activation_checkpoint.mode)",
-        "Set activation_checkpoint.mode=budget, or remove the key",
+        "Set activation_checkpoint.mode=budget",
     ),
     "activation_checkpoint.offload_prefetch": EffectRule(
         lambda plan: plan.job.activation_checkpoint.offload,
         "no activations are offloaded (activation_checkpoint.offload=false)",
-        "Set activation_checkpoint.offload=true, or remove the key",
+        "Set activation_checkpoint.offload=true",
     ),
     "compile.cache_dir": EffectRule(
         lambda plan: plan.is_compiled,
         "the model is not compiled (compile.enable=false)",
-        "Set compile.enable=true, or remove the key",
+        "Set compile.enable=true",
     ),
     "checkpoint.mtbf_hours": EffectRule(
         lambda plan: plan.job.checkpoint.interval == "auto",
         "the interval between checkpoints is fixed (checkpoint.interval)",
-        "Set checkpoint.interval=auto, or remove the key",
+        "Set checkpoint.interval=auto",
     ),
     "checkpoint.local_interval": EffectRule(
         lambda plan: plan.job.checkpoint.saves_locally,
         "there are no node-local checkpoints (checkpoint.local_dir=off)",
-        "Set checkpoint.local_dir to a directory, or remove the key",
+        "Set checkpoint.local_dir to a directory",
     ),
     "resilience.max_anomalies": _SPIKES,
     "resilience.spike_threshold": _SPIKES,
@@ -224,12 +222,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "resilience.replica_check": EffectRule(
         lambda plan: plan.world_size > 1 or plan.job.resilience.has_replica_groups,
         "a run on one rank has no replica to compare",
-        "Remove the key",
     ),
     "profile.memory": EffectRule(
         lambda plan: bool(plan.job.profile.steps),
         "no steps are profiled (profile.steps is empty)",
-        "Set profile.steps, or remove the key",
+        "Set profile.steps",
     ),
 }
 
@@ -240,7 +237,8 @@ def unused_key_warnings(plan: Plan) -> Iterator[str]:
     for key, rule in EFFECT_RULES.items():
         value = values[key]
         if value != DEFAULTS[key] and not rule.has_effect(plan):
-            yield f"{key}={format_value(value)} has no effect: {rule.reason}. {rule.remedy}."
+            remedy = f"{rule.remedy}, or remove the key" if rule.remedy else "Remove the key"
+            yield f"{key}={format_value(value)} has no effect: {rule.reason}. {remedy}."
 
 
 def warmup_warnings(plan: Plan) -> Iterator[str]:
@@ -286,6 +284,30 @@ def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
             f"activation_checkpoint.mode=full with pipeline.schedule={spec.name} recomputes each "
             "block for the gradient of its input and again for that of each of its weights. "
             "Another schedule is faster."
+        )
+
+
+def float8_warnings(plan: Plan) -> Iterator[str]:
+    """Yield warnings about choices that cost the speed of float8."""
+    if plan.float8 == "none":
+        return
+    key = f"precision.float8={plan.float8}"
+    if plan.device != "cpu" and plan.float8_emulated:
+        yield (
+            f"{key} is emulated on this GPU, which does not support it: training is slower than "
+            "in bfloat16. Use it only to measure the effect on the loss."
+        )
+    elif plan.device != "cpu" and not plan.is_compiled:
+        yield (
+            f"{key} without compile.enable runs scaling and casting as separate kernels, which "
+            "may cost more than the products gain. Set compile.enable=true."
+        )
+    spec = SCHEDULES.get(plan.schedule_name)
+    if spec and spec.splits_backward:
+        yield (
+            f"{key} with pipeline.schedule={spec.name} computes each gradient twice: the schedule "
+            "asks for the input and weight gradients separately, and a float8 layer always "
+            "computes both. Another schedule may be faster."
         )
 
 

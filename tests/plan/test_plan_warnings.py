@@ -9,8 +9,8 @@ from weft.config.schema import keys
 from weft.plan.devices import parse_cluster
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
+from weft.plan.plan_warnings import EFFECT_RULES
 from weft.plan.resolve import resolve, resolve_nodes
-from weft.plan.unused_keys import EFFECT_RULES
 
 # Other commands read [launch] and run.cluster.  weft rejects parallel.async_tp, lora.targets,
 # lora.quantize and optim.state_dtype where they have no effect.
