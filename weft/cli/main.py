@@ -170,15 +170,15 @@ def plan(options: argparse.Namespace) -> int:
     if options.search:
         return search(options, plan, machine)
     from weft.estimate.advice import advise
-    from weft.estimate.charts import render_page
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
+    from weft.tools.report.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
     prediction = forecast(plan, machine, device)
     if options.report:
-        page = render_page(plan, prediction, options.recipe, describe_machine(plan, machine))
+        page = forecast_page(plan, prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
         print(forecast_to_json(plan, prediction))
@@ -405,9 +405,9 @@ def parse_integer(name: str, text: str, low: int, high: int, problems: list[Conf
 
 def report(options: argparse.Namespace) -> int:
     """Render the page of one or several runs."""
-    from weft.monitor.html import read_plotly
     from weft.monitor.run_reader import RunReader, is_run_dir, run_dir_error
-    from weft.tools.run_report import REPORT_FILE, report_page
+    from weft.tools.report.page import REPORT_FILE
+    from weft.tools.report.run_report import report_page
 
     run_dirs: list[Path] = options.runs
     out: Path = options.out or (
@@ -418,9 +418,8 @@ def report(options: argparse.Namespace) -> int:
         check_file("--out", out, problems)
     if problems:
         raise InvalidConfig(problems)
-    read_plotly()  # report a missing plotly before the forecast, which takes seconds
     runs = [RunReader(run) for run in run_dirs]
-    from weft.estimate.report_sections import prediction_sections
+    from weft.tools.report.report_sections import prediction_sections
 
     write_file(out, report_page(runs, appendix=prediction_sections(runs)))
     print(out)

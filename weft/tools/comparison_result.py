@@ -16,7 +16,7 @@ from weft.monitor.terminal import display_path
 from weft.plan.placement import AXES
 from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import TrialResult, log_path, trial_dir, trial_seed
-from weft.tools.report_charts import loss_unit
+from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import Trial, TrialLosses, collect_losses, mean_loss, measure_trial
 from weft.tools.variants import TRIAL_KEYS, Variant
 from weft.tools.verdict import (

@@ -43,13 +43,13 @@ from weft.tools.comparison_dir import (
     trial_dir,
     trial_seed,
 )
-from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import (
     ComparisonSettings,
     ComparisonSummary,
     completed_trials,
     summarize_comparison,
 )
+from weft.tools.report.comparison_page import write_page
 from weft.tools.variants import Variant
 from weft.train.run_dir import lock_directory
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, write_json
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import Forecast, forecast
-from weft.monitor.html import render_document, render_table
 from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
 from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
-from weft.tools.run_report import REPORT_FILE
+from weft.tools.report.comparison_page import planned_page
+from weft.tools.report.page import REPORT_FILE
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
 from weft.tools.verify import format_layout
@@ -122,12 +121,11 @@ def compare_plans(
     record = to_dict(planned, price)
     if directory is not None:
         title = f"planned: {'; '.join(variant.label for variant in planned)}"
-        body = [f"<h1>{escape(title)}</h1>", *_paragraphs(verdict)]
-        body += [render_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
+        page = planned_page(title, verdict, head, rows, reasons)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(directory / COMPARISON, record, indent=2)
-            replace_bytes(directory / REPORT_FILE, render_document(title, "\n".join(body)))
+            replace_bytes(directory / REPORT_FILE, page)
         except OSError as error:
             raise unwritable_error(directory, error) from error
     return record, sum(variant.speed is not None for variant in planned)
@@ -143,10 +141,6 @@ def _check_dir(directory: Path) -> list[ConfigError]:
         return []
     rule = "holds a comparison of runs, which --plan-only would overwrite"
     return invalid_out(directory, rule).problems
-
-
-def _paragraphs(lines: Sequence[str]) -> list[str]:
-    return [f"<p>{escape(line)}</p>" for line in lines]
 
 
 def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -18,15 +17,21 @@ from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
 from weft.config.schema import Job
 from weft.estimate.calibrate import replan_run
-from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summarize, time_bar
 from weft.estimate.cost import Span, device_spec
 from weft.estimate.forecast import Forecast, forecast
-from weft.monitor.html import Section, render_table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
 from weft.plan.placement import rank_to_coordinates
 from weft.plan.plan import Plan
+from weft.tools.report.forecast_charts import (
+    memory_chart,
+    pipeline_chart,
+    rank_chart,
+    summarize,
+    time_bar,
+)
+from weft.tools.report.page import Part, Section, table_part, text_part
 
 HEADING = "Predicted and measured"
 
@@ -52,17 +57,12 @@ def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
         if run_forecast.prediction
         for row in comparison_rows(run_forecast)
     ]
-    paragraphs = [
-        f"<p>{escape(note)}</p>"
-        for run_forecast in run_forecasts
-        for note in notes(run_forecast, has_several)
-    ]
     head = [*(["run"] * has_several), "", "predicted", "measured", "error"]
     numbers = range(1 + has_several, 4 + has_several)
-    content = "\n".join(
-        [*([render_table(head, rows, numbers=numbers)] if rows else []), *paragraphs]
-    )
-    sections = [(HEADING, content)]
+    parts: list[Part] = [table_part(head, rows, numbers=numbers)] if rows else []
+    for run_forecast in run_forecasts:
+        parts += [text_part(note) for note in notes(run_forecast, has_several)]
+    sections: list[Section] = [{"heading": HEADING, "parts": parts}]
     if not has_several:
         sections += chart_sections(run_forecasts[0])
     return sections
