@@ -177,12 +177,12 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
 
 
 def test_page_of_many_actions_is_small() -> None:
-    _job, plan, prediction = predicted("Interleaved1F1B")
+    _, _, prediction = predicted("Interleaved1F1B")
     table = build_schedule("1F1B", 32, 1, 256)
     item = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
     many = simulate_pipeline(table, item, 0.001)
     assert len(many) == 32 * 512
-    html = forecast_page(plan, replace(prediction, timeline=many), "many", "actions")
+    html = forecast_page(replace(prediction, timeline=many), "many", "actions")
     assert len(html) < 2e6
     assert html.count(b"<i style=") > len(many)
 
@@ -199,7 +199,7 @@ def test_pipeline_chart_box_has_its_number_only_where_it_fits() -> None:
 @pytest.mark.parametrize("layout", ALL)
 def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     _, plan, prediction = predicted(layout)
-    section = memory_chart(plan, prediction)
+    section = memory_chart(prediction)
     chart, sentence = part(section), section["parts"][0]["text"]
     memory = prediction.memory
     lives = [live for _, live in memory.timeline]
@@ -228,13 +228,13 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
 
 
 def test_memory_chart_limits_are_lines_unless_far_above() -> None:
-    _, plan, prediction = predicted("none")
+    _, _, prediction = predicted("none")
     needed = prediction.needed_bytes
     near = replace(prediction, capacity_bytes=2 * needed)
-    device, measured = part(memory_chart(plan, near, 0.5 * needed / GIB))["limits"]
+    device, measured = part(memory_chart(near, 0.5 * needed / GIB))["limits"]
     assert (device["at"], device["style"]) == (100, "capacity")
     assert (measured["at"], measured["style"]) == (pytest.approx(25), "measured")
-    far = part(memory_chart(plan, replace(prediction, capacity_bytes=30 * needed)))
+    far = part(memory_chart(replace(prediction, capacity_bytes=30 * needed)))
     assert far["limits"][0]["at"] is None
     assert far["limits"][0]["text"].endswith(" GiB: the device (above the chart)")
     assert sum(box["height"] for box in far["stack"]) == pytest.approx(100, abs=0.01)
@@ -243,7 +243,7 @@ def test_memory_chart_limits_are_lines_unless_far_above() -> None:
 def test_memory_chart_names_its_microbatches() -> None:
     _, plan, prediction = predicted("none")
     assert plan.num_microbatches == 8
-    sentence = memory_chart(plan, prediction)["parts"][0]["text"]
+    sentence = memory_chart(prediction)["parts"][0]["text"]
     assert "5 of 8 microbatches: the first and last ones" in sentence
 
 
@@ -298,7 +298,7 @@ def test_rank_chart_of_many_nodes_shows_the_first() -> None:
 
 
 def test_page_is_self_contained_and_escaped() -> None:
-    html = forecast_page(*predicted("DualPipeV")[1:], "<recipe> & more", "a cluster").decode()
+    html = forecast_page(predicted("DualPipeV")[2], "<recipe> & more", "a cluster").decode()
     doctype, rest = html.split("\n", 1)
     assert doctype == "<!DOCTYPE html>"
     root = ET.fromstring(rest)  # stricter than HTML
@@ -334,7 +334,7 @@ return [...document.querySelectorAll('main .axis span, main b, main li, main .pe
 def test_page_texts_are_readable(browser: Browser, tmp_path: Path, layout: str) -> None:
     """Texts are large enough, inside the page and their boxes, and do not overlap."""
     path = tmp_path / "plan.html"
-    path.write_bytes(forecast_page(*predicted(layout)[1:], "recipe", "a cluster"))
+    path.write_bytes(forecast_page(predicted(layout)[2], "recipe", "a cluster"))
     browser.open(path)
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
     assert headings == [
@@ -359,9 +359,9 @@ def test_page_texts_are_readable(browser: Browser, tmp_path: Path, layout: str) 
 
 
 def test_page_of_a_plan_without_times_has_memory_and_ranks() -> None:
-    _job, plan, prediction = predicted("Interleaved1F1B")
+    _, _, prediction = predicted("Interleaved1F1B")
     plain = replace(prediction, time_breakdown=None, timeline=None, capacity_bytes=None)
-    html = forecast_page(plan, plain, "recipe", "machine").decode()
+    html = forecast_page(plain, "recipe", "machine").decode()
     assert re.findall("<h2>(.*)</h2>", html) == ["Memory of the fullest rank", "Placement of ranks"]
 
 

@@ -178,7 +178,7 @@ def plan(options: argparse.Namespace) -> int:
     device = device_spec(plan, machine)
     prediction = forecast(plan, machine, device)
     if options.report:
-        page = forecast_page(plan, prediction, options.recipe, describe_machine(plan, machine))
+        page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
         print(forecast_to_json(plan, prediction))

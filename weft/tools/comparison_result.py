@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from weft.config.escaping import format_columns
 from weft.config.files import read_json
 from weft.config.schema import difference, flatten
 from weft.monitor.terminal import display_path
 from weft.plan.placement import AXES
-from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import TrialResult, log_path, trial_dir, trial_seed
 from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import Trial, TrialLosses, collect_losses, mean_loss, measure_trial

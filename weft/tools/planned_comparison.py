@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.escaping import format_columns
 from weft.config.files import replace_bytes, write_json
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import Forecast, forecast
@@ -24,7 +25,6 @@ from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import COMPARISON, invalid_out, read_comparison
 from weft.tools.report.comparison_page import planned_page
 from weft.tools.report.page import REPORT_FILE

@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast
+from weft.estimate.forecast_text import verdict
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.trace import rank_actions
 from weft.plan.devices import GIB
@@ -26,7 +27,7 @@ from weft.plan.placement import (
     rank_to_coordinates,
 )
 from weft.plan.plan import Plan
-from weft.tools.report.page import Part, Section, render_page, text_part
+from weft.tools.report.page import Part, Section, bar_part, render_page, table_part, text_part
 
 PIPELINE_WIDTH = 1100  # pixels of a row of the pipeline chart
 DIGIT_WIDTH = 6.6  # pixels of a digit in a box of the pipeline chart
@@ -49,37 +50,14 @@ LABELS = {
     "data": "data: waiting for the data loader",
     "offload": "offload: copies to and from host memory",
 }
-BLUE, ORANGE, GREEN, YELLOW = "#70a6f0", "#f09c58", "#7ac27a", "#eed25c"
-VIOLET, PINK, TEAL, SAND, GRAY = "#c49ee6", "#f096be", "#8cd2dc", "#cdbea5", "#b2b2b2"
-ACTION_COLORS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
-MEMORY_COLORS = {
-    "parameters": BLUE,
-    "gradients": ORANGE,
-    "optimizer": GREEN,
-    "activations": YELLOW,
-    "communication": VIOLET,
-    "temporaries": PINK,
-    "allocator": GRAY,
-    "outside": SAND,
-}
-TIME_COLORS = {
-    "compute": GREEN,
-    "tp": ORANGE,
-    "cp": PINK,
-    "dp_shard": BLUE,
-    "edp": BLUE,
-    "ep": PINK,
-    "dp_replicate": TEAL,
-    "pp": VIOLET,
-    "bubble": GRAY,
-    "host": YELLOW,
-    "world": SAND,
-    "offload": SAND,
-    "data": GRAY,
-}
+# Causes of time in the order of the bar.
+CAUSES = (
+    *("compute", "tp", "cp", "dp_shard", "edp", "ep", "dp_replicate", "pp"),
+    *("bubble", "host", "world", "offload", "data"),
+)
 
 
-def forecast_page(plan: Plan, prediction: Forecast, recipe: str, machine_text: str) -> bytes:
+def forecast_page(prediction: Forecast, recipe: str, machine_text: str) -> bytes:
     """Render the HTML page of a forecast.
 
     The pipeline chart needs a pipeline, and time charts need a known device.
@@ -90,32 +68,20 @@ def forecast_page(plan: Plan, prediction: Forecast, recipe: str, machine_text: s
         if prediction.timeline is not None:
             total = prediction.time_breakdown.total()
             sections.append(pipeline_chart(prediction.timeline, total))
-    sections += [memory_chart(plan, prediction), rank_chart(plan)]
+    sections += [memory_chart(prediction), rank_chart(prediction.plan)]
     return render_page(
         {
             "title": f"{recipe} on {machine_text}",
-            "header": [text_part(line) for line in summarize(prediction)],
+            "header": verdict_parts(prediction),
             "sections": sections,
         }
     )
 
 
-def summarize(prediction: Forecast) -> Iterator[str]:
-    """Yield the forecast in sentences."""
-    needed = f"The fullest rank needs {format_gib(prediction.needed_bytes / GIB)}"
-    if prediction.capacity_bytes is None:
-        yield f"{needed}; the memory of its device is unknown."
-    else:
-        verdict = "it fits" if prediction.fits else "it does not fit"
-        yield f"{needed} of {format_gib(prediction.capacity_bytes / GIB)}: {verdict}."
-    if prediction.time_breakdown is None:
-        yield "The speed of this device is unknown, so no step time is predicted."
-    else:
-        speed = prediction.tokens_per_second_per_device or 0.0
-        text = f"A step takes {format_ms(prediction.time_breakdown.total())}"
-        text += f" (within {prediction.error:.0%}): {speed:,.0f} tokens/s per device"
-        yield text + (f", MFU {prediction.mfu:.1%}." if prediction.mfu else ".")
-    yield from (f"{caveat[:1].upper()}{caveat[1:]}." for caveat in prediction.caveats)
+def verdict_parts(prediction: Forecast) -> list[Part]:
+    """Return the forecast in words."""
+    caveats = [text_part(f"warning: {caveat}") for caveat in prediction.caveats]
+    return [table_part([], verdict(prediction)), *caveats]
 
 
 # --------------------------------------------------------------------------- pipeline
@@ -152,7 +118,7 @@ def pipeline_chart(
             {"name": f"rank {rank}", "boxes": pipeline_boxes(spans, end)}
             for rank, spans in sorted(spans_by_rank.items())
         ],
-        "legend": [{"color": ACTION_COLORS[kind], "text": KIND_LABELS[kind]} for kind in used],
+        "legend": [{"name": kind, "text": KIND_LABELS[kind]} for kind in used],
     }
     has_shades = any(len({span.stage for span in spans}) > 1 for spans in spans_by_rank.values())
     shade_note = " (lighter: a later stage of the same rank)" * has_shades
@@ -180,7 +146,8 @@ def pipeline_boxes(spans: Sequence[Span], end: float) -> list[dict[str, Any]]:
             {
                 "left": round(100 * span.start / end, 3),
                 "width": round(100 * width, 3),
-                "color": lighten(ACTION_COLORS[span.kind], stages.index(span.stage) / len(stages)),
+                "name": span.kind,
+                "shade": round(60 * stages.index(span.stage) / len(stages)),
                 "title": f"{span.stage}{span.kind}{span.microbatch} {times}",
                 "text": number if PIPELINE_WIDTH * width > DIGIT_WIDTH * len(number) + 2 else "",
             }
@@ -191,7 +158,7 @@ def pipeline_boxes(spans: Sequence[Span], end: float) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- memory
 
 
-def memory_chart(plan: Plan, prediction: Forecast, measured: float | None = None) -> Section:
+def memory_chart(prediction: Forecast, measured: float | None = None) -> Section:
     """Return a chart of the fullest rank: peak per action, categories at the peak.
 
     ``measured`` is the peak GiB of a run; see `Forecast.recorded_bytes`.
@@ -201,7 +168,7 @@ def memory_chart(plan: Plan, prediction: Forecast, measured: float | None = None
     needed = prediction.needed_bytes / GIB
     # GiB at the top of the chart; a limit far above it is only in the legend.
     top = max(needed, *(limit for limit in limits.values() if limit <= 3 * needed))
-    names = label_passes(plan, prediction)
+    plan, names = prediction.plan, label_passes(prediction)
     chart: Part = {
         "kind": "memory",
         "ticks": [
@@ -212,7 +179,7 @@ def memory_chart(plan: Plan, prediction: Forecast, measured: float | None = None
         "stack": [
             {
                 "height": round(100 * size / top, 3),
-                "color": MEMORY_COLORS[name],
+                "name": name,
                 "text": f"{format_gib(size)}: {LABELS.get(name, name)}",
             }
             for name, size in prediction.gib_by_category().items()
@@ -260,7 +227,7 @@ def memory_passes(
             "left": round(width * index, 3),
             "width": round(width, 3),
             "height": round(100 * live / GIB / top, 3),
-            "color": ACTION_COLORS.get(location.kind, GRAY),
+            "name": location.kind if location.kind in KIND_LABELS else "other",
             "title": f"{names[location]}: {format_gib(live / GIB)}",
         }
         for index, (location, live) in enumerate(timeline)
@@ -275,8 +242,9 @@ def memory_passes(
     return {"passes": passes, "peak": peak}
 
 
-def label_passes(plan: Plan, prediction: Forecast) -> dict[OpLocation, str]:
+def label_passes(prediction: Forecast) -> dict[OpLocation, str]:
     """Return a label for each location in the fullest rank's timeline."""
+    plan = prediction.plan
     pp = rank_to_coordinates(prediction.rank, plan.axis_sizes, plan.axis_order)["pp"]
     actions = rank_actions(plan, pp)
     first_units = (
@@ -318,21 +286,14 @@ def time_bar(
         heading: heading of the section.
     """
     total = sum(seconds.values())
-    order = [cause for cause in TIME_COLORS if seconds.get(cause, 0.0) > 0]
-    boxes = []
-    for cause in order:
-        share = seconds[cause] / total
+    amounts = {cause: seconds[cause] for cause in CAUSES if seconds.get(cause, 0.0) > 0}
+
+    def describe(cause: str) -> str:
         text = LABELS.get(cause, cause) + ": exposed communication" * (cause in (*AXES, "world"))
-        boxes.append(
-            {
-                "name": cause,
-                "width": round(100 * share, 3),
-                "color": TIME_COLORS[cause],
-                "text": f"{text}: {format_ms(seconds[cause])}, {share:.1%}",
-            }
-        )
+        return f"{text}: {format_ms(amounts[cause])}, {amounts[cause] / total:.1%}"
+
     largest = max(
-        (cause for cause in order if cause != "compute"), key=seconds.__getitem__, default=""
+        (cause for cause in amounts if cause != "compute"), key=seconds.__getitem__, default=""
     )
     largest_note = f"; most of it is {largest} ({seconds[largest] / total:.1%})" * bool(largest)
     tolerance = "" if error is None else f" (within {error:.0%})"
@@ -340,8 +301,10 @@ def time_bar(
         f"Of {format_ms(total)}{tolerance}, {seconds.get('compute', 0.0) / total:.1%} is compute. "
         f"Another layout may reduce the rest{largest_note}."
     )
-    bar: Part = {"kind": "bar", "id": name, "boxes": boxes}
-    return {"heading": heading, "parts": [text_part(sentence), bar]}
+    return {
+        "heading": heading,
+        "parts": [text_part(sentence), bar_part(name, amounts, describe)],
+    }
 
 
 # --------------------------------------------------------------------------- ranks
@@ -406,12 +369,6 @@ def describe_pipeline_ranks(plan: Plan) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------- colors and numbers
-
-
-def lighten(color: str, fraction: float) -> str:
-    """Return a hex color, lightened by ``fraction`` but never white."""
-    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(c + (255 - c) * fraction * 0.6):02x}" for c in channels)
 
 
 def rank_color(index: int, count: int) -> str:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 REPORT_FILE = "report.html"  # in the directory of a run or a comparison
@@ -50,7 +50,7 @@ def _read(name: str) -> Markup:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -74,7 +74,10 @@ def table_part(
     marked: Iterable[int] = (),
     numbers: Iterable[int] = (),
 ) -> Part:
-    """Return a table; ``marked``: rows to highlight, ``numbers``: numeric columns."""
+    """Return a table; ``marked``: rows to highlight, ``numbers``: numeric columns.
+
+    A table with an empty ``head`` has none.
+    """
     return {
         "kind": "table",
         "head": head,
@@ -82,3 +85,19 @@ def table_part(
         "marked": set(marked),
         "numbers": set(numbers),
     }
+
+
+def bar_part(name: str, amounts: Mapping[str, float], describe: Callable[[str], str]) -> Part:
+    """Return a bar of amounts with their legend.
+
+    Args:
+        name: id of the bar in its page.
+        amounts: positive numbers; the color of a box is the variable of page.css with its name.
+        describe: returns the text of a box.
+    """
+    total = sum(amounts.values())
+    boxes = [
+        {"name": key, "width": round(100 * amount / total, 3), "text": describe(key)}
+        for key, amount in amounts.items()
+    ]
+    return {"kind": "bar", "id": name, "boxes": boxes}

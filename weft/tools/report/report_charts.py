@@ -16,10 +16,6 @@ from weft.tools.report.page import Part, Section, text_part
 MAX_POINTS = 2000  # points of a curve
 MAX_EVENTS = 400  # events of a run
 
-# Colors of the kinds of time, as in `weft.tools.report.forecast_charts`.
-COLORS = dict(
-    zip(KINDS, ["#7ac27a", "#70a6f0", "#8cd2dc", "#c49ee6", "#eed25c", "#f096be"], strict=True)
-)
 NATS = "nats per token"
 LOSS_UNITS = {"next_token": NATS, "dpo": "nats per pair"}  # by ``train.objective``
 # Heading and unit of each chart.
@@ -48,7 +44,7 @@ GROUPED = {
     "ranks.compute_seconds.": ("Compute time over the ranks", "seconds per step"),
     "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds per step"),
 }
-# Curves of `CHARTS`: chart, metric, label, and style (``exact``: not smoothed) or color of an area.
+# Curves of `CHARTS`: chart, metric, label, and style (``exact``: not smoothed).
 CURVES = [
     ("loss", "loss", "train", ""),
     ("loss", "eval_loss", "validation", "dots"),
@@ -61,9 +57,9 @@ CURVES = [
     ("step_seconds", "predicted_step_seconds", "predicted", "dash"),
     ("memory", "memory_peak_gib", "measured", "exact"),
     ("memory", "predicted_memory_gib", "predicted", "dash"),
-    ("step_breakdown", "rest_seconds", "computing and communication", "#7ac27a"),
-    ("step_breakdown", "data_seconds", "waiting for data", "#f09c58"),
-    *(("time_breakdown", f"time_breakdown.{kind}", kind, color) for kind, color in COLORS.items()),
+    ("step_breakdown", "rest_seconds", "computing and communication", ""),
+    ("step_breakdown", "data_seconds", "waiting for data", ""),
+    *(("time_breakdown", f"time_breakdown.{kind}", kind, "") for kind in KINDS),
     ("data_seconds", "data_seconds", "", ""),
     ("moe_max_load", "moe_max_load", "", ""),
 ]
@@ -228,7 +224,7 @@ def _select_points(
 
     The curves of a stack share the records of their sum, because they are drawn as sums.
     """
-    points = {}
+    points: dict[str, tuple[NDArray[np.intp], Floats | None]] = {}
     for chart in charts:
         keys = [key for key, _, _ in chart["curves"]]
         groups = [keys] if chart["stack"] else [[key] for key in keys]

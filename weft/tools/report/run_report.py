@@ -23,12 +23,12 @@ from weft.tools.report.page import (
     Page,
     Part,
     Section,
+    bar_part,
     render_page,
     table_part,
     text_part,
 )
 from weft.tools.report.report_charts import (
-    COLORS,
     build_charts,
     chart_data,
     curves_section,
@@ -188,19 +188,12 @@ def time_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Sectio
             continue
         prefix = f"{name}: " * (len(runs) > 1)
         goodput = f"goodput {run.goodput() or 0:.1%} of {format_duration(total)}"
-        boxes = [
-            {
-                "name": kind,
-                "width": round(100 * seconds / total, 3),
-                "color": COLORS[kind],
-                "text": f"{seconds / total:.1%} {kind} ({format_duration(seconds)})",
-            }
+        texts = {
+            kind: f"{seconds / total:.1%} {kind} ({format_duration(seconds)})"
             for kind, seconds in breakdown.items()
-        ]
-        parts += [
-            text_part(f"{prefix}{goodput}"),
-            {"kind": "bar", "id": f"goodput-{number}", "boxes": boxes},
-        ]
+        }
+        parts.append(text_part(f"{prefix}{goodput}"))
+        parts.append(bar_part(f"goodput-{number}", breakdown, texts.__getitem__))
     text = (
         "Goodput is the productive fraction of all seconds since the run began. Lost seconds are "
         "those of repeated steps. Restarting is the time between the last record of a start and "

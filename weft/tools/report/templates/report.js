@@ -19,6 +19,10 @@ function formatNumber(value) {
   return Number((value / (suffix === "k" ? 1e3 : unit)).toPrecision(4)) + suffix;
 }
 
+function cssColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
 function formatter(chart) {
   return chart.format === "%" ? (value) => `${Number((100 * value).toPrecision(4))}%` : formatNumber;
 }
@@ -36,7 +40,7 @@ function curvesOf(chart) {
       const names = [...(runs.length > 1 ? [run.name] : []), ...(chart.curves.length > 1 ? [label] : [])];
       return [{
         label: names.join(", ") || chart.heading,
-        color: style[0] === "#" ? style : COLORS[(colorShowsCurve ? c : r) % COLORS.length],
+        color: chart.stack ? cssColor(key.split(".").at(-1)) : COLORS[(colorShowsCurve ? c : r) % COLORS.length],
         dash: style === "dash" || (colorShowsCurve && r) ? [6, 4] : [],
         dots: style === "dots",
         exact: Boolean(style),
@@ -102,12 +106,16 @@ function placeEvents(plot) {
 }
 
 function options(chart, curves, columns) {
-  const style = getComputedStyle(document.documentElement);
-  const [ink, line] = ["ink", "line"].map((name) => style.getPropertyValue(`--${name}`).trim());
+  const [ink, line] = [cssColor("ink"), cssColor("line")];
   const look = { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const name = axis.value === "time" ? time_unit : `${axis.value}s`;
   const labels = (format) => (_, marks) => marks.map((mark) => (mark === null ? "" : format(mark)));
   const isLog = log.checked && !chart.stack;
+  // uPlot would extend a logarithmic axis to whole decades, and begin a stack above zero.
+  const ranges = {
+    log: { range: (_, min, max) => (min > 0 && max > 1.2 * min ? [min / 1.1, max * 1.1] : uPlot.rangeLog(min > 0 ? min : 1, max > 0 ? max : 10, 10, true)) },
+    stack: { range: (_, __, max) => [0, 1.05 * max || 1] },
+  };
   const series = curves.map((curve, i) => seriesOf(curve, chart, columns, i + 1));
   curves.forEach((curve, i) => {
     if (curve.raw) Object.assign(series[i], { class: "raw", stroke: `${curve.color}40`, points: { show: false } });
@@ -116,7 +124,7 @@ function options(chart, curves, columns) {
     ...sizeOf(chart),
     scales: {
       x: { time: false },
-      y: { distr: isLog ? 3 : 1, ...(chart.stack && { range: (_, __, max) => [0, 1.05 * max || 1] }) },
+      y: { distr: isLog ? 3 : 1, ...(ranges[isLog ? "log" : chart.stack ? "stack" : ""] || {}) },
     },
     series: [{ label: name, value: (plot, x) => formatNumber(x ?? plot.data[0].at(-1)) }, ...series],
     axes: [
