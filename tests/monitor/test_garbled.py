@@ -28,7 +28,8 @@ from weft.monitor.jsonl import JsonlFile, read_records, read_tail
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import SpanWriter
 from weft.monitor.step_timer import StepTimer
-from weft.tools.run_report import REPORT_FILE, report_page
+from weft.tools.report.page import REPORT_FILE
+from weft.tools.report.run_report import report_page
 from weft.tools.trials import measure_trial
 from weft.train.loop import train
 

@@ -12,9 +12,9 @@ from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
 from weft.config.schema import Job
-from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary
-from weft.tools.run_report import REPORT_FILE
+from weft.tools.report.comparison_page import write_page
+from weft.tools.report.page import REPORT_FILE
 from weft.tools.trials import TrialResult, trial_dir
 from weft.tools.variants import Variant
 
@@ -77,9 +77,9 @@ def test_page_shows_verdict_and_variants_at_any_width(
     assert "tp=3: cannot be run: parallel.tp=3 does not divide <i>heads</i>" in browser.text(
         "#part-3"
     )
-    assert browser.run("return document.querySelectorAll('b, i').length") == 0
+    assert browser.run("return document.querySelectorAll('b, i:not(.key)').length") == 0
     # Each variant has one curve.
-    assert len(browser.traces("loss")) == count
+    assert len(browser.curves("loss")) == count
 
 
 @needs_browser
@@ -88,25 +88,30 @@ def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> 
     result = compare_runs(tmp_path, 4)
     browser.open(tmp_path / REPORT_FILE)
     plots = browser.run(
-        "return [...document.querySelectorAll('#part-1 svg')].map(s => ["
-        "[...s.querySelectorAll('line')].map(l => [+l.getAttribute('x1'), +l.getAttribute('x2')]),"
-        "[...s.querySelectorAll('circle')].map(c => +c.getAttribute('cx')),"
-        "[...s.querySelectorAll('text')].map(t => t.textContent),"
-        "[...s.querySelectorAll('text')].map(t => t.getBoundingClientRect().right),"
-        "s.getBoundingClientRect().right])"
+        "const middle = r => (r.left + r.right) / 2;"
+        "return [...document.querySelectorAll('.intervals')].map(plot => {"
+        " const all = name => [...plot.querySelectorAll(name)];"
+        " const boxes = name => all(name).map(e => e.getBoundingClientRect());"
+        " return {zero: middle(boxes('.zero')[0]), means: boxes('.mean').map(middle),"
+        "  ends: boxes('.ends').map(r => [r.left, r.right]),"
+        "  margin: boxes('.margin').map(r => [r.left, r.right]),"
+        "  texts: all('.row').map(r => r.innerText.trim()),"
+        "  inside: boxes('span').every(r => r.left >= 0 && r.right <= innerWidth)}})"
     )
-    assert len(plots) == 2
-    (zero, *lines), means, texts, rights, edge = plots[0]
-    percents = [
-        json.loads(json.dumps(comparison)) for comparison in result.to_dict()["comparisons"]
-    ]
-    ends = [percent["speed"]["percent"] for percent in percents]
+    speed, loss = plots
+    ends = [comparison["speed"]["percent"] for comparison in result.to_dict()["comparisons"]]
+    means = speed["means"]
     scale = (means[1] - means[0]) / (ends[1][1] - ends[0][1])  # pixels of a percent
-    for line, mean, (low, middle, high) in zip(lines, means, ends, strict=True):
-        assert mean - zero[0] == pytest.approx(scale * middle, abs=0.5)
-        assert line == pytest.approx([zero[0] + scale * low, zero[0] + scale * high], abs=0.5)
-    assert any(text.startswith("tp=2, activation_checkpoint=full: -9.") for text in texts)
-    assert max(rights) <= edge
+    for line, mean, (low, middle, high) in zip(speed["ends"], means, ends, strict=True):
+        assert mean - speed["zero"] == pytest.approx(scale * middle, abs=1)
+        expected = [speed["zero"] + scale * low, speed["zero"] + scale * high]
+        assert line == pytest.approx(expected, abs=1)
+    assert speed["texts"][0].startswith("tp=2, activation_checkpoint=full: -9.")
+    assert speed["inside"]
+    assert loss["inside"]
+    assert speed["margin"] == []
+    ((left, right),) = loss["margin"]
+    assert (left + right) / 2 == pytest.approx(loss["zero"], abs=1)
 
 
 def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:

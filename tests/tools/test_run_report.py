@@ -19,14 +19,15 @@ import pytest
 from tests.monitor.test_step_record import record
 from tests.small import small_job
 from weft.cli.main import main
-from weft.config.errors import InvalidConfig, WeftError
+from weft.config.errors import InvalidConfig
 from weft.config.schema import to_toml
 from weft.monitor import run_reader as history
 from weft.monitor.run_reader import RunReader, downsample, to_columns
 from weft.monitor.step_timer import StepTimes
-from weft.tools import run_report
-from weft.tools.report_charts import MAX_POINTS, build_charts, serialize_charts
-from weft.tools.run_report import REPORT_FILE, LiveReport, report_page
+from weft.tools.report import run_report
+from weft.tools.report.page import REPORT_FILE, table_part, text_part
+from weft.tools.report.report_charts import MAX_POINTS, build_charts, chart_data
+from weft.tools.report.run_report import LiveReport, report_page, run_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -98,10 +99,8 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.set_dark(dark)
         self.driver.get(path.as_uri())
-        deadline = time.monotonic() + 30  # plotly draws after the page has loaded
-        while self.run("return [...document.querySelectorAll('.chart')].some(c => !c.data)"):
-            assert time.monotonic() < deadline, "a chart is not drawn"
-            time.sleep(0.1)
+        charts = self.run("return document.querySelectorAll('.chart').length")
+        assert self.run("return document.querySelectorAll('.chart canvas').length") == charts
         assert self.driver.get_log("browser") == []
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
@@ -129,21 +128,48 @@ class Browser:
             value,
         )
 
-    def traces(self, chart: str) -> dict[str, dict[str, Any]]:
-        """Return plotly's traces by name, without the faint unsmoothed curves."""
-        drawn_points = self.run(
-            "return document.getElementById(arguments[0])._fullData.map(t => "
-            "({name: t.name, x: [...t.x], y: [...t.y], opacity: t.opacity, text: t.text}))",
-            f"chart-{chart}",
+    def curves(self, chart: str) -> dict[str, dict[str, Any]]:
+        """Return the drawn curves by name, without the faint unsmoothed ones: points and look."""
+        drawn = self.run(
+            "const plot = plots.get(arguments[0]);"
+            "return plot.series.slice(1).map((s, i) => ({name: s.label, raw: s.class === 'raw',"
+            " y: plot.data[i + 1], x: plot.data[0], color: s.stroke(), dash: s.dash.length}))",
+            chart,
         )
-        return {trace["name"]: trace for trace in drawn_points if trace["opacity"] != 0.25}
+        for curve in drawn:
+            known = [n for n, y in enumerate(curve["y"]) if y is not None]
+            curve |= {axis: [curve[axis][n] for n in known] for axis in "xy"}
+        return {curve["name"]: curve for curve in drawn if not curve["raw"]}
+
+    def legend(self, chart: str) -> list[str]:
+        """Return what the reader sees beside the curves' colors."""
+        rows = self.run(
+            "return [...document.querySelectorAll(`#chart-${arguments[0]} .u-series`)]"
+            ".filter(r => r.offsetParent)"
+            ".map(r => ['th', 'td'].map(tag => r.querySelector(tag).innerText).join(': '))",
+            chart,
+        )
+        return [str(row) for row in rows]
 
     def layout(self, chart: str) -> Any:
         return self.run(
-            "const l = document.getElementById(arguments[0])._fullLayout;"
-            "return {x: l.xaxis.range, title: l.xaxis.title.text, type: l.yaxis.type,"
-            " color: l.font.color, grid: l.xaxis.gridcolor}",
-            f"chart-{chart}",
+            "const plot = plots.get(arguments[0]);"
+            "return {x: [plot.scales.x.min, plot.scales.x.max], title: plot.axes[0].label,"
+            " isLog: plot.scales.y.distr === 3, color: plot.axes[0].stroke()}",
+            chart,
+        )
+
+    def painted(self, chart: str) -> int:
+        """Count the pixels of a chart's canvas with a saturated color: those of curves."""
+        return int(
+            self.run(
+                "const c = document.querySelector(`#chart-${arguments[0]} canvas`);"
+                "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+                "let n = 0; for (let i = 0; i < d.length; i += 4)"
+                " if (d[i + 3] > 128 && Math.max(d[i], d[i + 1], d[i + 2]) -"
+                " Math.min(d[i], d[i + 1], d[i + 2]) > 60) n++; return n",
+                chart,
+            )
         )
 
     def text(self, selector: str) -> str:
@@ -185,14 +211,28 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
         ("lr", "Learning rate", "lr"),
         ("step_seconds", "Step time", "step_seconds"),
         ("memory", "Memory of the fullest rank", "memory_peak_gib"),
-        ("step_breakdown", "waiting for data", "data_seconds"),
     ):
-        trace = browser.traces(chart)[name]
-        assert (trace["x"], trace["y"]) == drawn_points(key), key
-    productive = browser.traces("time_breakdown")["productive"]["y"]
-    assert productive == [line["time_breakdown"]["productive"] for line in lines]
-    rest = browser.traces("step_breakdown")["computing and communication"]["y"]
-    assert rest == [line["step_seconds"] - line["data_seconds"] for line in lines]
+        curve = browser.curves(chart)[name]
+        assert (curve["x"], curve["y"]) == drawn_points(key), key
+        assert browser.painted(chart) > 100, chart
+    # Areas are drawn as sums, from the bottom: productive, saving, ..., lost.
+    areas = browser.curves("time_breakdown")
+    assert [*areas] == ["lost", "saving", "productive"]
+    assert areas["productive"]["y"] == [line["time_breakdown"]["productive"] for line in lines]
+    total = [sum(line["time_breakdown"].values()) for line in lines]
+    assert areas["lost"]["y"] == pytest.approx(total)
+    areas = browser.curves("step_breakdown")
+    rest = [line["step_seconds"] - line["data_seconds"] for line in lines]
+    assert areas["computing and communication"]["y"] == rest
+    step_seconds = [line["step_seconds"] for line in lines]
+    assert areas["waiting for data"]["y"] == pytest.approx(step_seconds)
+    assert browser.layout("step_breakdown")["x"] == [1, 60]
+    last_parts = lines[-1]["data_seconds"], rest[-1]
+    assert browser.legend("step_breakdown") == [
+        "steps: 60",
+        f"waiting for data: {last_parts[0]:.4g}",
+        f"computing and communication: {last_parts[1]:.4g}",
+    ]
 
     last = lines[-1]
     steady = np.median([line["tokens_per_second"] for line in lines[2:]])
@@ -215,11 +255,11 @@ def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path
     losses = [line["loss"] for line in lines]
 
     browser.set("axis", "token")
-    assert browser.traces("loss")["Loss"]["x"] == [line["tokens"] for line in lines]
+    assert browser.curves("loss")["Loss"]["x"] == [line["tokens"] for line in lines]
     assert browser.layout("loss")["title"] == "tokens"
     browser.set("axis", "time")
     minutes = [(line["time"] - lines[0]["time"]) / 60 for line in lines]
-    assert browser.traces("loss")["Loss"]["x"] == pytest.approx(minutes)
+    assert browser.curves("loss")["Loss"]["x"] == pytest.approx(minutes)
     assert browser.layout("loss")["title"] == "minutes"
     browser.set("axis", "step")
 
@@ -229,20 +269,17 @@ def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path
         sum(0.9 ** (n - i) * losses[i] for i in range(n + 1)) / sum(0.9**i for i in range(n + 1))
         for n in range(len(losses))
     ]
-    assert browser.traces("loss")["Loss"]["y"] == pytest.approx(expected)
+    assert browser.curves("loss")["Loss"]["y"] == pytest.approx(expected)
     assert browser.text("#weight") == "0.9"
     browser.set("smooth", 0)
-    assert browser.traces("loss")["Loss"]["y"] == losses
+    assert browser.curves("loss")["Loss"]["y"] == losses
 
-    assert browser.layout("lr")["type"] == "linear"
+    assert not browser.layout("lr")["isLog"]
     browser.set("log", True)
-    assert [browser.layout(chart)["type"] for chart in ("lr", "step_breakdown")] == [
-        "log",
-        "linear",
-    ]
+    assert [browser.layout(chart)["isLog"] for chart in ("lr", "step_breakdown")] == [True, False]
     # The page keeps its settings when it reloads, as the page of a running job does.
     browser.driver.refresh()
-    assert browser.layout("lr")["type"] == "log"
+    assert browser.layout("lr")["isLog"]
 
 
 @needs_browser
@@ -252,17 +289,50 @@ def test_report_page_zoom_is_shared_and_can_be_reset(browser: Browser, tmp_path:
 
     browser.open(write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 41)])]))
     assert browser.layout("loss")["x"] == pytest.approx([1, 40], abs=3)
-    plot = browser.driver.find_element(By.CSS_SELECTOR, "#chart-loss .nsewdrag")
+    plot = browser.driver.find_element(By.CSS_SELECTOR, "#chart-loss .u-over")
     wide = plot.size["width"]
     mouse = ActionChains(browser.driver)
     mouse.move_to_element_with_offset(plot, -wide // 4, 0).click_and_hold()
     mouse.move_by_offset(wide // 4, 0).move_by_offset(wide // 4, 0).release().perform()
     zoomed = browser.layout("loss")["x"]
     assert zoomed == pytest.approx([10.75, 30.25], abs=1.5)
+    assert browser.layout("lr")["x"] == pytest.approx(zoomed, abs=0.5)
     browser.set("smooth", 0.5)
     assert browser.layout("loss")["x"] == zoomed
+    mouse.double_click(browser.driver.find_element(By.CSS_SELECTOR, "#chart-lr .u-over")).perform()
+    for chart in ("loss", "lr"):
+        assert browser.layout(chart)["x"] == [1, 40]
     browser.set("axis", "token")  # another axis, another range
     assert browser.layout("loss")["x"][1] > 1000
+
+
+@needs_browser
+def test_report_page_legend_shows_values_and_hides_curves(browser: Browser, tmp_path: Path) -> None:
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    lines = [values(step) for step in range(1, 42)]
+    browser.open(write_page([make_run(tmp_path / "one", lines)]))
+    plot = browser.driver.find_element(By.CSS_SELECTOR, "#chart-step_breakdown .u-over")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", plot)
+    ActionChains(browser.driver).move_to_element(plot).perform()
+    middle = lines[20]
+    assert browser.legend("step_breakdown")[:2] == [
+        "steps: 21",
+        f"waiting for data: {middle['data_seconds']:.4g}",
+    ]
+    assert browser.legend("lr") == ["steps: 21", f"Learning rate: {middle['lr'] * 1e5:.3g}e-5"]
+    # Without the lower area, the upper one is drawn from zero.
+    labels = browser.driver.find_elements(By.CSS_SELECTOR, "#chart-step_breakdown .u-label")
+    labels[-1].click()
+    areas = browser.curves("step_breakdown")
+    assert areas["waiting for data"]["y"] == [line["data_seconds"] for line in lines]
+    # A smoothed curve and its faint one are hidden together.
+    browser.set("smooth", 0.9)
+    assert browser.painted("lr") > 100
+    labels = browser.driver.find_elements(By.CSS_SELECTOR, "#chart-lr .u-label")
+    browser.run("arguments[0].click()", labels[-1])
+    assert browser.painted("lr") == 0
 
 
 @needs_browser
@@ -275,15 +345,18 @@ def test_report_page_of_several_runs_compares_them(
         lines = [values(step, loss=number + 1 / step) for step in range(1, 21 + number)]
         rate = ("optim.lr", str(1e-3 * (number + 1)))
         directories.append(make_run(tmp_path / f"run-{number}", lines, rate))
-    sections = [("Verdict & more", "<p id='mine'>the first is better</p>")]
+    mine = text_part("the first is <better>")
+    sections = [{"heading": "Verdict & more", "parts": [mine, table_part(["a"], [["1 < 2"]])]}]
     browser.open(write_page(directories, title="Rates", sections=sections))
-    traces = browser.traces("loss")
-    assert {*traces} == {f"run-{number}" for number in range(count)}
+    curves = browser.curves("loss")
+    assert {*curves} == {f"run-{number}" for number in range(count)}
     for number in range(count):
         steps = range(1, 21 + number)
-        assert traces[f"run-{number}"]["y"] == [number + 1 / step for step in steps]
+        assert curves[f"run-{number}"]["y"] == [number + 1 / step for step in steps]
     headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
     assert headings[:2] == ["Verdict & more", "Curves"]
+    assert browser.text("#part-0 p") == "the first is <better>"
+    assert browser.text("#part-0 td, #part-0 tbody th") == "1 < 2"
     assert browser.text("h1") == browser.driver.title == "Rates"
     rows = browser.run("return [...document.querySelectorAll('tr')].map(r => r.innerText)")
     assert "\t".join(["optim.lr", *(f"{1e-3 * (n + 1)}" for n in range(count))]) in rows
@@ -302,11 +375,14 @@ def test_report_page_fits_the_window(
         make_run(tmp_path / f"run-{n}", [values(step) for step in range(1, 9)], events=events)
         for n in range(runs)
     ]
-    picture = '<div class="wide"><svg width="1200" height="50"></svg></div>'
-    browser.open(write_page(directories, appendix=[("Picture", picture)]), width, 844)
+    wide = table_part(["a " * 9] * 30, [["long"] * 30])
+    browser.open(
+        write_page(directories, appendix=[{"heading": "Wide", "parts": [wide]}]), width, 844
+    )
     assert browser.run("return document.documentElement.scrollWidth") <= width
     inside = browser.run(
-        "return [...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().right)"
+        "return [...document.querySelectorAll('.chart, canvas')]"
+        ".map(c => c.getBoundingClientRect().right)"
     )
     assert max(inside) <= width
 
@@ -340,20 +416,25 @@ def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) ->
         event(20, "restart"),
     ]
     browser.open(write_page([make_run(tmp_path / "one", lines, events=events)]))
-    marks = browser.traces("loss")["events"]
-    markers = sorted(zip(marks["x"], marks["text"], strict=True))
-    assert [step for step, _ in markers] == [0, 7, 12, 20, 25]
-    assert markers[1][1] == "anomaly: the loss was nan"
-    assert [text.partition(":")[0] for _, text in markers] == [
-        "start",
-        "anomaly",
-        "slow rank",
-        "restart",
-        "failure",
+    marks = browser.run(
+        "const plot = plots.get('loss');"
+        "return [...document.querySelectorAll('#chart-loss .event')].map(m => ({text: m.title,"
+        " x: plot.posToVal(parseFloat(m.style.left), 'x'), right: m.getBoundingClientRect().right,"
+        " isRoutine: m.classList.contains('routine')}))"
+    )
+    marks.sort(key=lambda mark: mark["x"])
+    assert [mark["x"] for mark in marks] == pytest.approx([0, 7, 12, 20, 25], abs=0.01)
+    assert marks[1]["text"] == "anomaly: the loss was nan"
+    assert [(mark["text"].partition(":")[0], mark["isRoutine"]) for mark in marks] == [
+        ("start", True),
+        ("anomaly", False),
+        ("slow rank", False),
+        ("restart", False),
+        ("failure", False),
     ]
-    table = browser.text("table")
+    table = browser.text(".wide table")
     assert "rank 1 failed" in table
-    assert len(browser.traces("loss")["train"]["y"]) == 29
+    assert len(browser.curves("loss")["train"]["y"]) == 29
 
 
 @needs_browser
@@ -378,17 +459,16 @@ def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Pa
     )
     (directory / "environment.json").write_text(json.dumps({"torch": evil, evil: evil}))
     other = make_run(tmp_path / "other", lines)
-    sections = [(evil, "<p>mine</p>")]
+    sections = [{"heading": evil, "parts": [text_part(evil)]}]
     for directories in ([directory], [directory, other]):
         browser.open(write_page(directories, sections=sections))
         assert browser.run("return window.hacked") is None
         assert browser.run("return document.images.length") == 0
         assert name in browser.text("h1")
         assert evil in browser.text("main")
-    labels = browser.run(
-        "return [...document.querySelectorAll('#chart-loss- .legendtext')].map(t => t.textContent)"
-    )
-    assert f"{name}, {evil}" in labels
+    assert f"{name}, {evil}: 1" in browser.legend("loss-")
+    titles = browser.run("return [...document.querySelectorAll('.event')].map(m => m.title)")
+    assert f"{name}: failure: {evil}" in titles
     # The page's policy would also block a script that got in.
     browser.run(
         "const s = document.createElement('script'); s.text = 'window.hacked = 1';"
@@ -408,24 +488,8 @@ def test_report_page_sources_have_different_lines(
         for step in range(1, 9)
     ]
     browser.open(write_page([make_run(tmp_path / name, lines) for name in ("one", "other")]))
-    drawn_points = browser.run(
-        "return document.querySelector('#chart-loss- .js-plotly-plot, "
-        "#chart-loss-.js-plotly-plot').data.filter(t => t.y.length)"
-        ".map(t => [t.line.color, t.line.dash])"
-    )
-    looks = {tuple(item) for item in drawn_points if item[0]}
-    assert len(looks) == 2 * sources
-
-
-@needs_browser
-def test_report_page_has_no_upload_link(browser: Browser, tmp_path: Path) -> None:
-    browser.open(write_page([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
-    titles = browser.run(
-        "return [...document.querySelectorAll('#chart-loss .modebar-btn')]"
-        ".map(b => b.getAttribute('data-title') || b.getAttribute('aria-label'))"
-    )
-    assert any("Zoom" in title for title in titles)
-    assert not any("loud" in title or "lotly" in title or "hare" in title for title in titles)
+    curves = browser.curves("loss-").values()
+    assert len({(curve["color"], curve["dash"]) for curve in curves}) == len(curves) == 2 * sources
 
 
 @needs_browser
@@ -448,15 +512,37 @@ def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path
     assert seconds < 20  # 1.3 on a free core
     (directory / REPORT_FILE).write_text(page)
     browser.open(directory / REPORT_FILE)
-    trace = browser.traces("loss")["Loss"]
-    assert MAX_POINTS / 2 < len(trace["y"]) <= 1.1 * MAX_POINTS
-    assert {99.0, -99.0} <= {*trace["y"]}
+    curve = browser.curves("loss")["Loss"]
+    assert MAX_POINTS / 2 < len(curve["y"]) <= 1.1 * MAX_POINTS
+    assert {99.0, -99.0} <= {*curve["y"]}
+    assert len(browser.curves("step_breakdown")["waiting for data"]["y"]) <= 1.1 * MAX_POINTS
     assert "a curve has about 2,000 points for 100,000 records" in browser.text("main")
     browser.set("smooth", 0.5)  # smooths the means, not the extremes
-    assert max(browser.traces("loss")["Loss"]["y"]) < 20
+    assert max(browser.curves("loss")["Loss"]["y"]) < 20
 
 
 # --------------------------------------------------------------------------- without a browser
+
+
+def test_run_page_sections_are_plain_data(tmp_path: Path) -> None:
+    """A page of a run is data that can be asserted on before a template shows it."""
+    events = [event(2, "failure", "<b>rank 1</b> failed")]
+    directory = make_run(
+        tmp_path / "one", [values(1), values(2)], ("optim.lr", "0.5"), events=events
+    )
+    page = run_page([RunReader(directory)], "", [], [], running=False)
+    sections = {section["heading"]: section["parts"] for section in page["sections"]}
+    assert [*sections] == ["Curves", "Goodput", "Events", "Configuration", "Environment"]
+    assert sections["Events"][0]["rows"][0][2:] == ["failure", "<b>rank 1</b> failed"]
+    assert sections["Configuration"][0]["rows"] == [["optim.lr", "0.003 -> 0.5"]]
+    boxes = sections["Goodput"][1]["boxes"]
+    assert [box["name"] for box in boxes] == ["productive", "saving"]
+    assert [box["width"] for box in boxes] == pytest.approx(
+        [100 * 0.9 / 0.95, 100 * 0.05 / 0.95], 1e-4
+    )
+    (tiles,) = (part["tiles"] for part in page["header"] if part["kind"] == "tiles")
+    assert {"key": "step", "label": "step", "text": "2 of 100"} in tiles
+    assert page["reload_seconds"] is None
 
 
 def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -482,7 +568,7 @@ def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Pat
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
     directory = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
     runs = [RunReader(directory)]
-    drawn_points = json.loads(serialize_charts(runs, ["one"], build_charts(runs)))["runs"][0]
+    drawn_points = chart_data(runs, ["one"], build_charts(runs))["runs"][0]
     assert drawn_points["x"]["step"] == [1, 2, 3]
     assert drawn_points["x"]["time"][:2] == drawn_points["x"]["token"][:2] == [None, None]
     (mark,) = drawn_points["events"]
@@ -623,24 +709,6 @@ def test_live_report_thread_writes_the_first_record(
     assert not [thread for thread in threading.enumerate() if thread.name == "weft-report"]
 
 
-def test_live_report_without_plotly_warns_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = make_run(tmp_path / "one", [values(1)])
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    messages: list[str] = []
-    live = LiveReport(directory, messages.append)
-    assert not live.write_if_changed()
-    assert not live.write_if_changed()
-    (warning,) = messages
-    assert "report.html cannot be written: a report needs plotly: pip install" in warning
-    assert not (directory / REPORT_FILE).exists()
-    with pytest.raises(WeftError, match=r"weft\[report\]"):
-        report_page([directory])
-    assert main(["report", str(directory)]) == 1
-    assert "pip install 'weft[report]'" in capsys.readouterr().err
-
-
 def test_live_report_that_cannot_be_written_warns_and_leaves_no_file(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "one", [values(1)])
     (directory / REPORT_FILE).mkdir()  # no file can replace it
@@ -667,6 +735,6 @@ def test_report_command_mistakes_are_refused(
 
 
 def test_report_page_does_not_import_torch() -> None:
-    probe = "import sys, weft.tools.run_report; sys.exit('torch' in sys.modules)"
+    probe = "import sys, weft.tools.report.run_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
     assert not hasattr(run_report, "torch")

@@ -86,16 +86,16 @@ def run_plan(options: argparse.Namespace) -> int:
 def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
     """Print the prediction for a plan, and advice."""
     from weft.estimate.advice import advise
-    from weft.estimate.charts import render_page
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
     from weft.plan.plan_text import describe_machine
+    from weft.tools.report.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
     prediction = forecast(plan, machine, device)
     if options.report:
-        page = render_page(plan, prediction, options.recipe, describe_machine(plan, machine))
+        page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
         print(forecast_to_json(plan, prediction))

@@ -38,9 +38,9 @@ def add_diff(commands: Commands) -> None:
 
 def run_report(options: argparse.Namespace) -> None:
     """Render one or several runs as one self-contained HTML page."""
-    from weft.monitor.html import read_plotly
     from weft.monitor.run_reader import RunReader, is_run_dir, run_dir_error
-    from weft.tools.run_report import REPORT_FILE, report_page
+    from weft.tools.report.page import REPORT_FILE
+    from weft.tools.report.run_report import report_page
 
     run_dirs: list[Path] = options.runs
     problems = [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
@@ -48,8 +48,7 @@ def run_report(options: argparse.Namespace) -> None:
         check_file("--out", options.out, problems)
     if problems:
         raise InvalidConfig(problems)
-    read_plotly()  # report a missing plotly before the forecast, which takes seconds
-    from weft.estimate.report_sections import prediction_sections
+    from weft.tools.report.report_sections import prediction_sections
 
     runs = [RunReader(run) for run in run_dirs]
     page = report_page(runs, appendix=prediction_sections(runs))

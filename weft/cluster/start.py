@@ -61,9 +61,9 @@ from weft.monitor.terminal import display_path, format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages
-from weft.tools.run_report import (
+from weft.tools.report.page import REPORT_FILE
+from weft.tools.report.run_report import (
     PREDICTION_NOTE,
-    REPORT_FILE,
     LiveReport,
     report_page,
     unwritten_message,
@@ -194,7 +194,7 @@ def write_final_report(plan: Plan, console: Console, has_warned: bool = False) -
         short = sum(run.time_breakdown().values()) < MIN_FORECAST_SECONDS
         appendix = [PREDICTION_NOTE]
         if not short and plan.pp <= MAX_TRACED_STAGES:
-            from weft.estimate.report_sections import prediction_sections
+            from weft.tools.report.report_sections import prediction_sections
 
             appendix = prediction_sections([run])
         replace_bytes(run_dir / REPORT_FILE, report_page([run], appendix=appendix, running=False))

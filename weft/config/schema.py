@@ -568,7 +568,7 @@ class MonitorSection(Section):
         "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
-    report: bool = key(True, "render report.html during training; needs weft[report]")
+    report: bool = key(True, "render report.html during training")
     spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
 
 

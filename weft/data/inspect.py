@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.config.escaping import format_columns
 from weft.data.dataset import Dataset, Source
 from weft.data.token_store import Ints, Store
 
@@ -54,15 +55,7 @@ def summarize_dataset(dataset: Dataset) -> list[str]:
     if not dataset.shares:
         rows = [row[1:] for row in rows]
     num_text_columns = len(rows[0]) - 5
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        line = "  ".join(
-            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
-            for cell, width, index in cells
-        )
-        lines.append(line.rstrip())
+    lines = format_columns(rows[0], rows[1:], left=range(num_text_columns))
     for source in dataset.sources:
         lines += _report_skipped(source)
     if dataset.shares:

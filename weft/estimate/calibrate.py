@@ -23,6 +23,7 @@ from typing import Literal
 import tomli_w
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.escaping import format_columns
 from weft.config.files import read_json, reading, replace_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
@@ -43,7 +44,6 @@ from weft.plan.devices import (
 )
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
-from weft.plan.stages import format_columns
 
 DeviceParameter = Literal["software", "launch", "bandwidth"]
 MIN_RECORDS = 3  # steady-state records since the last start

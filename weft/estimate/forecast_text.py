@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.config.escaping import format_columns
 from weft.estimate.advice import Advice
 from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
@@ -12,7 +13,6 @@ from weft.estimate.search import SearchResult, describe_layout, summarize_reject
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import describe_plan
-from weft.plan.stages import format_columns
 
 # Fraction of the capacity left free below which a plan fits only narrowly.
 NARROW_MARGIN = 0.05
@@ -29,7 +29,10 @@ def render_plan(
     title, *plan_lines = describe_plan(plan, machine, recipe).splitlines()
     warnings = [line for line in plan_lines if line.startswith("warning:")]
     plan_lines = [line for line in plan_lines if line not in warnings]
-    lines = [title, *verdict(prediction), *plan_lines, ""]
+    memory, speed = verdict(prediction)
+    peak = f"rank {prediction.rank:,}, {peak_label(prediction.memory.peak_location)}"
+    lines = [title, *(f"  {name:<10} {text}" for name, text in (memory, ("", peak), speed))]
+    lines += [*plan_lines, ""]
     lines += side_by_side(memory_table(prediction), time_table(prediction))
     if len(prediction.live_peaks) > 1:
         sizes = "  ".join(f"{size / GIB:.1f}" for size in prediction.live_peaks)
@@ -40,8 +43,8 @@ def render_plan(
     return "\n".join([*lines, *(f"warning: {caveat}" for caveat in prediction.caveats), *warnings])
 
 
-def verdict(prediction: Forecast) -> list[str]:
-    """Return lines on memory and speed."""
+def verdict(prediction: Forecast) -> list[list[str]]:
+    """Return memory and speed as rows of a name and a text."""
     needed = f"{_format_bytes(prediction.needed_bytes)} on the fullest rank"
     if prediction.capacity_bytes is None:
         text = f"needs {needed}; the device's memory is unknown"
@@ -51,18 +54,13 @@ def verdict(prediction: Forecast) -> list[str]:
             "does not fit" if margin < 0 else "fits, narrowly" if margin < NARROW_MARGIN else "fits"
         )
         text = f"{word}: {needed}, of {_format_bytes(prediction.capacity_bytes)}"
-    lines = [
-        f"  {'memory':<10} {text}",
-        f"  {'':<10} rank {prediction.rank:,}, {peak_label(prediction.memory.peak_location)}",
-    ]
-    if prediction.step_seconds is None:
-        return [*lines, f"  {'speed':<10} not predicted: the speed of this device is unknown"]
-    assert prediction.tokens_per_second_per_device is not None
-    speed = f"{prediction.tokens_per_second_per_device:,.0f} tokens/s per device"
-    speed += f" (within {prediction.error:.0%}), {format_seconds(prediction.step_seconds)} per step"
-    if prediction.mfu is not None:
-        speed += f", MFU {prediction.mfu:.1%}"
-    return [*lines, f"  {'speed':<10} {speed}"]
+    speed = "not predicted: the speed of this device is unknown"
+    if prediction.step_seconds is not None:
+        step = format_seconds(prediction.step_seconds)
+        speed = f"{prediction.tokens_per_second_per_device:,.0f} tokens/s per device "
+        speed += f"(within {prediction.error:.0%}), {step} per step"
+        speed += "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    return [["memory", text], ["speed", speed]]
 
 
 def peak_label(location: OpLocation) -> str:

@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from weft.config.errors import ConfigError
+from weft.config.escaping import format_columns
 from weft.config.schema import ParallelSection
-from weft.plan.stages import format_columns
 
 # The axes of a mesh, in their default order.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

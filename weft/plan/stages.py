@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from weft.config.errors import ConfigError
+from weft.config.escaping import format_columns
 
 if TYPE_CHECKING:
     from weft.models.family import UnitCost
@@ -353,17 +354,3 @@ def _percent(fraction: float) -> str:
 def _format_slowest(kind: str, fractions: Sequence[float]) -> str:
     slowest = max(range(len(fractions)), key=fractions.__getitem__)
     return f"slowest {kind}: {slowest}, {100 * imbalance(fractions):.1f}% above the mean"
-
-
-def format_columns(
-    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
-) -> list[str]:
-    """Format rows as columns, right-aligned except those in ``left``."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if c in left else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]

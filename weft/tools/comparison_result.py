@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from weft.config.escaping import format_columns
 from weft.config.schema import difference, flatten
 from weft.monitor.terminal import display_path
-from weft.plan.stages import format_columns
-from weft.tools.report_charts import loss_unit
+from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import (
     TrialLosses,
     TrialResult,

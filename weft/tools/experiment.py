@@ -36,12 +36,12 @@ from weft.config.files import read_json, reading, replace_text, write_json
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import format_duration
-from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import (
     ComparisonSettings,
     ComparisonSummary,
     completed_trials,
 )
+from weft.tools.report.comparison_page import write_page
 from weft.tools.trials import TrialResult, log_path, recipe_path, trial_dir, trial_seed
 from weft.tools.variants import Variant
 from weft.tools.verdict import import_student_t

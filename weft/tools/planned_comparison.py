@@ -13,22 +13,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.escaping import format_columns
 from weft.config.files import replace_bytes, write_json
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import Forecast, forecast
-from weft.monitor.html import render_document, render_table
 from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
-from weft.plan.stages import format_columns
 from weft.tools.experiment import COMPARISON, invalid_out, read_comparison
-from weft.tools.run_report import REPORT_FILE
+from weft.tools.report.comparison_page import planned_page
+from weft.tools.report.page import REPORT_FILE
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
 from weft.tools.verify import format_layout
@@ -121,15 +120,11 @@ def compare_plans(
     record = to_dict(planned, price)
     if directory is not None:
         title = f"planned: {'; '.join(variant.label for variant in planned)}"
-        table = render_table(head, rows, numbers=range(3, len(head)))
-        paragraphs, notes = (
-            [f"<p>{escape(line)}</p>" for line in lines] for lines in (verdict, reasons)
-        )
-        body = "\n".join([f"<h1>{escape(title)}</h1>", *paragraphs, table, *notes])
+        page = planned_page(title, verdict, head, rows, reasons)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(directory / COMPARISON, record, indent=2)
-            replace_bytes(directory / REPORT_FILE, render_document(title, body))
+            replace_bytes(directory / REPORT_FILE, page)
         except OSError as error:
             raise unwritable_error(directory, error) from error
     return record, sum(variant.speed is not None for variant in planned)

@@ -1,9 +1,6 @@
 """Report page of one or several runs, in one file that needs no network.
 
-plotly.js, which the page contains, draws the curves; everything else is plain HTML and readable
-without scripts.  Text from a run directory is escaped for HTML, for JSON in a script element, and
-for plotly, which interprets some HTML.  In addition, the page's content security policy allows only
-its two scripts, by their hashes, and no requests.
+uPlot draws the curves; everything else is plain HTML and readable without scripts.
 
 The planner's predictions need torch and seconds, so callers that have them pass them as sections.
 """
@@ -14,32 +11,37 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Self
 
 from weft.config.errors import WeftError
 from weft.config.files import describe_cause, replace_bytes
-from weft.monitor.html import Section, read_plotly, render_document, render_table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.terminal import format_duration
-from weft.tools.report_charts import (
-    COLORS,
+from weft.tools.report.page import (
+    REPORT_FILE,
+    Page,
+    Part,
+    Section,
+    bar_part,
+    render_page,
+    table_part,
+    text_part,
+)
+from weft.tools.report.report_charts import (
     build_charts,
+    chart_data,
     curves_section,
     select_events,
-    serialize_charts,
 )
 
-REPORT_FILE = "report.html"  # in the run directory
-UPDATE_SECONDS = 60.0  # between updates, and reloads, of the page of a running run
+UPDATE_SECONDS = 60  # between updates, and reloads, of the page of a running run
 POLL_SECONDS = 2.0  # between checks for new records
 # Replaces the planner's sections in pages without them.
-PREDICTION_NOTE: Section = (
-    "Predicted and measured",
-    "<p><code>weft report</code> with this run directory adds the planner's predictions.</p>",
-)
+PREDICTION_NOTE: Section = {
+    "heading": "Predicted and measured",
+    "parts": [text_part("`weft report` with this run directory adds the planner's predictions.")],
+}
 
 
 def report_page(
@@ -55,59 +57,53 @@ def report_page(
     Args:
         runs: run directories, or their readers.
         title: the names of the runs by default.
-        sections: (heading, HTML) of the caller, shown first.  The heading is escaped here, the
-            content by the caller.
+        sections: sections of the caller, shown first: see `weft.tools.report.page`.
         appendix: sections that follow the curves.
         running: True if the run is still running; None: decide by its records.
 
     Raises:
         InvalidConfig: if a directory is not a run directory.
-        WeftError: if plotly is not installed, or if the files of a run cannot be read.
+        WeftError: if the files of a run cannot be read.
     """
     readers = [run if isinstance(run, RunReader) else RunReader(run) for run in runs]
-    names = unique_names(readers)
+    return render_page(run_page(readers, title, sections, appendix, running))
+
+
+def run_page(
+    runs: Sequence[RunReader],
+    title: str,
+    sections: Sequence[Section],
+    appendix: Sequence[Section],
+    running: bool | None,
+) -> Page:
+    """Return the page of runs: see `report_page`."""
+    names = unique_names(runs)
     now = time.time()
-    states = [run.state(now, running) for run in readers]
-    charts = build_charts(readers)
-    all_sections = [
-        *sections,
-        *(curves_section(readers, names, charts) if charts else []),
-        *time_section(readers, names),
-        *appendix,
-        *events_section(readers, names),
-        configuration_section(readers, names),
-        *environment_section(readers, names),
-    ]
-    links = [
-        f'<a href="#part-{n}">{escape(heading)}</a>' for n, (heading, _) in enumerate(all_sections)
-    ]
-    parts = [
-        f'<section id="part-{n}">\n<h2>{escape(heading)}</h2>\n{content}\n</section>'
-        for n, (heading, content) in enumerate(all_sections)
-    ]
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    states = [run.state(now, running) for run in runs]
     is_running = any(state == "running" for state, _ in states)
-    reload_note = f"; this page reloads every {UPDATE_SECONDS:.0f} s" * is_running
-    body = "\n".join(
-        [
-            f"<header>\n<h1>{escape(title or ', '.join(names))}</h1>",
-            f'<p class="faint">written {written}{reload_note}</p>',
-            render_summary(readers, names, states),
-            *damage_notes(readers, names),
-            *([] if any(map(len, readers)) else ["<p>No step has been recorded yet.</p>"]),
-            f'<nav aria-label="Sections of this page">{" ".join(links)}</nav>\n</header>',
-            "<main>",
-            *parts,
-            "</main>",
-        ]
-    )
-    scripts = []
-    if charts:
-        data = serialize_charts(readers, names, charts)
-        body += f'\n<script type="application/json" id="data">{data}</script>'
-        scripts = [read_plotly(), (resources.files("weft.tools") / "report.js").read_bytes()]
-    head = f'<meta http-equiv="refresh" content="{UPDATE_SECONDS:.0f}"/>' if is_running else ""
-    return render_document(title or ", ".join(names), body, head, scripts)
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    reload_note = f"; this page reloads every {UPDATE_SECONDS} s" * is_running
+    charts = build_charts(runs)
+    return {
+        "title": title or ", ".join(names),
+        "reload_seconds": UPDATE_SECONDS if is_running else None,
+        "header": [
+            text_part(f"written {written}{reload_note}", "faint"),
+            *summary_parts(runs, names, states),
+            *damage_notes(runs, names),
+            *([] if any(map(len, runs)) else [text_part("No step has been recorded yet.")]),
+        ],
+        "sections": [
+            *sections,
+            *([curves_section(runs, names, charts)] if charts else []),
+            *time_section(runs, names),
+            *appendix,
+            *events_section(runs, names),
+            configuration_section(runs, names),
+            *environment_section(runs, names),
+        ],
+        "chart_data": chart_data(runs, names, charts) if charts else None,
+    }
 
 
 def unique_names(runs: Sequence[RunReader]) -> list[str]:
@@ -122,12 +118,12 @@ def unique_names(runs: Sequence[RunReader]) -> list[str]:
 # --------------------------------------------------------------------------- progress
 
 
-def summarize(run: RunReader, state: str) -> Iterator[tuple[str, str, str]]:
+def summarize(run: RunReader, state: str) -> Iterator[dict[str, str]]:
     """Yield the most important metrics that the run has: key, label, text."""
     if not len(run):
         return
     step = run.last("step") or 0.0
-    yield "step", "step", f"{step:,.0f}" + f" of {run.steps:,}" * bool(run.steps)
+    values = [("step", "step", f"{step:,.0f}" + f" of {run.steps:,}" * bool(run.steps))]
     for key, read, label, text in (
         ("loss", run.last, "loss", "{:.4f}"),
         ("eval_loss", run.last, "validation loss", "{:.4f}"),
@@ -137,85 +133,73 @@ def summarize(run: RunReader, state: str) -> Iterator[tuple[str, str, str]]:
         ("memory_peak_gib", run.last, "memory of the fullest rank", "{:.2f} GiB"),
     ):
         if (value := read(key)) is not None:
-            yield key, label, text.format(value)
+            values.append((key, label, text.format(value)))
     if (value := run.goodput()) is not None:
-        yield "goodput", "goodput", f"{value:.1%}"
-        yield "seconds", "time", format_duration(sum(run.time_breakdown().values()))
-    if (
-        state == "running"
-        and run.steps
-        and (seconds := run.steady_median("step_seconds")) is not None
-    ):
+        values.append(("goodput", "goodput", f"{value:.1%}"))
+        values.append(("seconds", "time", format_duration(sum(run.time_breakdown().values()))))
+    seconds = run.steady_median("step_seconds")
+    if state == "running" and run.steps and seconds is not None:
         left = (run.steps - step) * seconds / max(0.05, run.goodput() or 1.0)
-        yield "left", "estimated time left", format_duration(left)
+        values.append(("left", "estimated time left", format_duration(left)))
+    for key, label, text in values:
+        yield {"key": key, "label": label, "text": text}
 
 
-def render_summary(
+def summary_parts(
     runs: Sequence[RunReader], names: Sequence[str], states: Sequence[tuple[str, str]]
-) -> str:
-    """Render the state and metrics of one run as tiles, of several as a table."""
+) -> list[Part]:
+    """Return the state and metrics of one run as tiles, of several as a table."""
     summaries = [list(summarize(run, state)) for run, (state, _) in zip(runs, states, strict=True)]
     if len(runs) == 1:
         ((state, reason),) = states
-        line = f'<p><span class="state {state.split()[0]}">{state}</span> {escape(reason)}</p>'
-        tiles = [
-            f'<div><dt>{label}</dt><dd id="fact-{key}">{text}</dd></div>'
-            for key, label, text in summaries[0]
-        ]
-        return "\n".join([line, f'<dl class="tiles">{"".join(tiles)}</dl>' * bool(tiles)])
-    labels = dict.fromkeys(label for summary in summaries for _, label, _ in summary)
+        tiles: Part = {"kind": "tiles", "tiles": summaries[0]}
+        line: Part = {"kind": "state", "state": state, "reason": reason}
+        return [line, tiles] if summaries[0] else [line]
+    labels = list(dict.fromkeys(tile["label"] for summary in summaries for tile in summary))
     rows = []
     for run, name, (state, _), summary in zip(runs, names, states, summaries, strict=True):
         state += ", diverged" * bool(run.divergence())
-        by_label = {label: text for _, label, text in summary}
-        rows.append([name, state, *(by_label.get(label, "") for label in labels)])
-    return render_table(["run", "state", *labels], rows, numbers=range(2, 2 + len(labels)))
+        texts = {tile["label"]: tile["text"] for tile in summary}
+        rows.append([name, state, *(texts.get(label, "") for label in labels)])
+    return [table_part(["run", "state", *labels], rows, numbers=range(2, 2 + len(labels)))]
 
 
-def damage_notes(runs: Sequence[RunReader], names: Sequence[str]) -> Iterator[str]:
+def damage_notes(runs: Sequence[RunReader], names: Sequence[str]) -> Iterator[Part]:
     """Yield a paragraph for each file that cannot be read or has damaged lines."""
     for run, name in zip(runs, names, strict=True):
         run.read_events()  # counts damaged events
         prefix = f"{name}: " * (len(runs) > 1)
         for file, reason in run.unreadable.items():
             text = f"{prefix}{file} cannot be read: {reason}. The page omits its content."
-            yield f'<p class="damage">{escape(text)}</p>'
+            yield text_part(text, "damage")
         for file, count in (("metrics.jsonl", run.damaged), ("events.jsonl", run.damaged_events)):
             if count:
                 lines = "1 line is" if count == 1 else f"{count:,} lines are"
-                text = f"{prefix}{file}: {lines} damaged and left out."
-                yield f'<p class="damage">{escape(text)}</p>'
+                yield text_part(f"{prefix}{file}: {lines} damaged and left out.", "damage")
 
 
 def time_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
     """Return the section of the time breakdown, a bar for each run."""
-    parts = []
-    for run, name in zip(runs, names, strict=True):
+    parts: list[Part] = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         breakdown = {kind: value for kind, value in run.time_breakdown().items() if value > 0}
         total = sum(breakdown.values())
         if not total:
             continue
-        labels = {kind: f"{seconds / total:.1%} {kind}" for kind, seconds in breakdown.items()}
-        boxes = "".join(
-            f'<span title="{labels[kind]}" style="flex: {seconds / total:.5f} 0 0; '
-            f'background: {COLORS[kind]}"></span>'
+        prefix = f"{name}: " * (len(runs) > 1)
+        goodput = f"goodput {run.goodput() or 0:.1%} of {format_duration(total)}"
+        texts = {
+            kind: f"{seconds / total:.1%} {kind} ({format_duration(seconds)})"
             for kind, seconds in breakdown.items()
-        )
-        legend = " &#160; ".join(
-            f'<span><span class="key" style="background: {COLORS[kind]}"></span>{labels[kind]} '
-            f"({format_duration(seconds)})</span>"
-            for kind, seconds in breakdown.items()
-        )
-        prefix = f"{escape(name)}: " if len(runs) > 1 else ""
-        line = f"<p>{prefix}goodput {run.goodput() or 0:.1%} of {format_duration(total)}</p>"
-        bar = f'<div class="bar" role="img" aria-label="{", ".join(labels.values())}">{boxes}</div>'
-        parts.append(f"{line}\n{bar}\n<p>{legend}</p>")
+        }
+        parts.append(text_part(f"{prefix}{goodput}"))
+        parts.append(bar_part(f"goodput-{number}", breakdown, texts.__getitem__))
     text = (
-        '<p class="faint">Goodput is the productive fraction of all seconds since the run began. '
-        "Lost seconds are those of repeated steps. Restarting is the time between the last record "
-        "of a start and the next start.</p>"
+        "Goodput is the productive fraction of all seconds since the run began. Lost seconds are "
+        "those of repeated steps. Restarting is the time between the last record of a start and "
+        "the next start."
     )
-    return [("Goodput", "\n".join([*parts, text]))] if parts else []
+    return [{"heading": "Goodput", "parts": [*parts, text_part(text, "faint")]}] if parts else []
 
 
 def events_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
@@ -232,11 +216,12 @@ def events_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Sect
     if not rows:
         return []
     head = [*(["run"] * several), "step", "UTC", "kind", "event"]
-    note = f'<p class="faint">{num_omitted:,} events are omitted, routine first.</p>'
-    content = render_table(head, rows, numbers=[int(several)]) + note * bool(num_omitted)
+    parts = [table_part(head, rows, numbers=[int(several)])]
+    if num_omitted:
+        parts.append(text_part(f"{num_omitted:,} events are omitted, routine first.", "faint"))
     if len(rows) > 12:
-        content = f"<details><summary>{len(rows)} events</summary>{content}</details>"
-    return [("Events", content)]
+        parts = [{"kind": "details", "summary": f"{len(rows)} events", "parts": parts}]
+    return [{"heading": "Events", "parts": parts}]
 
 
 # --------------------------------------------------------------------------- configuration
@@ -254,18 +239,19 @@ def configuration_section(runs: Sequence[RunReader], names: Sequence[str]) -> Se
         for key in keys
     ]
     if len(runs) > 1:
-        head = ["key", *names]
+        head, changes_head = ["key", *names], ["key", *names]
         differ = [n for n, (_, *values) in enumerate(table) if len(set(values)) > 1]
         rows = [table[n] for n in differ]
-        changes = render_table(head, rows) if rows else "<p>The runs have the same values.</p>"
+        no_changes = "The runs have the same values."
     else:
-        head = ["key", "value"]
+        head, changes_head = ["key", "value"], ["key", "recipe -> run"]
         differ = [n for n, key in enumerate(keys) if key in runs[0].changes]
         rows = [[key, change] for key, change in runs[0].changes.items()]
-        changes = render_table(["key", "recipe -> run"], rows)
-        changes = changes if rows else "<p>No key differs from the recipe.</p>"
-    all_keys = render_table(head, table, differ)
-    return "Configuration", f"{changes}<details><summary>all keys</summary>{all_keys}</details>"
+        no_changes = "No key differs from the recipe."
+    changes = table_part(changes_head, rows) if rows else text_part(no_changes)
+    all_keys = table_part(head, table, marked=differ)
+    details: Part = {"kind": "details", "summary": "all keys", "parts": [all_keys]}
+    return {"heading": "Configuration", "parts": [changes, details]}
 
 
 def environment_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
@@ -279,7 +265,7 @@ def environment_section(runs: Sequence[RunReader], names: Sequence[str]) -> list
         return []
     differ = [n for n, (_, *texts) in enumerate(rows) if len(set(texts)) > 1]
     head = ["", *(names if len(runs) > 1 else ["value"])]
-    return [("Environment", render_table(head, rows, differ))]
+    return [{"heading": "Environment", "parts": [table_part(head, rows, marked=differ)]}]
 
 
 # --------------------------------------------------------------------------- live report

@@ -9,24 +9,28 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
 from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
-from weft.config.schema import Job
 from weft.estimate.calibrate import replan_run
-from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summarize, time_bar
 from weft.estimate.cost import Span, device_spec
 from weft.estimate.forecast import Forecast, forecast
-from weft.monitor.html import Section, render_table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
 from weft.plan.placement import rank_to_coordinates
 from weft.plan.plan import Plan
+from weft.tools.report.forecast_charts import (
+    memory_chart,
+    pipeline_chart,
+    rank_chart,
+    time_bar,
+    verdict_parts,
+)
+from weft.tools.report.page import Part, Section, table_part, text_part
 
 HEADING = "Predicted and measured"
 
@@ -36,7 +40,6 @@ class RunForecast:
     """The prediction of a run; ``error`` if it failed."""
 
     run: RunReader
-    job: Job | None = None
     plan: Plan | None = None
     prediction: Forecast | None = None
     error: str = ""
@@ -52,17 +55,12 @@ def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
         if run_forecast.prediction
         for row in comparison_rows(run_forecast)
     ]
-    paragraphs = [
-        f"<p>{escape(note)}</p>"
-        for run_forecast in run_forecasts
-        for note in notes(run_forecast, has_several)
-    ]
     head = [*(["run"] * has_several), "", "predicted", "measured", "error"]
     numbers = range(1 + has_several, 4 + has_several)
-    content = "\n".join(
-        [*([render_table(head, rows, numbers=numbers)] if rows else []), *paragraphs]
-    )
-    sections = [(HEADING, content)]
+    parts: list[Part] = [table_part(head, rows, numbers=numbers)] if rows else []
+    for run_forecast in run_forecasts:
+        parts += notes(run_forecast, has_several)
+    sections: list[Section] = [{"heading": HEADING, "parts": parts}]
     if not has_several:
         sections += chart_sections(run_forecasts[0])
     return sections
@@ -71,7 +69,7 @@ def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
 def forecast_run(run: RunReader) -> RunForecast:
     """Plan a run again and trace it."""
     try:
-        job, plan, machine = replan_run(run.run_dir, "run")
+        _, plan, machine = replan_run(run.run_dir, "run")
     except WeftError as error:
         return RunForecast(run, error=f"This run cannot be planned again: {error}")
     try:
@@ -79,20 +77,20 @@ def forecast_run(run: RunReader) -> RunForecast:
     except Exception as error:
         # A user's model may train although it cannot be traced.
         reason = f"This run cannot be predicted: {type(error).__name__}: {error}"
-        return RunForecast(run, job, plan, error=reason)
-    return RunForecast(run, job, plan, prediction)
+        return RunForecast(run, plan, error=reason)
+    return RunForecast(run, plan, prediction)
 
 
-def notes(run_forecast: RunForecast, has_several: bool) -> Iterator[str]:
+def notes(run_forecast: RunForecast, has_several: bool) -> Iterator[Part]:
     """Yield remarks on a prediction, or its error."""
     run, prediction = run_forecast.run, run_forecast.prediction
     if run_forecast.error:
-        yield f"{run.name}: " * has_several + run_forecast.error
+        yield text_part(f"{run.name}: " * has_several + run_forecast.error)
     elif prediction is not None and not has_several:
-        yield from summarize(prediction)
+        yield from verdict_parts(prediction)
         if prediction.time_breakdown is None and prediction.plan.device == "cpu":
             command = f"weft plan --calibrate {run.run_dir}"
-            yield f"Calibrate the speed of this machine from a run: {command}"
+            yield text_part(f"Calibrate the speed of this machine from a run: {command}")
 
 
 def comparison_rows(run_forecast: RunForecast) -> Iterator[list[str]]:
@@ -124,8 +122,7 @@ def comparison_rows(run_forecast: RunForecast) -> Iterator[list[str]]:
 
 def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
     """Yield the charts of a run, predicted next to measured."""
-    run, job, plan = run_forecast.run, run_forecast.job, run_forecast.plan
-    prediction = run_forecast.prediction
+    run, plan, prediction = run_forecast.run, run_forecast.plan, run_forecast.prediction
     measured = read_profile(run.run_dir)
     if measured is not None:
         name, parts = measured
@@ -150,8 +147,8 @@ def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
             yield pipeline_chart(
                 prediction.timeline, prediction.time_breakdown.total(), heading=heading
             )
-    if prediction is not None and job is not None and plan is not None:
-        yield memory_chart(plan, prediction, run.last("memory_peak_gib"))
+    if prediction is not None:
+        yield memory_chart(prediction, run.last("memory_peak_gib"))
     if plan is not None and plan.world_size > 1:
         yield rank_chart(plan)
 
@@ -188,22 +185,18 @@ def measured_timeline(run_dir: Path, plan: Plan) -> tuple[int, list[Span]] | Non
     A step is complete if every rank recorded all actions.  Times are in seconds from the start of
     the first action.
     """
-    rank_coordinates = {
-        rank: rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
-        for rank in range(plan.world_size)
-    }
-    pipeline = [
-        rank
-        for rank, coords in rank_coordinates.items()
-        if all(index == 0 for axis, index in coords.items() if axis != "pp")
-    ]
+    pp_by_rank = {}
+    for rank in range(plan.world_size):
+        indices = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
+        if not any(index for axis, index in indices.items() if axis != "pp"):
+            pp_by_rank[rank] = indices["pp"]
     actions = {
         rank: [event for event in read_spans(run_dir, rank) if _is_action(event["args"])]
-        for rank in pipeline
+        for rank in pp_by_rank
     }
     counts = {
-        rank: Counter(action["args"]["step"] for action in step_events)
-        for rank, step_events in actions.items()
+        rank: Counter(action["args"]["step"] for action in events)
+        for rank, events in actions.items()
     }
     if not all(counts.values()):
         return None
@@ -211,27 +204,28 @@ def measured_timeline(run_dir: Path, plan: Plan) -> tuple[int, list[Span]] | Non
     usual_counts = {rank: mode(step_counts.values()) for rank, step_counts in counts.items()}
     complete = [
         step
-        for step in counts[pipeline[0]]
-        if all(counts[rank][step] == usual_counts[rank] for rank in pipeline)
+        for step in counts[min(counts)]
+        if all(counts[rank][step] == usual_counts[rank] for rank in counts)
     ]
     if not complete:
         return None
     step = max(complete)
     step_events = [
-        (rank, action)
-        for rank in pipeline
+        (pp, action["args"], action["ts"], action["dur"])
+        for rank, pp in pp_by_rank.items()
         for action in actions[rank]
         if action["args"]["step"] == step
     ]
-    start = min(action["ts"] for _, action in step_events)
+    # Subtract microseconds since the epoch before they become seconds, which round them.
+    first = min(begin for _, _, begin, _ in step_events)
     return step, [
         Span(
-            rank_coordinates[rank]["pp"],
-            action["args"]["stage"],
-            action["args"]["kind"],
-            action["args"]["microbatch"],
-            (action["ts"] - start) / 1e6,
-            (action["ts"] + action["dur"] - start) / 1e6,
+            pp,
+            args["stage"],
+            args["kind"],
+            args["microbatch"],
+            (begin - first) / 1e6,
+            (begin - first + duration) / 1e6,
         )
-        for rank, action in step_events
+        for pp, args, begin, duration in step_events
     ]

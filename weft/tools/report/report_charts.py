@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.monitor.html import Section
 from weft.monitor.run_reader import ROUTINE_KINDS, Floats, RunEvent, RunReader, downsample
 from weft.monitor.step_timer import KINDS
+from weft.tools.report.page import Part, Section, text_part
 
 MAX_POINTS = 2000  # points of a curve
 MAX_EVENTS = 400  # events of a run
 
-# Colors of the kinds of time, as in `weft.estimate.charts`.
-COLORS = dict(
-    zip(KINDS, ["#7ac27a", "#70a6f0", "#8cd2dc", "#c49ee6", "#eed25c", "#f096be"], strict=True)
-)
 NATS = "nats per token"
 LOSS_UNITS = {"next_token": NATS, "dpo": "nats per pair"}  # by ``train.objective``
 # Heading and unit of each chart.
@@ -49,7 +44,7 @@ GROUPED = {
     "ranks.compute_seconds.": ("Compute time over the ranks", "seconds per step"),
     "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds per step"),
 }
-# Curves of `CHARTS`: chart, metric, label, and style (``exact``: not smoothed) or color of an area.
+# Curves of `CHARTS`: chart, metric, label, and style (``exact``: not smoothed).
 CURVES = [
     ("loss", "loss", "train", ""),
     ("loss", "eval_loss", "validation", "dots"),
@@ -62,9 +57,9 @@ CURVES = [
     ("step_seconds", "predicted_step_seconds", "predicted", "dash"),
     ("memory", "memory_peak_gib", "measured", "exact"),
     ("memory", "predicted_memory_gib", "predicted", "dash"),
-    ("step_breakdown", "rest_seconds", "computing and communication", "#7ac27a"),
-    ("step_breakdown", "data_seconds", "waiting for data", "#f09c58"),
-    *(("time_breakdown", f"time_breakdown.{kind}", kind, color) for kind, color in COLORS.items()),
+    ("step_breakdown", "rest_seconds", "computing and communication", ""),
+    ("step_breakdown", "data_seconds", "waiting for data", ""),
+    *(("time_breakdown", f"time_breakdown.{kind}", kind, "") for kind in KINDS),
     ("data_seconds", "data_seconds", "", ""),
     ("moe_max_load", "moe_max_load", "", ""),
 ]
@@ -99,7 +94,7 @@ def build_charts(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
     charts = []
     for name, (heading, unit) in (CHARTS | GROUPED).items():
         curves = [
-            (key, escape_text(label), style)
+            (key, label, style)
             for chart, key, label, style in (*CURVES, *grouped)
             if chart == name and key in metrics
         ]
@@ -110,7 +105,7 @@ def build_charts(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
                     "heading": heading,
                     "unit": loss_unit(objectives) if unit == NATS else unit,
                     "stack": name in STACKED,
-                    "format": ".1%" if name == "mfu" else "",
+                    "format": "%" if name == "mfu" else "",
                     "curves": curves,
                 }
             )
@@ -125,21 +120,21 @@ def loss_unit(objectives: Iterable[str]) -> str:
 
 def curves_section(
     runs: Sequence[RunReader], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
-) -> list[Section]:
-    """Return the section of the curves: controls, and an empty figure for each chart."""
-    time_unit, _ = choose_time_unit(runs)
-    figures = []
-    for chart in charts:
-        description = describe_chart(runs, names, chart)
-        whole = ' class="whole"' * (chart["id"] == "loss")
-        unit = f" <span>{escape(chart['unit'])}</span>" * bool(chart["unit"])
-        figures.append(
-            f'<figure{whole} aria-label="{escape(chart["heading"] + ": " + description)}">'
-            f"<figcaption>{escape(chart['heading'])}{unit}</figcaption>"
-            f'<div class="chart" id="chart-{chart["id"]}"></div></figure>'
-        )
+) -> Section:
+    """Return the section of the curves: controls, a figure for each chart, and notes."""
+    figures = [
+        {
+            "id": chart["id"],
+            "heading": chart["heading"],
+            "unit": chart["unit"],
+            "description": describe_chart(runs, names, chart),
+            "is_wide": chart["id"] == "loss",
+        }
+        for chart in charts
+    ]
+    curves: Part = {"kind": "curves", "time_unit": choose_time_unit(runs)[0], "figures": figures}
     notes = [
-        f"{escape(name)}: a curve has about {MAX_POINTS:,} points for {len(run):,} records, the "
+        f"{name}: a curve has about {MAX_POINTS:,} points for {len(run):,} records, the "
         "minimum and maximum of each interval; smoothing uses the means of the intervals."
         for name, run in zip(names, runs, strict=True)
         if len(run) > MAX_POINTS
@@ -148,20 +143,7 @@ def curves_section(
         notes.append(
             "Triangles on the axis are events, gray if routine, else red; hover for details."
         )
-    controls = (
-        '<div class="controls">'
-        '<label>x axis <select id="axis"><option value="step">steps</option>'
-        '<option value="token">tokens</option>'
-        f'<option value="time">{time_unit}</option></select></label>'
-        "<label>smoothing "
-        '<input id="smooth" type="range" min="0" max="0.99" step="0.01" value="0"/> '
-        '<output id="weight" for="smooth">0</output></label>'
-        '<label><input id="log" type="checkbox"/> logarithmic</label></div>'
-    )
-    notes_html = "".join(f'<p class="faint">{note}</p>' for note in notes)
-    no_script = "<noscript><p>Only the curves need JavaScript.</p></noscript>"
-    charts_html = f'<div class="charts">{"".join(figures)}</div>'
-    return [("Curves", "\n".join([controls, no_script, charts_html, notes_html]))]
+    return {"heading": "Curves", "parts": [curves, *(text_part(note, "faint") for note in notes)]}
 
 
 def describe_chart(
@@ -185,39 +167,32 @@ def choose_time_unit(runs: Iterable[RunReader]) -> tuple[str, float]:
     return ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0)
 
 
-def serialize_charts(
+def chart_data(
     runs: Sequence[RunReader], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
-) -> str:
-    """Return the data of report.js as JSON that is safe inside a script element.
+) -> dict[str, Any]:
+    """Return the data of report.js.
 
     Each run has ``x``, the positions of the drawn records on each axis; ``curves``; and ``events``.
     A curve has ``y``; the ``indices`` of its points among the drawn records, unless it has all of
     them; and ``means`` for smoothing, if its points were selected (`downsample`).
     """
     unit, seconds = choose_time_unit(runs)
-    keys = list(dict.fromkeys(key for chart in charts for key, _, _ in chart["curves"]))
-    data = [_run_data(run, name, keys, seconds) for run, name in zip(runs, names, strict=True)]
-    text = json.dumps({"runs": data, "charts": charts, "time_unit": unit}, allow_nan=False)
-    return text.replace("<", "\\u003c")
+    data = [_run_data(run, name, charts, seconds) for run, name in zip(runs, names, strict=True)]
+    return {"runs": data, "charts": charts, "time_unit": unit}
 
 
 def _run_data(
-    run: RunReader, name: str, keys: Sequence[str], unit_seconds: float
+    run: RunReader, name: str, charts: Sequence[Mapping[str, Any]], unit_seconds: float
 ) -> dict[str, Any]:
-    """Return the data of one run: see `serialize_charts`."""
+    """Return the data of one run: see `chart_data`."""
     events = select_events(run.read_events())
     step, tokens, time = (run.column(key) for key in ("step", "tokens", "time"))
     start_time = min([*time[np.isfinite(time)][:1], *(e.time for e in events[:1])], default=0.0)
-    points = {}
-    for key in keys:
-        values = run.column(key)
-        indices, means = downsample(values, MAX_POINTS)
-        if len(indices):
-            points[key] = (indices, values[indices], means)
-    drawn = np.unique(np.concatenate([np.zeros(0, np.intp), *(i for i, _, _ in points.values())]))
+    points = _select_points(run, charts)
+    drawn = np.unique(np.concatenate([np.zeros(0, np.intp), *(i for i, _ in points.values())]))
     curves: dict[str, dict[str, Any]] = {}
-    for key, (indices, values, means) in points.items():
-        curves[key] = {"y": values.tolist()}
+    for key, (indices, means) in points.items():
+        curves[key] = {"y": to_json(run.column(key)[indices])}
         if len(indices) < len(drawn):
             curves[key]["indices"] = np.searchsorted(drawn, indices).tolist()
         if means is not None:
@@ -226,7 +201,7 @@ def _run_data(
     event_steps = np.array([event.step for event in events], np.float64)
     event_tokens = np.interp(event_steps, step, tokens) if len(run) else event_steps
     return {
-        "name": escape_text(name),
+        "name": name,
         "x": {axis: to_json(values[drawn]) for axis, values in x.items()},
         "curves": curves,
         "events": [
@@ -235,16 +210,32 @@ def _run_data(
                 "token": token,
                 "time": (event.time - start_time) / unit_seconds,
                 "routine": event.kind in ROUTINE_KINDS,
-                "text": escape_text(f"{event.kind}: {event.text}"),
+                "text": f"{event.kind}: {event.text}",
             }
             for event, token in zip(events, to_json(event_tokens), strict=True)
         ],
     }
 
 
-def escape_text(text: str) -> str:
-    """Escape text for plotly, which interprets some HTML."""
-    return escape(text, quote=False)
+def _select_points(
+    run: RunReader, charts: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[NDArray[np.intp], Floats | None]]:
+    """Return for each curve the records to draw and their means: see `downsample`.
+
+    The curves of a stack share the records of their sum, because they are drawn as sums.
+    """
+    points: dict[str, tuple[NDArray[np.intp], Floats | None]] = {}
+    for chart in charts:
+        keys = [key for key, _, _ in chart["curves"]]
+        groups = [keys] if chart["stack"] else [[key] for key in keys]
+        for group in groups:
+            columns = [run.column(key) for key in group]
+            total = np.sum([np.nan_to_num(column, nan=0.0) for column in columns], axis=0)
+            total[np.all([~np.isfinite(column) for column in columns], axis=0)] = np.nan
+            indices, means = downsample(total, MAX_POINTS)
+            if len(indices):
+                points |= dict.fromkeys(group, (indices, None if chart["stack"] else means))
+    return points
 
 
 def to_json(values: Floats) -> list[float | None]:

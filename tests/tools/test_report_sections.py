@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 
-from tests.estimate.test_charts import actions, parsed, picture
 from tests.estimate.test_memory_check import ODD
 from tests.small import SMALL, records
+from tests.tools.test_forecast_charts import actions, part
 from weft.cli.main import main
 from weft.config.reader import read_job
 from weft.config.schema import replace, to_toml
 from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
-from weft.estimate.report_sections import measured_timeline, prediction_sections
-from weft.monitor.html import render_document
 from weft.monitor.run_reader import RunReader
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
-from weft.tools.run_report import REPORT_FILE
+from weft.tools.report.page import REPORT_FILE
+from weft.tools.report.report_sections import measured_timeline, prediction_sections
 from weft.train.run_dir import write_plan
 
 PIPELINE = [
@@ -63,7 +62,7 @@ def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
     page = (directory / REPORT_FILE).read_text()
     assert '<span class="state finished">finished</span>' in page
     assert f'id="fact-loss">{records(directory)[-1]["loss"]:.4f}<' in page
-    assert "<code>weft report</code>" in page  # six steps get no forecast
+    assert "`weft report` with this run directory" in page  # six steps get no forecast
 
 
 def test_report_predicted_memory_is_of_the_runs_plan(
@@ -87,8 +86,8 @@ def test_report_predicted_memory_is_of_the_runs_plan(
     assert f'<th scope="row">memory of the fullest rank, GiB</th>{row}' in page
     assert "step time, s</th>" not in page  # a CPU without calibration
     assert "weft plan --calibrate" in page
-    for picture_name in ("memory", "ranks"):
-        assert f'<svg xmlns="http://www.w3.org/2000/svg" id="{picture_name}"' in page
+    for chart in ("memory", "ranks"):
+        assert f'id="{chart}"' in page
     assert 'class="limit measured"' in page
 
 
@@ -105,6 +104,12 @@ def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
                 events.append({"name": "", "ph": "X", "ts": ts, "dur": 5000, "args": args})
         text = "[\n" + ",\n".join(json.dumps(event) for event in events)
         (directory / "spans" / f"rank-{rank}.json").write_text(text[: len(text) - cut * rank])
+
+
+def sections_of(*directories: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of runs by heading."""
+    sections = prediction_sections([RunReader(directory) for directory in directories])
+    return {section["heading"]: section for section in sections}
 
 
 def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
@@ -133,10 +138,8 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
         for n, action in enumerate(order)
     }
     assert {s[:4]: s[4:] for s in drawn} == expected
-    by_heading = dict(prediction_sections([RunReader(directory)]))
-    svg = by_heading["Pipeline schedule, measured in step 5"]
-    page = render_document("", svg).decode().replace("pipeline-measured", "pipeline")
-    boxes = actions(picture(parsed(page), "pipeline"))
+    sections = sections_of(directory)
+    boxes = actions(part(sections["Pipeline schedule, measured in step 5"]))
     assert len(boxes) == sum(map(len, table.values()))
     (directory / "spans" / "rank-1.json").unlink()
     assert measured_timeline(directory, plan) is None
@@ -153,11 +156,11 @@ def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> N
         (directory / "traces" / f"step-{steps}").mkdir(parents=True)
         summary = directory / "traces" / f"step-{steps}" / "summary.json"
         summary.write_text(json.dumps({"ranks": rank_traces, "predicted": None}))
-    by_heading = dict(prediction_sections([RunReader(directory)]))
-    drawn = by_heading["Time breakdown of a step, measured: step-12-13"]
-    assert "Of 250 ms, 80.0% is compute" in drawn
-    assert "pp: exposed communication: 25.0 ms, 10.0%" in drawn
-    assert "host: the device waits for kernel launches: 25.0 ms, 10.0%" in drawn
+    section = sections_of(directory)["Time breakdown of a step, measured: step-12-13"]
+    assert "Of 250 ms, 80.0% is compute" in section["parts"][0]["text"]
+    texts = [box["text"] for box in part(section)["boxes"]]
+    assert "pp: exposed communication: 25.0 ms, 10.0%" in texts
+    assert "host: the device waits for kernel launches: 25.0 ms, 10.0%" in texts
 
 
 def test_sections_without_a_forecast_give_the_reason(
@@ -172,16 +175,18 @@ def test_sections_without_a_forecast_give_the_reason(
     run_dir = tmp_path / "run"
     write_plan(run_dir, resolve(job, Machine("cpu", devices=1, world_size=1)))
     (run_dir / "job.toml").write_text(to_toml(job, "demo", base))
-    ((_, report),) = prediction_sections([RunReader(run_dir)])
-    assert report.startswith("<p>This run cannot be predicted: ")
+    ((paragraph,),) = (section["parts"] for section in sections_of(run_dir).values())
+    assert paragraph["text"].startswith("This run cannot be predicted: ")
     missing = (run_dir / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
     (run_dir / "job.toml").write_text(missing)
-    ((_, report),) = prediction_sections([RunReader(run_dir)])
-    assert "This run cannot be planned again: model.kind=&quot;gone_by_now:FAMILY&quot;" in report
+    ((paragraph,),) = (section["parts"] for section in sections_of(run_dir).values())
+    start = 'This run cannot be planned again: model.kind="gone_by_now:FAMILY"'
+    assert start in paragraph["text"]
 
 
 def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
     directory, _ = trained
-    ((heading, content),) = prediction_sections([RunReader(directory), RunReader(directory)])
+    ((heading, section),) = sections_of(directory, directory).items()
     assert heading == "Predicted and measured"
-    assert content.count("memory of the fullest rank, GiB") == 2
+    labels = [row[1] for row in section["parts"][0]["rows"]]
+    assert labels.count("memory of the fullest rank, GiB") == 2

@@ -1,0 +1,1 @@
+"""HTML pages: plain dicts, and the templates that show them."""
