@@ -257,13 +257,13 @@ def test_remote_put_if_absent_succeeds_for_one_writer(home: str) -> None:
 def newest_of(home: str) -> dict[str, torch.Tensor]:
     path = list_checkpoints(open_directory(home))[-1]
     manifest = read_manifest(path)
-    contents = parse_contents(manifest)
+    contents = parse_contents(manifest, path)
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
     expected = {
         name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
-    read_shards(path / manifest["inside"], contents, expected)
+    read_shards(contents, expected)
     return state
 
 

@@ -30,7 +30,8 @@ from tests.small import (
 )
 from weft.checkpoint import manager as store_module
 from weft.checkpoint import manifest
-from weft.checkpoint.manager import CheckpointManager, _delete_old
+from weft.checkpoint.commit import delete_old
+from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule, young_interval
 from weft.checkpoint.manifest import (
     CheckpointError,
     LeaseLost,
@@ -41,7 +42,6 @@ from weft.checkpoint.manifest import (
     list_leases,
     read_manifest,
 )
-from weft.checkpoint.save_schedule import CheckpointSchedule, young_interval
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.checkpoint.storage import put_if_absent
 from weft.config.schema import CheckpointSection
@@ -254,11 +254,11 @@ def acquire_and_save(directory: str, step: int, first: int, last: int) -> int:
     home = Path(directory)
     saver = CheckpointManager(home, 9)
     saver.acquire_lease(step)
-    parts, optimizer = stepped(1e-3 * saver.epoch)
+    parts, optimizer = stepped(1e-3 * saver.lease.epoch)
     for step in range(first, last + 1):
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
         saver.wait()
-    return saver.epoch
+    return saver.lease.epoch
 
 
 def list_saves(directory: Path) -> list[tuple[int, int]]:
@@ -322,7 +322,7 @@ def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path)
     """Take over after the last lease check, before old checkpoints are removed."""
     run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 0)
-    _delete_old(tmp_path, 2)
+    delete_old(tmp_path, 2)
     assert [checkpoint_step(path) for path in list_committed(tmp_path)] == [1, 2, 3]
 
 
@@ -417,7 +417,7 @@ def save_after_directory_replaced(directory: str) -> str:
     for step in (0, 0):
         saver.acquire_lease(step)
     shutil.rmtree(home)
-    assert acquire_lease(home, 0) == 1 < saver.epoch
+    assert acquire_lease(home, 0) == 1 < saver.lease.epoch
     with pytest.raises(LeaseLost) as caught:
         saver.save(parts, optimizer, {"step": 1, "samples": 8})
     return str(caught.value)

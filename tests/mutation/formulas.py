@@ -1527,7 +1527,7 @@ def check_damage() -> None:
             "checkpoint/manager.py",
         )
         path = list_checkpoints(Path(name))[-1]
-        shard = path / "shard-00000.bin"
+        shard = path / "shard-00000.safetensors"
         full = bytearray(shard.read_bytes())
         manifest = json.loads((path / "manifest.json").read_bytes())
 

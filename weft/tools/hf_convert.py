@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +19,19 @@ import torch
 
 import weft
 from weft.checkpoint.manifest import CheckpointError, checkpoint_path
-from weft.checkpoint.safetensors import NAMES, InvalidSafetensors, SafetensorsEntry, parse_json
-from weft.checkpoint.storage import create_file, is_remote
+from weft.checkpoint.safetensors import NAMES, parse_json
+from weft.checkpoint.shard_files import Contents, read_file_contents
+from weft.checkpoint.storage import CorruptData, create_file, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
     SINGLE,
     UnrepresentableValue,
-    open_checkpoint_weights,
+    Weight,
+    open_weight,
+    open_weights,
     publish_directory,
-    read_safetensors_header,
-    read_safetensors_tensor,
     write_json,
-    write_safetensors,
+    write_weight_files,
     write_weights_checkpoint,
 )
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
@@ -130,37 +131,30 @@ def export_checkpoint(
         problems += _check_out("out", out, 0)
         if not problems:
             return export_adapter(checkpoint, out, DTYPES[dtype])
-    model, read = None, None
+    weights: dict[str, Weight] | None = None
     if checkpoint and not problems:
-        base, model = find_base_checkpoint(checkpoint), open_checkpoint_weights(checkpoint.path)
-        if base is not None:
-            model, read = open_merged(checkpoint, base)
+        base = find_base_checkpoint(checkpoint)
+        weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
     num_bytes = 0
-    if model and dtype in DTYPES:
-        num_bytes = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
+    if weights is not None:
+        num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
     problems += _check_out("out", out, num_bytes)
-    if problems or checkpoint is None or model is None or family is None or special is None:
+    if problems or checkpoint is None or weights is None or family is None or special is None:
         raise InvalidConfig(problems)
     expected = param_shapes(family, checkpoint.config)
-    if model.shapes != expected:
-        differing = sorted(model.shapes.items() ^ expected.items())[0][0]
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    if shapes != expected:
+        differing = sorted(shapes.items() ^ expected.items())[0][0]
         raise CheckpointError(
             f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
             f"{differing} differs"
         )
-    message = f"exporting {checkpoint.path.name}"
+    hf_name = get_hf_mapping(family).hf_name
+    hf_weights = {hf_name(name): weights[name] for name in expected}
+    progress = _count_progress(f"exporting {checkpoint.path.name}", num_bytes, report)
     with publish_directory(out) as directory:
-        names = {get_hf_mapping(family).hf_name(name): name for name in expected}
         try:
-            files = write_safetensors(
-                model,
-                directory,
-                names,
-                DTYPES[dtype],
-                max_bytes,
-                lambda done: report(Progress(message, done, num_bytes)),
-                read,
-            )
+            files = write_weight_files(directory, hf_weights, DTYPES[dtype], max_bytes, progress)
         except UnrepresentableValue as error:
             remedy = "use bfloat16 or float32"
             raise InvalidConfig(
@@ -170,6 +164,18 @@ def export_checkpoint(
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
     return f"{out}: {size}, from {checkpoint.path}"
+
+
+def _count_progress(message: str, num_bytes: int, report: Report) -> Callable[[int], None]:
+    """Return a function that reports the sum of the bytes with which it was called."""
+    done = 0
+
+    def add(written: int) -> None:
+        nonlocal done
+        done += written
+        report(Progress(message, done, num_bytes))
+
+    return add
 
 
 def path_exists(path: Path) -> bool:
@@ -298,7 +304,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
             config, config_problems = from_hf_config(FAMILIES[kind], tree)
         problems += config_problems
     model = None if kind is None or config is None else (FAMILIES[kind], config)
-    weights = _read_weights(source, model, problems)
+    contents = _read_contents(source, model, problems)
     note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
     for name in companions[1:]:
@@ -325,21 +331,12 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         "torch": torch.__version__,
         "imported": str(source),
     }
-    # In the Hub's cache the files of a model are links.
-    entries = {name: weights[hf_name(name)] for name in expected}
-    tensors = (
-        (name, expected[name], read_safetensors_tensor(path.resolve(), entry))
-        for name, (path, entry) in entries.items()
-    )
-    message = f"importing {source.name}"
+    weights = {name: open_weight(contents, hf_name(name)) for name in expected}
+    progress = _count_progress(f"importing {source.name}", num_bytes, report)
     with publish_directory(run_dir) as directory:
         try:
-            write_weights_checkpoint(
-                checkpoint_path(directory / "checkpoints", 0),
-                tensors,
-                manifest,
-                lambda done: report(Progress(message, done, num_bytes)),
-            )
+            path = checkpoint_path(directory / "checkpoints", 0)
+            write_weights_checkpoint(path, weights, manifest, progress)
         except UnrepresentableValue as error:
             raise InvalidConfig(
                 [ConfigError("directory", str(source), f"cannot be imported: {error}")]
@@ -351,7 +348,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
             _copy(source / name, directory / target)
         with create_file(directory / "job.toml") as file:
             file.write(to_toml(job, str(source), job).encode())
-    dtypes = sorted({NAMES[weights[hf_name(name)][1].dtype] for name in expected})
+    dtypes = sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in expected})
     summary = (
         f"{run_dir}: {num_bytes // 4:,} weights, converted from {', '.join(dtypes)} to float32"
     )
@@ -362,7 +359,7 @@ def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None
     """Read a JSON object; on an error return None and append it to ``problems``."""
     try:
         return parse_json(_read_small(path))
-    except InvalidSafetensors as error:
+    except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
         problems.append(ConfigError(path.name, MISSING, str(error), remedy or "download it again"))
         return None
@@ -371,21 +368,19 @@ def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None
 def _read_small(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise InvalidSafetensors("is not a file" if path_exists(path) else "does not exist")
+            raise CorruptData("is not a file" if path_exists(path) else "does not exist")
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidSafetensors(
-                f"has {path.stat().st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
-            )
+            raise CorruptData(f"has {path.stat().st_size:,} bytes, more than {MAX_FILE_BYTES:,}")
         return path.read_bytes()
     except OSError as error:
-        raise InvalidSafetensors(f"cannot be read: {error.strerror}") from error
+        raise CorruptData(f"cannot be read: {error.strerror}") from error
 
 
 def _check_companion(path: Path, problems: list[ConfigError]) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
-        except InvalidSafetensors as error:
+        except CorruptData as error:
             problems.append(
                 ConfigError(path.name, MISSING, str(error), "download it again, or remove it")
             )
@@ -402,7 +397,7 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Config
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
-    except InvalidSafetensors as error:
+    except CorruptData as error:
         remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
         problems.append(ConfigError(path.name, MISSING, str(error), remedy))
     except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
@@ -424,21 +419,22 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Config
     return ""
 
 
-def _read_weights(
+def _read_contents(
     source: Path, model: tuple[Family, Any] | None, problems: list[ConfigError]
-) -> dict[str, tuple[Path, SafetensorsEntry]]:
-    """Return the file and entry of each tensor by name; append errors to ``problems``."""
+) -> Contents:
+    """Return the tensors in the files of a model; append errors to ``problems``."""
+    contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
         index, files = None, [SINGLE]
     elif path_exists(source / INDEX):
         tree = _read_json(source / INDEX, problems)
         if tree is None:
-            return {}
+            return contents
         index = tree.get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             rule = "must map every tensor to a file"
             problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "download it again"))
-            return {}
+            return contents
         files = sorted(set(index.values()))
         bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
         if bad_names:
@@ -448,7 +444,7 @@ def _read_weights(
                 ConfigError(key, printable(n), rule, "do not use it")
                 for n in bad_names[:MAX_PROBLEMS]
             ]
-            return {}
+            return contents
     else:
         pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
         if pickles:
@@ -457,27 +453,31 @@ def _read_weights(
         else:
             rule, remedy = "does not exist, nor does its index", "download the weights"
             problems.append(ConfigError(SINGLE, MISSING, rule, remedy))
-        return {}
+        return contents
 
-    entries: dict[str, tuple[Path, SafetensorsEntry]] = {}
     weight_problems: list[ConfigError] = []
+    files_of: dict[str, str] = {}  # the file of each tensor
     for name in files:
         try:
-            for tensor, entry in read_safetensors_header(source / name).items():
-                if tensor in entries:
-                    rule = f"has {printable(tensor)}, which is also in {entries[tensor][0].name}"
-                    weight_problems.append(ConfigError(name, MISSING, rule, "do not use it"))
-                entries[tensor] = (source / name, entry)
-        except InvalidSafetensors as error:
+            own = read_file_contents(source / name)
+        except CorruptData as error:
             weight_problems.append(ConfigError(name, MISSING, str(error), "download it again"))
+            continue
+        for tensor in own.tensors:
+            if tensor in files_of:
+                rule = f"has {printable(tensor)}, which is also in {files_of[tensor]}"
+                weight_problems.append(ConfigError(name, MISSING, rule, "do not use it"))
+            files_of[tensor] = name
+        contents.tensors.update(own.tensors)
+        contents.files.update(own.files)
     if not weight_problems:
-        if index is not None and index != {n: path.name for n, (path, _) in entries.items()}:
+        if index is not None and index != files_of:
             rule = "does not match the tensors in the files"
             weight_problems.append(
                 ConfigError(INDEX, MISSING, rule, "download index and files again")
             )
         if model is not None:
-            weight_problems += _check_shapes(entries, *model)
+            weight_problems += _check_shapes(contents, *model)
     problems += weight_problems[:MAX_PROBLEMS]
     if len(weight_problems) > MAX_PROBLEMS:
         problems.append(
@@ -485,13 +485,12 @@ def _read_weights(
                 "weights", MISSING, f"have {len(weight_problems) - MAX_PROBLEMS} more problems"
             )
         )
-    return entries
+    return contents
 
 
-def _check_shapes(
-    entries: dict[str, tuple[Path, SafetensorsEntry]], family: Family, config: Any
-) -> Iterator[ConfigError]:
+def _check_shapes(contents: Contents, family: Family, config: Any) -> Iterator[ConfigError]:
     """Check that the files have exactly the model's tensors, with its shapes."""
+    entries = contents.tensors
     if config.num_layers > len(entries):
         rule = f"needs more tensors than the {len(entries)} in the files"
         yield ConfigError(
@@ -516,9 +515,9 @@ def _check_shapes(
         if name not in entries:
             yield ConfigError(name, MISSING, "is in none of the files", "download them again")
             continue
-        file, entry = entries[name]
+        entry = entries[name]
         if entry.shape != shape:
-            rule = f"has shape {list(entry.shape)} in {file.name}, not {list(shape)}"
+            rule = f"has shape {list(entry.shape)} in {entry.shards[0].file}, not {list(shape)}"
             yield ConfigError(name, MISSING, rule, "use weights and config.json of one model")
         if entry.dtype not in DTYPES.values():
             rule = f"is {NAMES[entry.dtype]}, which is quantized or does not fit in float32"
