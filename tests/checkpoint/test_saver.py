@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint import manager as store_module
-from weft.checkpoint import manifest
+from weft.checkpoint import manifest, shard_files
 from weft.checkpoint.commit import delete_old
 from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule, young_interval
 from weft.checkpoint.manifest import (
@@ -80,6 +82,35 @@ def test_saver_async_save_has_the_state_of_its_step(ranks: int, tmp_path: Path) 
         on_disk = read_state(list_checkpoints(tmp_path)[-1])
         assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
         assert write > 1.0 > stall
+
+
+def release_and_save_again(directory: str) -> tuple[bool, bool]:
+    """Return if only the writer computed fingerprints, and if the copies were freed."""
+    threads = set()
+    compute = shard_files.fingerprint
+
+    def note_thread(*args: Any) -> torch.Tensor:
+        threads.add(threading.current_thread())
+        return compute(*args)
+
+    shard_files.fingerprint = note_thread
+    parts, optimizer = stepped(1e-3)
+    saver = CheckpointManager(Path(directory), 9, async_save=True)
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
+    copies = [weakref.ref(copy) for copy in saver._buffers.values()]
+    assert copies
+    saver.release_copies()
+    is_freed = not saver.is_saving() and all(copy() is None for copy in copies)
+    saver.save(parts, optimizer, {"step": 2, "samples": 16})
+    saver.wait()
+    return bool(threads) and threading.main_thread() not in threads, is_freed
+
+
+def test_saver_fingerprints_copies_in_the_writer_and_frees_them(tmp_path: Path) -> None:
+    """Training waits only for the copy, and loading gets its memory back."""
+    assert run_ranks(release_and_save_again, 1, str(tmp_path)) == [(True, True)]
+    first, second = map(read_state, list_checkpoints(tmp_path))
+    assert all(second[name].equal(tensor) for name, tensor in first.items())
 
 
 def save_several(directory: str) -> list[dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import local_fingerprint, wrap_int64
-from weft.checkpoint.local_save import read_local
+from weft.checkpoint.local_save import local_step_dir, read_local
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     gather_to_rank_0,
@@ -90,8 +90,7 @@ def load_checkpoint(
     enter_phase("load")
     fault_point("load")
     manifest, contents = _open_checkpoint(path)
-    context = f"{path}: could not be loaded"
-    mismatches = _load_tensors(context, contents, model_parts, optimizer, is_complete=True)
+    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=True)
     _raise_if_damaged(contents, mismatches)
     return manifest
 
@@ -130,19 +129,18 @@ def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
         CheckpointError: as in `load_checkpoint`.
     """
     _, contents = _open_checkpoint(path)
-    context = f"{path}: could not be loaded"
     params = {f"model.{name}": param for name, param in frozen_parameters(model_parts)}
 
     def check_names() -> None:
         if missing := params.keys() - contents.tensors.keys():
             raise ValueError(f"the checkpoint is of another model: it lacks {min(missing)}")
 
-    gather_to_rank_0(check_names, context)
+    _run_on_all(contents, check_names)
     sizes = {name: math.prod(entry.shape) for name, entry in contents.tensors.items()}
     for names in group_by_size(sizes, FROZEN_CHUNK):  # the same on every rank
         subset = contents._replace(tensors={name: contents.tensors[name] for name in names})
         state = {name: float32_buffer(params[name]) for name in names if name in params}
-        mismatches = _load_state(context, subset, model_parts, state, is_complete=True)
+        mismatches = _load_state(subset, model_parts, state, is_complete=True)
         _raise_if_damaged(contents, mismatches)
         for name, values in state.items():
             store_float32(params[name], values)
@@ -158,33 +156,32 @@ def load_local_checkpoint(
     """
     enter_phase("load")
     fault_point("load")
-    name = f"local checkpoint of step {step} in {run_dir}"
-    context = f"{name}: could not be loaded"
+    step_dir = local_step_dir(run_dir, step, epoch)
     found: list[tuple[Json, Contents] | None] = []
-    gather_to_rank_0(lambda: found.append(read_local(run_dir, step, epoch)), context)
+    context = f"{step_dir}: could not be loaded"
+    gather_to_rank_0(lambda: found.append(read_local(step_dir)), context)
     (local_files,) = found
     has_local = [local_files is not None]
     if dist.is_initialized():
         has_local *= dist.get_world_size()
         dist.all_gather_object(has_local, local_files is not None)
     if True not in has_local:
-        raise DamagedCheckpoint(f"{name}: no node has it")
+        raise DamagedCheckpoint(f"{step_dir}: no node has it")
     source = has_local.index(True)
-    manifest = run_on_rank_0(lambda: local_files[0] if local_files else {}, name, rank=source)
+    manifest = run_on_rank_0(lambda: local_files[0] if local_files else {}, context, rank=source)
     if local_files is not None:
         _, contents = local_files
     else:  # this node has lost all shards
-        tensors = parse_contents(manifest, run_dir, require_all_shards=False).tensors
+        tensors = parse_contents(manifest, step_dir, require_all_shards=False).tensors
         empty = {name: entry._replace(shards=[]) for name, entry in tensors.items()}
-        contents = Contents(run_dir, empty, {})
-    mismatches = _load_tensors(context, contents, model_parts, optimizer, is_complete=False)
+        contents = Contents(step_dir, empty, {})
+    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=False)
     if mismatches:
-        raise DamagedCheckpoint(f"{name}: {mismatches[0]} differs from what was saved")
+        raise DamagedCheckpoint(f"{step_dir}: {mismatches[0]} differs from what was saved")
     return manifest
 
 
 def _load_tensors(
-    context: str,
     contents: Contents,
     model_parts: Sequence[nn.Module],
     optimizer: Optimizer | None,
@@ -193,7 +190,6 @@ def _load_tensors(
     """Load into live tensors and verify.
 
     Args:
-        context: prefix of errors.
         contents: table of contents.
         model_parts: this rank's parts of the model.
         optimizer: None: load only the parameters.
@@ -208,19 +204,24 @@ def _load_tensors(
         for name, entry in contents.tensors.items():
             # Memory is allocated by the table, so a wrong dtype would reinterpret the bits.
             if name.startswith("optim.") and entry.dtype not in OPTIMIZER_DTYPES:
-                raise DamagedCheckpoint(f"{context}: {name} has dtype {entry.dtype}")
+                raise DamagedCheckpoint(f"{contents.path}: {name} has dtype {entry.dtype}")
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }
-        gather_to_rank_0(lambda: _check_optimizer_state(saved, model_parts), context)
+        _run_on_all(contents, lambda: _check_optimizer_state(saved, model_parts))
         allocate_optimizer_state(model_parts, optimizer, saved)
         state |= optimizer_state(model_parts, optimizer)
-    mismatches = _load_state(context, contents, model_parts, state, is_complete)
+    mismatches = _load_state(contents, model_parts, state, is_complete)
     if convert := getattr(optimizer, "convert_loaded_state", None):
         convert()
     elif optimizer is not None:
         upcast_moments(optimizer)
     return mismatches
+
+
+def _run_on_all(contents: Contents, work: Callable[[], None]) -> None:
+    """Run ``work`` on every rank; all ranks raise the error of any rank."""
+    gather_to_rank_0(work, f"{contents.path}: could not be loaded")
 
 
 def _check_optimizer_state(
@@ -252,7 +253,6 @@ def _check_optimizer_state(
 
 
 def _load_state(
-    context: str,
     contents: Contents,
     model_parts: Sequence[nn.Module],
     state: StateDict,
@@ -263,14 +263,14 @@ def _load_state(
     owned = {name for name in state if is_owner(name, axes[name])}
     fingerprints: dict[str, int] = {}
     names = owned if is_complete else None
-    gather_to_rank_0(lambda: _read(contents, state, names, fingerprints), context)
+    _run_on_all(contents, lambda: _read(contents, state, names, fingerprints))
     _broadcast_replicas(state, axes, fingerprints)
 
     def check_complete() -> None:  # a tensor of zeros that was not loaded could match
         if missing := state.keys() - fingerprints.keys():
             raise CorruptData(f"{min(missing)} is missing or incomplete")
 
-    gather_to_rank_0(check_complete, context)
+    _run_on_all(contents, check_complete)
     return _find_mismatches(contents, state, axes, owned, fingerprints)
 
 

@@ -90,7 +90,7 @@ def save_local(run_dir: Path, shards: list[StagedShard], manifest: Json, group: 
     Raises:
         CheckpointError: on every rank, if any rank failed; partial files are deleted.
     """
-    step_dir = run_dir / f"{manifest['epoch']:06}-{manifest['step']:08}"
+    step_dir = local_step_dir(run_dir, manifest["step"], manifest["epoch"])
     context = f"{step_dir}: could not be written"
     shard_path = step_dir / shard_name(get_rank())
     manifest_path = step_dir / f"rank-{get_rank():05}.json"
@@ -151,13 +151,17 @@ def list_local_steps(run_dir: Path, checkpoint_dir: Path) -> list[tuple[int, int
     )
 
 
-def read_local(run_dir: Path, step: int, epoch: int) -> tuple[Json, Contents] | None:
-    """Return the manifest and contents of this node's files of a step; None if it has none.
+def local_step_dir(run_dir: Path, step: int, epoch: int) -> Path:
+    """Return the directory of a local checkpoint on a node."""
+    return run_dir / f"{epoch:06}-{step:08}"
+
+
+def read_local(step_dir: Path) -> tuple[Json, Contents] | None:
+    """Return the manifest and contents of this node's files; None without any.
 
     Raises:
         CorruptData: if the files differ from what was written.
     """
-    step_dir = run_dir / f"{epoch:06}-{step:08}"
     manifest: Json | None = None
     contents = Contents(step_dir, {}, {})
     for path in sorted(step_dir.glob("rank-*.json")):
@@ -165,7 +169,8 @@ def read_local(run_dir: Path, step: int, epoch: int) -> tuple[Json, Contents] | 
             manifest = parse_manifest(read_regular_file(path, MANIFEST_BYTES))
         except (ValueError, CorruptData) as error:
             raise CorruptData(f"{path}: {error}") from error
-        if (manifest["step"], manifest.get("epoch")) != (step, epoch):
+        own_dir = local_step_dir(step_dir.parent, manifest["step"], manifest.get("epoch", 0))
+        if own_dir != step_dir:
             raise CorruptData(f"{path}: the manifest has another step or epoch")
         rank_contents = parse_contents(manifest, step_dir, require_all_shards=False)
         check_files(rank_contents)

@@ -14,7 +14,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ FORMAT = 4
 T = TypeVar("T")
 
 STEP_NAME = re.compile(r"step-([0-9]{8,20})")
-_LEASE_NAME = re.compile(r"lease-([0-9]{6,20})\.json")
+_LEASE_NAME = re.compile(r"lease-[0-9]{6,20}\.json")
 
 # Size limits.  A manifest of the largest models on thousands of ranks takes about 100 MB.
 MANIFEST_BYTES, LEASE_BYTES = 1 << 30, 1 << 16
@@ -190,21 +191,23 @@ def resumed_step(directory: Path) -> int:
 
 
 def _read_lease_contents(directory: Path) -> list[tuple[int, LeaseContent]]:
-    if not directory.is_dir():
-        return []
     leases = []
-    for path in directory.iterdir():
-        if match := _LEASE_NAME.fullmatch(path.name):
-            try:
-                content = parse_json(read_regular_file(path, LEASE_BYTES))
-                validate_schema(LeaseContent, content)
-            except (OSError, ValueError, CorruptData) as error:
-                raise CheckpointError(
-                    f"{path}: the lease is damaged ({error}), so the step from which the run "
-                    "resumed is unknown; if no other process trains the run, remove the file"
-                ) from error
-            leases.append((int(match[1]), LeaseContent(**content)))
+    for path in _list_lease_files(directory):
+        try:
+            content = parse_json(read_regular_file(path, LEASE_BYTES))
+            validate_schema(LeaseContent, content)
+        except (OSError, ValueError, CorruptData) as error:
+            raise CheckpointError(
+                f"{path}: the lease is damaged ({error}), so the step from which the run "
+                "resumed is unknown; if no other process trains the run, remove the file"
+            ) from error
+        leases.append((int(path.stem.removeprefix("lease-")), LeaseContent(**content)))
     return sorted(leases, key=lambda epoch_and_lease: epoch_and_lease[0])
+
+
+def _list_lease_files(directory: Path) -> list[Path]:
+    paths = directory.iterdir() if directory.is_dir() else []
+    return [path for path in paths if _LEASE_NAME.fullmatch(path.name)]
 
 
 def acquire_lease(directory: Path, step: int) -> int:
@@ -242,11 +245,8 @@ def _acquire_lease(directory: Path, step: int) -> int:
 
 def read_leases(directory: Path) -> dict[str, bytes]:
     """Return the content of every lease in ``directory``, by file name."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return {
-        name: read_regular_file(directory / name, LEASE_BYTES)
-        for name in names
-        if _LEASE_NAME.fullmatch(name)
+        path.name: read_regular_file(path, LEASE_BYTES) for path in _list_lease_files(directory)
     }
 
 
@@ -376,11 +376,23 @@ def open_contents(path: Path, manifest: Json) -> Contents:
         DamagedCheckpoint: if the manifest is invalid.
         CheckpointError: if the directory cannot be read.
     """
-    try:
+    with checkpoint_errors(path):
         inside = manifest.get("inside")
         if inside and not is_remote(path) and (path / inside).is_symlink():
             raise CorruptData(f"{inside} is a symbolic link, not a directory")
         return parse_contents(manifest, path)
+
+
+@contextmanager
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """Convert errors of reading a checkpoint's files.
+
+    Raises:
+        DamagedCheckpoint: instead of CorruptData.
+        CheckpointError: instead of OSError.
+    """
+    try:
+        yield
     except CorruptData as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     except OSError as error:

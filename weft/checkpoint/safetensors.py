@@ -95,7 +95,7 @@ def lay_out_file(
     Args:
         tensors: dtype and shape by name.  Other readers need aligned tensors, so wider dtypes must
             precede narrower ones.
-        metadata: texts for readers, besides the usual ``format``.
+        metadata: texts for readers, in addition to the usual ``format``.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0

@@ -368,15 +368,8 @@ def find_overlaps(
         yield ShardRead(shard, begin_in_shard, view)
 
 
-class ReadRequest(NamedTuple):
-    """One contiguous read from a file."""
-
-    file: str
-    reads: list[tuple[str, ShardRead]]
-
-
-def coalesce_reads(file: str, reads: Iterable[tuple[str, ShardRead]]) -> Iterator[ReadRequest]:
-    """Merge the reads of a file into few requests with little waste."""
+def coalesce_reads(reads: Iterable[tuple[str, ShardRead]]) -> Iterator[list[tuple[str, ShardRead]]]:
+    """Merge the reads of a file into few contiguous requests with little waste."""
     begin = end = useful = 0
     merged: list[tuple[str, ShardRead]] = []
     for name, read in sorted(reads, key=lambda pair: pair[1].byte_range()):
@@ -384,14 +377,14 @@ def coalesce_reads(file: str, reads: Iterable[tuple[str, ShardRead]]) -> Iterato
         added = max(0, stop - max(start, end))
         span = max(stop, end) - begin
         if merged and (span > READ_BYTES or useful + added < (1 - MAX_READ_WASTE) * span):
-            yield ReadRequest(file, merged)
+            yield merged
             merged = []
         if not merged:
             begin, useful, added, end = start, 0, stop - start, start
         merged.append((name, read))
         end, useful = max(end, stop), useful + added
     if merged:
-        yield ReadRequest(file, merged)
+        yield merged
 
 
 def read_shards(
@@ -415,23 +408,23 @@ def read_shards(
     for name, tensor_reads in reads.items():
         for read in tensor_reads:
             by_file.setdefault(read.shard.file, []).append((name, read))
-    requests: list[ReadRequest] = []
+    requests: list[list[tuple[str, ShardRead]]] = []
     for file, file_reads in by_file.items():
         contents.files[file].check_size()
-        requests += coalesce_reads(file, file_reads)
+        requests += coalesce_reads(file_reads)
     remaining, lock = {name: len(tensor_reads) for name, tensor_reads in reads.items()}, Lock()
 
-    def run(request: ReadRequest) -> None:
-        file, request_reads = request
-        targets = [read.direct_buffer() for _, read in request_reads]
-        ranges = [read.byte_range() for _, read in request_reads]
+    def run(request: list[tuple[str, ShardRead]]) -> None:
+        file = contents.files[request[0][1].shard.file].path
+        targets = [read.direct_buffer() for _, read in request]
+        ranges = [read.byte_range() for _, read in request]
         chunks = [
             (start, allocate_buffer(stop - start) if target is None else target)
             for (start, stop), target in zip(ranges, targets, strict=True)
         ]
-        if missing_bytes := read_chunks(contents.files[file].path, chunks):
-            raise CorruptData(f"{file} is {missing_bytes} bytes too short")
-        for (name, read), target, (_, content) in zip(request_reads, targets, chunks, strict=True):
+        if missing_bytes := read_chunks(file, chunks):
+            raise CorruptData(f"{file.name} is {missing_bytes} bytes too short")
+        for (name, read), target, (_, content) in zip(request, targets, chunks, strict=True):
             if target is None:
                 read.copy_from(content)
             with lock:

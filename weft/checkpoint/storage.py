@@ -36,7 +36,7 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class CorruptData(Exception):
-    """Stored bytes are not what was written, or not of their format; the message is a clause."""
+    """Stored bytes are not what was written; the message is a clause."""
 
 
 ATTEMPTS = 8  # per request, for transient errors, with exponential backoff: about 30 s

@@ -26,8 +26,8 @@ from torch import Tensor
 from weft.checkpoint.fingerprint import fingerprint, wrap_int64
 from weft.checkpoint.manifest import (
     FORMAT,
-    CheckpointError,
     DamagedCheckpoint,
+    checkpoint_errors,
     manifest_text,
     open_contents,
     read_manifest,
@@ -45,7 +45,7 @@ from weft.checkpoint.shard_files import (
     shard_name,
     write_shards,
 )
-from weft.checkpoint.storage import CorruptData, create_file, is_remote, remove
+from weft.checkpoint.storage import create_file, is_remote, remove
 from weft.config.errors import WeftError
 from weft.config.files import sync_directory
 
@@ -144,7 +144,7 @@ def open_weights(path: Path) -> dict[str, Weight]:
         DamagedCheckpoint: if its manifest or a file is damaged.
     """
     contents = open_contents(path, read_manifest(path))
-    with _naming_errors(path):
+    with checkpoint_errors(path):
         check_files(contents)
     return {
         name.removeprefix("model."): open_weight(contents, name)
@@ -160,7 +160,7 @@ def open_weight(contents: Contents, name: str) -> Weight:
 
 
 def _read_rows(contents: Contents, name: str) -> Iterator[Tensor]:
-    """Yield the rows of a tensor, and verify them at the end if their fingerprint is known.
+    """Yield the rows of a tensor, and verify them if their fingerprint is known.
 
     Raises:
         DamagedCheckpoint: after the last row, if they differ from what was saved.
@@ -169,7 +169,7 @@ def _read_rows(contents: Contents, name: str) -> Iterator[Tensor]:
     for first, count in _row_chunks(entry.shape):
         rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
         offsets = [first, *[0] * (rows.dim() - 1)]
-        with _naming_errors(contents.path):
+        with checkpoint_errors(contents.path):
             read_shards(contents, {name: [*find_overlaps(entry, offsets, rows)]})
         if entry.fingerprint is not None:
             total += int(fingerprint(rows, offsets, entry.shape))
@@ -177,16 +177,6 @@ def _read_rows(contents: Contents, name: str) -> Iterator[Tensor]:
     if entry.fingerprint not in (None, wrap_int64(total)):
         reason = find_damaged_file(contents) or f"{name} differs from what was saved"
         raise DamagedCheckpoint(f"{contents.path}: {reason}")
-
-
-@contextmanager
-def _naming_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CorruptData as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def _row_chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:

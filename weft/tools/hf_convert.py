@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,39 @@ MAX_PROBLEMS = 5
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
+class _Problems(list[ConfigError]):
+    """Reasons why an export or import is impossible, reported together."""
+
+    def add(self, key: str, rule: object, remedy: str = "", value: object = MISSING) -> None:
+        """Append an error."""
+        self.append(ConfigError(key, value, str(rule), remedy))
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Append the errors of an InvalidConfig."""
+        try:
+            yield
+        except InvalidConfig as error:
+            self.extend(error.problems)
+
+    def check_out(self, key: str, out: Path, num_bytes: int) -> None:
+        """Check that a directory can be created, with space for ``num_bytes``."""
+        if path_exists(out):
+            self.add(key, "exists already", "name a new directory", str(out))
+        elif not is_remote(out):
+            unwritable = list(check_writable(key, str(out)))
+            self.extend(unwritable)
+            above = next(parent for parent in out.parents if parent.exists())
+            if not unwritable and (free := shutil.disk_usage(above).free) < num_bytes:
+                rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
+                self.add(key, rule, "use another disk, or free space", str(out))
+
+    def raise_any(self) -> None:
+        """Raise InvalidConfig if there is an error."""
+        if self:
+            raise InvalidConfig(self)
+
+
 # --------------------------------------------------------------------------- export
 
 
@@ -107,40 +141,29 @@ def export_checkpoint(
         InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
     """
-    max_bytes, problems = _parse_size(max_shard)
+    problems = _Problems()
+    max_bytes = _parse_size(max_shard, problems)
     if dtype not in DTYPES:
-        problems.append(
-            ConfigError("--dtype", dtype, "is not a known dtype", suggest(dtype, DTYPES))
-        )
-    try:
-        checkpoint: CheckpointRef | None = find_checkpoint(path)
-    except InvalidConfig as error:
-        checkpoint = None
-        problems += error.problems
-    family = checkpoint.family if checkpoint else None
-    if checkpoint and family and family.hf_mapping is None:
-        rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
-        problems.append(ConfigError("model.kind", checkpoint.job.model.kind, rule, remedy))
-    special: _SpecialTokens | None = None
-    if checkpoint:
-        try:
-            special = _special_tokens(checkpoint, problems)
-        except InvalidConfig as error:
-            problems += error.problems
-    if checkpoint and adapter:
-        problems += _check_out("out", out, 0)
-        if not problems:
-            return export_adapter(checkpoint, out, DTYPES[dtype])
-    weights: dict[str, Weight] | None = None
-    if checkpoint and not problems:
+        problems.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), dtype)
+    checkpoint, special, num_bytes = None, None, 0
+    weights: dict[str, Weight] = {}
+    with problems.collect():
+        checkpoint = find_checkpoint(path)
+        if checkpoint.family.hf_mapping is None:
+            rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
+            problems.add("model.kind", rule, remedy, checkpoint.job.model.kind)
+        special = _special_tokens(checkpoint, problems)
+    if checkpoint and not problems and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
-    num_bytes = 0
-    if weights is not None:
         num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
-    problems += _check_out("out", out, num_bytes)
-    if problems or checkpoint is None or weights is None or family is None or special is None:
-        raise InvalidConfig(problems)
+    problems.check_out("out", out, num_bytes)
+    problems.raise_any()
+    assert checkpoint is not None
+    assert special is not None
+    if adapter:
+        return export_adapter(checkpoint, out, DTYPES[dtype])
+    family = checkpoint.family
     expected = param_shapes(family, checkpoint.config)
     shapes = {name: weight.shape for name, weight in weights.items()}
     if shapes != expected:
@@ -156,10 +179,8 @@ def export_checkpoint(
         try:
             files = write_weight_files(directory, hf_weights, DTYPES[dtype], max_bytes, progress)
         except UnrepresentableValue as error:
-            remedy = "use bfloat16 or float32"
-            raise InvalidConfig(
-                [ConfigError("--dtype", dtype, f"cannot be used: {error}", remedy)]
-            ) from error
+            problems.add("--dtype", f"cannot be used: {error}", "use bfloat16 or float32", dtype)
+            raise InvalidConfig(problems) from error
         config = to_hf_config(family, checkpoint.config, dtype)
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
@@ -183,29 +204,14 @@ def path_exists(path: Path) -> bool:
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _parse_size(text: str) -> tuple[int, list[ConfigError]]:
-    """Parse a size such as 5GB or 500 MB; return bytes and errors."""
+def _parse_size(text: str, problems: _Problems) -> int:
+    """Parse a size such as 5GB or 500 MB; return bytes."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        return 1, [ConfigError("--max-shard", text, "is not a size", remedy)]
-    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " "), []
-
-
-def _check_out(key: str, out: Path, num_bytes: int) -> Iterator[ConfigError]:
-    if path_exists(out):
-        yield ConfigError(key, str(out), "exists already", "name a new directory")
-        return
-    if is_remote(out):
-        return
-    unwritable = list(check_writable(key, str(out)))
-    yield from unwritable
-    if not unwritable:
-        above = next(parent for parent in out.parents if parent.exists())
-        free = shutil.disk_usage(above).free
-        if free < num_bytes:
-            rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
-            yield ConfigError(key, str(out), rule, "use another disk, or free space")
+        problems.add("--max-shard", "is not a size", remedy, text)
+        return 1
+    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
 
 
 class _SpecialTokens(NamedTuple):
@@ -216,7 +222,7 @@ class _SpecialTokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(checkpoint: CheckpointRef, problems: list[ConfigError]) -> _SpecialTokens:
+def _special_tokens(checkpoint: CheckpointRef, problems: _Problems) -> _SpecialTokens:
     """Return the tokens that start and end a text, in transformers' format."""
     path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -295,15 +301,9 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         raise InvalidConfig(
             [ConfigError("directory", str(source), rule, "give a model's directory")]
         )
-    problems: list[ConfigError] = []
-    config, kind = None, None
-    tree = _read_json(source / "config.json", problems)
-    if tree is not None:
-        kind, config_problems = detect_family(tree, FAMILIES)
-        if kind is not None:
-            config, config_problems = from_hf_config(FAMILIES[kind], tree)
-        problems += config_problems
-    model = None if kind is None or config is None else (FAMILIES[kind], config)
+    problems = _Problems()
+    kind, config = _read_config(source / "config.json", problems)
+    model = None if config is None else (FAMILIES[kind], config)
     contents = _read_contents(source, model, problems)
     note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
@@ -311,15 +311,14 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         _check_companion(source / name, problems)
     expected = {} if model is None or problems else param_shapes(*model)
     num_bytes = 4 * sum(shape.numel() for shape in expected.values())
-    problems += _check_out("run_dir", run_dir, num_bytes)
-    if problems or model is None or config is None:
-        raise InvalidConfig(problems)
-    hf_name = get_hf_mapping(model[0]).hf_name
-
+    problems.check_out("run_dir", run_dir, num_bytes)
+    problems.raise_any()
+    family = FAMILIES[kind]
+    hf_name = get_hf_mapping(family).hf_name
     job = replace(
         Job(),
         run={"dir": str(run_dir)},
-        model={"kind": kind, "preset": next(iter(model[0].presets)), **config.model_dump()},
+        model={"kind": kind, "preset": next(iter(family.presets)), **config.model_dump()},
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, config.max_seq_len)},
     )
@@ -338,14 +337,12 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
             path = checkpoint_path(directory / "checkpoints", 0)
             write_weights_checkpoint(path, weights, manifest, progress)
         except UnrepresentableValue as error:
-            raise InvalidConfig(
-                [ConfigError("directory", str(source), f"cannot be imported: {error}")]
-            ) from error
+            problems.add("directory", f"cannot be imported: {error}", value=str(source))
+            raise InvalidConfig(problems) from error
         (directory / SOURCE_DIR).mkdir()
-        for name, target in [(n, f"{SOURCE_DIR}/{n}") for n in companions] + [
-            ("tokenizer.json",) * 2
-        ]:
-            _copy(source / name, directory / target)
+        for name in companions:
+            _copy(source / name, directory / SOURCE_DIR / name)
+        _copy(source / "tokenizer.json", directory / "tokenizer.json")
         with create_file(directory / "job.toml") as file:
             file.write(to_toml(job, str(source), job).encode())
     dtypes = sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in expected})
@@ -355,13 +352,25 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     return f"{summary}\n{note}" if note else summary
 
 
-def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None:
+def _read_config(path: Path, problems: _Problems) -> tuple[str, Any]:
+    """Return the family and the model's configuration, which is None after an error."""
+    kind, config = None, None
+    tree = _read_json(path, problems)
+    if tree is not None:
+        kind, config_problems = detect_family(tree, FAMILIES)
+        if kind is not None:
+            config, config_problems = from_hf_config(FAMILIES[kind], tree)
+        problems += config_problems
+    return kind or "", config
+
+
+def _read_json(path: Path, problems: _Problems) -> dict[str, Any] | None:
     """Read a JSON object; on an error return None and append it to ``problems``."""
     try:
         return parse_json(_read_small(path))
     except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
-        problems.append(ConfigError(path.name, MISSING, str(error), remedy or "download it again"))
+        problems.add(path.name, error, remedy or "download it again")
         return None
 
 
@@ -376,22 +385,20 @@ def _read_small(path: Path) -> bytes:
         raise CorruptData(f"cannot be read: {error.strerror}") from error
 
 
-def _check_companion(path: Path, problems: list[ConfigError]) -> None:
+def _check_companion(path: Path, problems: _Problems) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
         except CorruptData as error:
-            problems.append(
-                ConfigError(path.name, MISSING, str(error), "download it again, or remove it")
-            )
+            problems.add(path.name, error, "download it again, or remove it")
         return
     tree = _read_json(path, problems)
     if tree and "auto_map" in tree:
         rule = "names code to run, which weft neither runs nor exports"
-        problems.append(ConfigError(f"{path.name} auto_map", MISSING, rule, "remove the field"))
+        problems.add(f"{path.name} auto_map", rule, "remove the field")
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[ConfigError]) -> str:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: _Problems) -> str:
     """Return a note if the files disagree about the token that ends a text."""
     try:
         _read_small(path)
@@ -399,29 +406,25 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Config
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
     except CorruptData as error:
         remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
-        problems.append(ConfigError(path.name, MISSING, str(error), remedy))
+        problems.add(path.name, error, remedy)
     except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
         problems += [p for p in error.problems if p.key not in COMPANION_FILES]
     else:
         size = required_vocab_size(tokenizer)
         if config and size > config.vocab_size:
             rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
-            problems.append(
-                ConfigError(path.name, MISSING, rule, "use the tokenizer of this model")
-            )
+            problems.add(path.name, rule, "use the tokenizer of this model")
         elif config and not force and has_excess_padding(size, config.vocab_size):
             rule = (
                 f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
             )
             remedy = "use the model's own tokenizer, or --force if this is it"
-            problems.append(ConfigError(path.name, MISSING, rule, remedy))
+            problems.add(path.name, rule, remedy)
         return note
     return ""
 
 
-def _read_contents(
-    source: Path, model: tuple[Family, Any] | None, problems: list[ConfigError]
-) -> Contents:
+def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Problems) -> Contents:
     """Return the tensors in the files of a model; append errors to ``problems``."""
     contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
@@ -431,94 +434,78 @@ def _read_contents(
         if tree is None:
             return contents
         index = tree.get("weight_map")
+        key = f"{INDEX} weight_map"
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            rule = "must map every tensor to a file"
-            problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "download it again"))
+            problems.add(key, "must map every tensor to a file", "download it again")
             return contents
         files = sorted(set(index.values()))
         bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
-        if bad_names:
+        for name in bad_names[:MAX_PROBLEMS]:
             rule = "is not the plain name of a .safetensors file next to the index"
-            key = f"{INDEX} weight_map"
-            problems += [
-                ConfigError(key, printable(n), rule, "do not use it")
-                for n in bad_names[:MAX_PROBLEMS]
-            ]
+            problems.add(key, rule, "do not use it", printable(name))
+        if bad_names:
             return contents
     else:
         pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
+        rule, remedy = "does not exist, nor does its index", "download the weights"
         if pickles:
             rule = f"does not exist, only the pickle {printable(pickles[0])}, which may run code"
-            problems.append(ConfigError(SINGLE, MISSING, rule, SAFETENSORS_REMEDY))
-        else:
-            rule, remedy = "does not exist, nor does its index", "download the weights"
-            problems.append(ConfigError(SINGLE, MISSING, rule, remedy))
+            remedy = SAFETENSORS_REMEDY
+        problems.add(SINGLE, rule, remedy)
         return contents
 
-    weight_problems: list[ConfigError] = []
+    found = _Problems()
     files_of: dict[str, str] = {}  # the file of each tensor
     for name in files:
         try:
             own = read_file_contents(source / name)
         except CorruptData as error:
-            weight_problems.append(ConfigError(name, MISSING, str(error), "download it again"))
+            found.add(name, error, "download it again")
             continue
         for tensor in own.tensors:
             if tensor in files_of:
                 rule = f"has {printable(tensor)}, which is also in {files_of[tensor]}"
-                weight_problems.append(ConfigError(name, MISSING, rule, "do not use it"))
+                found.add(name, rule, "do not use it")
             files_of[tensor] = name
         contents.tensors.update(own.tensors)
         contents.files.update(own.files)
-    if not weight_problems:
-        if index is not None and index != files_of:
+    if not found:
+        if index not in (None, files_of):
             rule = "does not match the tensors in the files"
-            weight_problems.append(
-                ConfigError(INDEX, MISSING, rule, "download index and files again")
-            )
+            found.add(INDEX, rule, "download index and files again")
         if model is not None:
-            weight_problems += _check_shapes(contents, *model)
-    problems += weight_problems[:MAX_PROBLEMS]
-    if len(weight_problems) > MAX_PROBLEMS:
-        problems.append(
-            ConfigError(
-                "weights", MISSING, f"have {len(weight_problems) - MAX_PROBLEMS} more problems"
-            )
-        )
+            _check_shapes(contents, *model, found)
+    problems += found[:MAX_PROBLEMS]
+    if len(found) > MAX_PROBLEMS:
+        problems.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
     return contents
 
 
-def _check_shapes(contents: Contents, family: Family, config: Any) -> Iterator[ConfigError]:
+def _check_shapes(contents: Contents, family: Family, config: Any, problems: _Problems) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
-    entries = contents.tensors
-    if config.num_layers > len(entries):
-        rule = f"needs more tensors than the {len(entries)} in the files"
-        yield ConfigError(
-            "config.json num_hidden_layers", config.num_layers, rule, "download both again"
-        )
+    tensors = contents.tensors
+    if config.num_layers > len(tensors):
+        rule = f"needs more tensors than the {len(tensors)} in the files"
+        key = "config.json num_hidden_layers"
+        problems.add(key, rule, "download both again", config.num_layers)
         return
     mapping = get_hf_mapping(family)
-    expected = {
-        mapping.hf_name(n): tuple(shape) for n, shape in param_shapes(family, config).items()
-    }
-    for name in entries.keys() - expected.keys():
+    shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}
+    for name in tensors.keys() - shapes.keys():
+        remedy = "use weights and config.json of one model"
+        if name == "lm_head.weight":
+            remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
         if not DERIVED.fullmatch(name):
-            remedy = "use weights and config.json of one model"
-            if name == "lm_head.weight":
-                remedy = (
-                    "set tie_word_embeddings to false in config.json if it is not the embedding"
-                )
-            yield ConfigError(
-                printable(name), MISSING, f"is not a weight of this {mapping.name}", remedy
-            )
-    for name, shape in expected.items():
-        if name not in entries:
-            yield ConfigError(name, MISSING, "is in none of the files", "download them again")
+            problems.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            problems.add(name, "is in none of the files", "download them again")
             continue
-        entry = entries[name]
-        if entry.shape != shape:
-            rule = f"has shape {list(entry.shape)} in {entry.shards[0].file}, not {list(shape)}"
-            yield ConfigError(name, MISSING, rule, "use weights and config.json of one model")
-        if entry.dtype not in DTYPES.values():
-            rule = f"is {NAMES[entry.dtype]}, which is quantized or does not fit in float32"
-            yield ConfigError(name, MISSING, rule, "save it as F32, BF16 or F16")
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            file = tensor.shards[0].file
+            rule = f"has shape {list(tensor.shape)} in {file}, not {list(shape)}"
+            problems.add(name, rule, "use weights and config.json of one model")
+        if tensor.dtype not in DTYPES.values():
+            rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
+            problems.add(name, rule, "save it as F32, BF16 or F16")
