@@ -36,6 +36,7 @@ from tests.small import (
 from weft.checkpoint import weight_files as export
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
 from weft.checkpoint.shard_files import group_by_size
+from weft.checkpoint.storage import open_directory
 from weft.checkpoint.weight_files import (
     INDEX,
     Weight,
@@ -573,6 +574,15 @@ def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
     names = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
     assert names == ["step-00000000", "step-00000002"]
+
+
+def test_import_from_a_store_reproduces_every_bit(store_path: Path, tmp_path: Path) -> None:
+    source = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
+    remote = open_directory("memory://models/tiny")
+    for path in source.iterdir():
+        (remote / path.name).write_bytes(path.read_bytes())
+    import_model(remote, tmp_path / "run", ignore_progress)
+    assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
 
 
 # --------------------------------------------------------------------------- hostile files

@@ -211,7 +211,8 @@ def _parse_size(text: str, problems: _Problems) -> int:
         remedy = "write it as 5GB, 500MB or a number of bytes"
         problems.add("--max-shard", "is not a size", remedy, text)
         return 1
-    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
+    size: int = int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
+    return size
 
 
 class _SpecialTokens(NamedTuple):
