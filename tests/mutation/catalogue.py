@@ -1516,7 +1516,7 @@ FAULTS: list[Fault] = [
         "checkpoint",
         "fingerprints are not compared",
         "checkpoint/load.py",
-        "if ranks and (owned_sum, replica_sum) != (entry.fingerprint, expected):",
+        "if ranks and (owned_sum, replica_sum) != (saved, expected):",
         "if ranks < 0:",
         SAVED,
     ),
