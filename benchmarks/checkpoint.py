@@ -7,7 +7,7 @@ size.  Each round runs a few steps of each kind, so that a drift of the machine'
 kinds alike:
 
     nothing      no checkpoint
-    background   an async save: training waits only for fingerprints and a copy
+    background   an async save: training waits only for a copy
     waiting      a synchronous save: training waits until the checkpoint is on the disk
     the disk     plain writes of the same bytes into preallocated space, with fsync; plain reads
 
@@ -139,7 +139,9 @@ def main() -> None:
             for kind, saver in list(savers.items())[:: 1 if round_ % 2 else -1]:
                 os.sync()  # flush writes of other processes
                 start_time = time.perf_counter()
-                saver.save(built.model_parts, built.optimizer, {"step": round_ + 1})
+                saver.save(
+                    built.model_parts, built.optimizer, {"step": round_ + 1, "samples": round_ + 1}
+                )
                 stall = time.perf_counter() - start_time
                 steps = 0
                 while (saver._thread and saver._thread.is_alive()) or steps < options.steps:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ import torch
 import weft
 from tests.small import Overrides, small_job
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.weight_files import write_weights_checkpoint
+from weft.checkpoint.weight_files import Weight, write_weights_checkpoint
 from weft.config.schema import replace, to_toml
 from weft.models import load_family, resolve_model
 from weft.models.hf_mapping import param_shapes
@@ -27,24 +29,21 @@ def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Pat
     config, problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     assert not problems
     generator = torch.Generator().manual_seed(1)
-    parts = (
-        (
-            name,
-            shape,
-            iter(
-                [
-                    torch.ones(shape) * 1.5
-                    if name.endswith("norm.weight")
-                    else 0.3 * torch.randn(shape, generator=generator)
-                ]
-            ),
-        )
+
+    def random_rows(name: str, shape: torch.Size) -> Iterator[torch.Tensor]:
+        if name.endswith("norm.weight"):
+            yield torch.full(shape, 1.5)
+        else:
+            yield 0.3 * torch.randn(shape, generator=generator)
+
+    weights = {
+        name: Weight(shape, partial(random_rows, name, shape))
         for name, shape in param_shapes(load_family(job.model.kind), config).items()
-    )
+    }
     manifest = {"step": 0, "samples": 0, "mesh": {}, "weft": weft.__version__, "torch": ""}
     directory.mkdir()
     write_weights_checkpoint(
-        checkpoint_path(directory / "checkpoints", 0), parts, manifest, lambda completed: None
+        checkpoint_path(directory / "checkpoints", 0), weights, manifest, lambda completed: None
     )
     (directory / "job.toml").write_text(to_toml(job, "demo", job))
     shutil.copy(store / "tokenizer.json", directory)

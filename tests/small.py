@@ -183,11 +183,11 @@ def newest_state(directory: Path) -> dict[str, torch.Tensor]:
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """Return every unsharded tensor of a checkpoint."""
-    contents = parse_contents(read_manifest(path))
+    contents = parse_contents(read_manifest(path), path)
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
     expected = {
         name: list(find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
     }
-    read_shards(path, contents, expected)
+    read_shards(contents, expected)
     return state

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import RankError, run_ranks
-from weft.checkpoint import manifest
+from tests.small import read_state
+from weft.checkpoint import manifest, safetensors
 from weft.checkpoint import shard_files as shards
 from weft.checkpoint.fingerprint import fingerprint, wrap_int64
 from weft.checkpoint.load import load_checkpoint
@@ -145,7 +146,7 @@ def restore_old_version(path: Path, source: random.Random) -> None:
 
 
 def swap(path: Path, source: random.Random) -> None:
-    other = next(p for p in path.parent.glob("shard-*.bin") if p != path)
+    other = next(p for p in path.parent.glob("shard-*.safetensors") if p != path)
     path.rename(path.with_suffix(".old"))
     other.rename(path)
     path.with_suffix(".old").rename(other)
@@ -188,7 +189,7 @@ def corrupt(directory: str, times: float) -> tuple[int, list[str]]:
     shutil.copytree(home / "step-00000002", spare)
     expected = torch.load(home.parent / "first.pt")
     completed, unnoticed = 0, []
-    files = [f"shard-0000{rank}.bin" for rank in range(2)]
+    files = [f"shard-0000{rank}.safetensors" for rank in range(2)]
     kinds: list[tuple[Callable[..., None], int, list[str]]] = [
         *((kind, count, files) for kind, count in OF_SHARDS),
         *((kind, count, ["manifest.json"]) for kind, count in OF_MANIFEST),
@@ -241,11 +242,11 @@ def resume_all(directory: str) -> tuple[int, list[str], dict[str, torch.Tensor]]
 def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) -> None:
     """Ranks whose own shard is intact also fall back."""
     first = run_ranks(save_two, 2, str(tmp_path))[0]
-    flip(tmp_path / "step-00000002/shard-00001.bin", random.Random(1))
+    flip(tmp_path / "step-00000002/shard-00001.safetensors", random.Random(1))
     for step, messages, state in run_ranks(resume_all, ranks, str(tmp_path)):
         assert step == 1
         assert all(state[name].equal(tensor) for name, tensor in first.items())
-        assert "shard-00001.bin differs from what was written" in messages[0]
+        assert "shard-00001.safetensors differs from what was written" in messages[0]
     names = sorted(os.listdir(tmp_path))
     assert names[0].startswith("damaged-step-00000002")
     assert names[1:] == ["step-00000001"]
@@ -254,7 +255,7 @@ def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) ->
 def test_resume_all_damaged_is_refused(tmp_path: Path) -> None:
     run_ranks(save_two, 2, str(tmp_path))
     for path in list_checkpoints(tmp_path):
-        flip(path / "shard-00000.bin", random.Random(2))
+        flip(path / "shard-00000.safetensors", random.Random(2))
     with pytest.raises(RankError, match="none of the run's checkpoints is intact"):
         run_ranks(resume_all, 2, str(tmp_path))
 
@@ -267,12 +268,12 @@ def test_load_tensor_changed_before_writing_is_refused(tmp_path: Path) -> None:
 
 
 def save_otherwise(directory: str) -> None:
-    raw = shards.tensor_bytes
+    raw = safetensors.tensor_bytes
 
     def changed(tensor: torch.Tensor) -> memoryview:
         return raw(tensor + (tensor.dim() == 1))
 
-    shards.tensor_bytes = changed
+    safetensors.tensor_bytes = changed
     parts, optimizer = stepped(1e-3)
     save(Path(directory), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
 
@@ -289,6 +290,8 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
     tensor = next(iter(manifest["tensors"].values()))
     if name == "file":
         manifest["files"][0]["name"] = value
+    elif name.startswith("header"):
+        manifest["files"][0][name] = value
     elif name == "position":
         tensor["shards"][0][3] = value
     elif name == "sizes":
@@ -302,11 +305,16 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("file", "../../outside.bin"),
+        ("file", "../../outside.safetensors"),
         ("file", "/etc/passwd"),
-        ("file", "shard-00000.bin/../../x"),
+        ("file", "shard-00000.safetensors/../../x"),
         ("file", None),
+        ("header_bytes", -8),
+        ("header_bytes", 10**15),
+        ("header_bytes", "8"),
+        ("header_xxh3", "?"),
         ("position", -4),
+        ("position", 8),
         ("position", 10**15),
         ("position", 0.5),
         ("sizes", [10**9, 10**9]),
@@ -329,22 +337,75 @@ def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: P
     del content["hash"]
     (path / "manifest.json").write_text(manifest_text(content))
     with pytest.raises(shards.CorruptData):
-        shards.parse_contents(read_manifest(path))
+        shards.parse_contents(read_manifest(path), path)
     if name == "file":
         with pytest.raises(RankError, match="step-00000002: its table of contents"):
             run_ranks(load_newest, 1, str(saved))
 
 
-def test_save_writes_only_json_and_raw_numbers(saved: Path) -> None:
-    """No file of a checkpoint is a pickle."""
-    for path in list_checkpoints(saved):
-        names = sorted(file.name for file in path.iterdir())
-        assert names == ["manifest.json", "shard-00000.bin", "shard-00001.bin"]
-        total = sum((path / name).stat().st_size for name in names[1:])
-        entries = json.loads((path / "manifest.json").read_text())["tensors"].values()
-        assert total == sum(
-            torch.Size(e["shape"]).numel() * shards.DTYPES[e["dtype"]].itemsize for e in entries
-        )
+def test_load_damaged_header_is_refused(saved: Path) -> None:
+    """weft reads positions from the manifest, other tools from the header."""
+    path = list_checkpoints(saved)[-1]
+    file = path / "shard-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"saved_offsets', b'"saved_offsetz', 1))
+    assert file.read_bytes() != content
+    with pytest.raises(RankError, match=r"shard-00001\.safetensors.*hash of its header"):
+        run_ranks(load_newest, 2, str(saved))
+
+
+def test_save_writes_safetensors_that_other_tools_read(saved_once: Path) -> None:
+    """No file of a checkpoint is a pickle; the library and torch find all parts."""
+    from safetensors import safe_open
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    (_, path) = list_checkpoints(saved_once)
+    names = sorted(file.name for file in path.iterdir())
+    assert names == ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    expected = read_state(path)
+    seen = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    for name in names[1:]:
+        with safe_open(path / name, "pt") as file:
+            boxes = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for key in file.keys():  # noqa: SIM118  # it is not a dict
+                assert boxes[key]["global_shape"] == list(expected[key].shape)
+                part = file.get_tensor(key)
+                box = zip(boxes[key]["saved_offsets"], part.shape, strict=True)
+                seen[key][tuple(slice(begin, begin + size) for begin, size in box)] = part
+    by_torch = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load(by_torch, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    for name, tensor in expected.items():
+        assert seen[name].equal(tensor), name
+        assert by_torch[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("dtype", safetensors.NAMES)
+def test_write_shards_of_any_dtype_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Odd sizes of narrow dtypes follow wide ones, so that all of them are aligned."""
+    from safetensors.torch import load_file
+
+    values = torch.arange(35).view(5, 7).to(dtype)
+    scalar, empty = torch.tensor(1).to(dtype), torch.empty(0, 3).to(dtype)
+    tensors = {"matrix": values, "scalar": scalar, "empty": empty, "wide": torch.ones(3).double()}
+    staged = [
+        shards.StagedShard(n, t.dtype, t.shape, (0,) * t.dim(), t.shape, [t])
+        for n, t in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
+    ]
+    entries = shards.write_shards(tmp_path / "shard-00000.safetensors", staged)
+    contents = shards.parse_contents(shards.build_contents([entries]), tmp_path)
+    shards.check_files(contents)
+    ours = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    overlaps = {
+        name: [*shards.find_overlaps(contents.tensors[name], [0] * tensor.dim(), tensor)]
+        for name, tensor in ours.items()
+        if tensor.numel()
+    }
+    shards.read_shards(contents, overlaps)
+    theirs = load_file(tmp_path / "shard-00000.safetensors")
+    for name, tensor in tensors.items():
+        for read in (ours[name], theirs[name]):
+            assert read.dtype == tensor.dtype
+            assert safetensors.tensor_bytes(read) == safetensors.tensor_bytes(tensor), name
 
 
 def test_resume_disk_error_is_not_reported_as_damage(saved: Path) -> None:

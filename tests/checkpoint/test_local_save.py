@@ -171,7 +171,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["shard-*.bin", pytest.param("rank-*.json", marks=pytest.mark.slow)]
+    "pattern", ["shard-*.safetensors", pytest.param("rank-*.json", marks=pytest.mark.slow)]
 )
 def test_resume_damaged_local_copy_falls_back_to_the_store(cluster: Cluster, pattern: str) -> None:
     cluster.crash(2)

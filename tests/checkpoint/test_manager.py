@@ -153,7 +153,7 @@ def test_save_on_a_full_disk_is_reported(tmp_path: Path) -> None:
 def test_save_clears_files_of_a_killed_writer(tmp_path: Path) -> None:
     (tmp_path / ".tmp-lease-000001.json-1600").write_text("{")
     (tmp_path / ".tmp-step-00000004-ab").mkdir()
-    (tmp_path / ".tmp-step-00000004-ab/shard-00000.bin").write_bytes(b"half")
+    (tmp_path / ".tmp-step-00000004-ab/shard-00000.safetensors").write_bytes(b"half")
     run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"]
     assert not list(tmp_path.glob(".tmp-*"))
@@ -172,12 +172,12 @@ def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"]
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is missing"):
         read_manifest(tmp_path / "step-00000005")
-    for text in ("{", "[]", '{"format": 3}', "[" * 100_000):
+    for text in ("{", "[]", '{"format": 4}', "[" * 100_000):
         (tmp_path / "step-00000005/manifest.json").write_text(text)
         with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
             read_manifest(tmp_path / "step-00000005")
-    (tmp_path / "step-00000005/manifest.json").write_text(manifest_text({"format": 1}))
-    with pytest.raises(CheckpointError, match="the format is 1, not 3"):
+    (tmp_path / "step-00000005/manifest.json").write_text(manifest_text({"format": 3}))
+    with pytest.raises(CheckpointError, match="the format is 3, not 4: another version"):
         read_manifest(tmp_path / "step-00000005")
 
 
@@ -223,10 +223,10 @@ def test_save_syncs_everything_before_it_is_visible(tmp_path: Path) -> None:
     zero, one = run_ranks(save_and_note, 2, str(tmp_path))
     temporary = zero[-2].removeprefix("rename ")
     assert zero == [
-        f"fsync {temporary}/shard-00000.bin",
+        f"fsync {temporary}/shard-00000.safetensors",
         f"fsync {temporary}/manifest.json",
         f"fsync {temporary}",
         f"rename {temporary}",
         f"fsync {tmp_path}",
     ]
-    assert one == [f"fsync {temporary}/shard-00001.bin"]
+    assert one == [f"fsync {temporary}/shard-00001.safetensors"]

@@ -14,7 +14,7 @@ from tests.checkpoint.test_damage import save_two
 from tests.checkpoint.test_manager import save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, train_rank
-from weft.checkpoint.manager import abandon_damaged, list_quarantined
+from weft.checkpoint.commit import abandon_damaged, list_quarantined
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -73,7 +73,7 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_once, tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize("file", ["shard-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("file", ["shard-00000.safetensors", "manifest.json"])
 def test_resume_all_damaged_refuses_until_rolled_back(file: str, saved: Path) -> None:
     for path in saved.glob("step-*"):
         damage(path / file)
@@ -86,8 +86,8 @@ def test_resume_all_damaged_refuses_until_rolled_back(file: str, saved: Path) ->
     abandon_damaged(saved, 0)  # as weft rollback does
     acquire_lease(saved, 0)
     assert run_ranks(resume_times, 1, str(saved), 1)[0] == [(0, "")]
-    assert sorted(path.read_bytes() for path in saved.rglob("*.bin")) == sorted(
-        content for name, content in before.items() if name.endswith(".bin")
+    assert sorted(path.read_bytes() for path in saved.rglob("*.safetensors")) == sorted(
+        content for name, content in before.items() if name.endswith(".safetensors")
     )
 
 
@@ -129,7 +129,7 @@ def test_train_all_damaged_twice_keeps_records(store_path: Path, tmp_path: Path)
     overrides = [*STEPS, ("run.dir", str(tmp_path))]
     run_ranks(train_rank, 1, overrides, str(store_path))
     for path in (tmp_path / "checkpoints").glob("step-*"):
-        damage(path / "shard-00000.bin")
+        damage(path / "shard-00000.safetensors")
     for _ in range(2):
         with pytest.raises(RankError, match="none of the run's checkpoints is intact"):
             run_ranks(train_rank, 1, overrides, str(store_path))
@@ -148,7 +148,7 @@ def refuse_in_store() -> None:
     for step in (1, 2):
         save(directory, parts, optimizer, {"step": step, "samples": 8 * step}, keep=9)
     assert [step for step, _ in resume_times(str(directory), 1)] == [2]
-    for path in directory.glob("step-*/*/shard-*.bin"):
+    for path in directory.glob("step-*/*/shard-*.safetensors"):
         damage(path)
     for step, output in resume_times(str(directory), 2):
         assert step == -1, output
@@ -189,7 +189,7 @@ HEADER = [
     ("mesh", {"pp": "1"}, "valid integer"),
     ("files", {}, "valid list"),
     ("tensors", [], "valid dictionary"),
-    ("format", "3", "Input should be 3"),
+    ("format", "4", "Input should be 4"),
 ]
 
 

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint import manager as store_module
-from weft.checkpoint import manifest
-from weft.checkpoint.manager import CheckpointManager, _delete_old
+from weft.checkpoint import manifest, shard_files
+from weft.checkpoint.commit import delete_old
+from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule, young_interval
 from weft.checkpoint.manifest import (
     CheckpointError,
     LeaseLost,
@@ -41,7 +44,6 @@ from weft.checkpoint.manifest import (
     list_leases,
     read_manifest,
 )
-from weft.checkpoint.save_schedule import CheckpointSchedule, young_interval
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.checkpoint.storage import put_if_absent
 from weft.config.schema import CheckpointSection
@@ -80,6 +82,35 @@ def test_saver_async_save_has_the_state_of_its_step(ranks: int, tmp_path: Path) 
         on_disk = read_state(list_checkpoints(tmp_path)[-1])
         assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
         assert write > 1.0 > stall
+
+
+def release_and_save_again(directory: str) -> tuple[bool, bool]:
+    """Return if only the writer computed fingerprints, and if the copies were freed."""
+    threads = set()
+    compute = shard_files.fingerprint
+
+    def note_thread(*args: Any) -> torch.Tensor:
+        threads.add(threading.current_thread())
+        return compute(*args)
+
+    shard_files.fingerprint = note_thread
+    parts, optimizer = stepped(1e-3)
+    saver = CheckpointManager(Path(directory), 9, async_save=True)
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
+    copies = [weakref.ref(copy) for copy in saver._buffers.values()]
+    assert copies
+    saver.release_copies()
+    is_freed = not saver.is_saving() and all(copy() is None for copy in copies)
+    saver.save(parts, optimizer, {"step": 2, "samples": 16})
+    saver.wait()
+    return bool(threads) and threading.main_thread() not in threads, is_freed
+
+
+def test_saver_fingerprints_copies_in_the_writer_and_frees_them(tmp_path: Path) -> None:
+    """Training waits only for the copy, and loading gets its memory back."""
+    assert run_ranks(release_and_save_again, 1, str(tmp_path)) == [(True, True)]
+    first, second = map(read_state, list_checkpoints(tmp_path))
+    assert all(second[name].equal(tensor) for name, tensor in first.items())
 
 
 def save_several(directory: str) -> list[dict[str, torch.Tensor]]:
@@ -254,11 +285,11 @@ def acquire_and_save(directory: str, step: int, first: int, last: int) -> int:
     home = Path(directory)
     saver = CheckpointManager(home, 9)
     saver.acquire_lease(step)
-    parts, optimizer = stepped(1e-3 * saver.epoch)
+    parts, optimizer = stepped(1e-3 * saver.lease.epoch)
     for step in range(first, last + 1):
         saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
         saver.wait()
-    return saver.epoch
+    return saver.lease.epoch
 
 
 def list_saves(directory: Path) -> list[tuple[int, int]]:
@@ -322,7 +353,7 @@ def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path)
     """Take over after the last lease check, before old checkpoints are removed."""
     run_ranks(acquire_and_save, 1, str(tmp_path), 0, 1, 3)
     acquire_lease(tmp_path, 0)
-    _delete_old(tmp_path, 2)
+    delete_old(tmp_path, 2)
     assert [checkpoint_step(path) for path in list_committed(tmp_path)] == [1, 2, 3]
 
 
@@ -417,7 +448,7 @@ def save_after_directory_replaced(directory: str) -> str:
     for step in (0, 0):
         saver.acquire_lease(step)
     shutil.rmtree(home)
-    assert acquire_lease(home, 0) == 1 < saver.epoch
+    assert acquire_lease(home, 0) == 1 < saver.lease.epoch
     with pytest.raises(LeaseLost) as caught:
         saver.save(parts, optimizer, {"step": 1, "samples": 8})
     return str(caught.value)

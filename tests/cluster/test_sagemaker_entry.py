@@ -401,7 +401,7 @@ def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
         processes.append(as_container(base))
     for status, output in wait_for_all(processes):
         assert status == 0, output
-    assert len(list((tmp_path / "fsx/step-00000020").glob("shard-*.bin"))) == 2
+    assert len(list((tmp_path / "fsx/step-00000020").glob("shard-*.safetensors"))) == 2
     assert (bases[0] / "model/model.safetensors").exists()
     assert not list((bases[1] / "model").glob("*"))
 

@@ -54,6 +54,7 @@ SAVED = (
     "checkpoint/shard_files.py",
     "checkpoint/load.py",
     "checkpoint/manager.py",
+    "checkpoint/commit.py",
     "checkpoint/fingerprint.py",
 )
 OPTIMIZER = ("optim/optimizer.py", "optim/lean.py", "optim/muon.py")
@@ -1476,10 +1477,10 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "wrong offset",
-        "tensors lie four bytes earlier",
+        "all tensors lie at the end",
         "checkpoint/shard_files.py",
-        "location = [list(shard.offsets), list(shard.content.shape), position]",
-        "location = [list(shard.offsets), list(shard.content.shape), max(0, position - 4)]",
+        "[list(shard.offsets), list(shard.sizes), layout.tensors[shard.name].begin]",
+        "[list(shard.offsets), list(shard.sizes), layout.num_bytes - shard.num_bytes]",
         (*SAVED, "train/loop.py"),
     ),
     Fault(
@@ -1502,7 +1503,7 @@ FAULTS: list[Fault] = [
         "checkpoint",
         "nobody looks at the hash of a file",
         "checkpoint/shard_files.py",
-        "if digest.hexdigest() != expected:",
+        "if digest.hexdigest() != file.digest:",
         "if not digest.hexdigest():",
         SAVED,
     ),
@@ -1518,7 +1519,7 @@ FAULTS: list[Fault] = [
         "checkpoint",
         "fingerprints are not compared",
         "checkpoint/load.py",
-        "if ranks and (owned_sum, replica_sum) != (entry.fingerprint, expected):",
+        "if ranks and (owned_sum, replica_sum) != (saved, expected):",
         "if ranks < 0:",
         SAVED,
     ),
@@ -1541,7 +1542,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "a checkpoint is written in its place",
-        "checkpoint/manager.py",
+        "checkpoint/commit.py",
         'temporary = final.with_name(f".tmp-{final.name}-{suffix}")',
         "temporary = final",
         SAVED,
@@ -1549,7 +1550,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "the newest is deleted",
-        "checkpoint/manager.py",
+        "checkpoint/commit.py",
         "latest = list_checkpoints(directory)[-keep_latest:]",
         "latest = list_checkpoints(directory)[:keep_latest]",
         SAVED,

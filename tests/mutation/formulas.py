@@ -728,7 +728,7 @@ def _records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-DTYPES = {"float32": np.float32, "bfloat16": None, "int64": np.int64}
+DTYPES = {"F32": np.float32, "BF16": None, "I64": np.int64}
 
 
 def read_by_hand(path: Path) -> dict[str, Any]:
@@ -827,7 +827,7 @@ def check_loop() -> None:
         expect(
             [p.name for p in saved] == ["step-00000002", "step-00000004"],
             "what is saved",
-            "checkpoint/save_schedule.py",
+            "checkpoint/manager.py",
         )
         state = read_by_hand(saved[-1])
         all_names = {f"model.{n}" for n in params}
@@ -1483,7 +1483,7 @@ for _source, _target in FROM_TO:
 @check("saved: unfinished checkpoints")
 def check_unfinished() -> None:
     """Check that an incomplete checkpoint is not visible under its name."""
-    from weft.checkpoint import manager as store
+    from weft.checkpoint import commit as store
 
     commit, observed = store._commit, []
 
@@ -1497,7 +1497,7 @@ def check_unfinished() -> None:
         saver = CheckpointManager(Path(name), 2)
         saver.save(built.model_parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
-    expect(observed == [False], "half a checkpoint has its name", "checkpoint/manager.py")
+    expect(observed == [False], "half a checkpoint has its name", "checkpoint/commit.py")
 
 
 @check("saved: damaged checkpoints")
@@ -1514,10 +1514,10 @@ def check_damage() -> None:
         expect(
             remaining == [f"step-0000000{n}" for n in (2, 3, 4)],
             f"kept: {remaining}",
-            "checkpoint/manager.py",
+            "checkpoint/commit.py",
         )
         path = list_checkpoints(Path(name))[-1]
-        shard = path / "shard-00000.bin"
+        shard = path / "shard-00000.safetensors"
         full = bytearray(shard.read_bytes())
         manifest = json.loads((path / "manifest.json").read_bytes())
 

@@ -23,7 +23,7 @@ from tests.small import (
     this_rank,
     train_rank,
 )
-from weft.checkpoint.replica_check import ReplicaMismatch, compare_replicas
+from weft.checkpoint.fingerprint import ReplicaMismatch, compare_replicas
 from weft.checkpoint.state_dict import persistent_buffers
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job

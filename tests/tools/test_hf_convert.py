@@ -10,7 +10,8 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ from tests.small import (
 from weft.checkpoint import weight_files as export
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
 from weft.checkpoint.shard_files import group_by_size
-from weft.checkpoint.weight_files import INDEX, publish_directory, write_weights_checkpoint
+from weft.checkpoint.storage import open_directory
+from weft.checkpoint.weight_files import (
+    INDEX,
+    Weight,
+    publish_directory,
+    write_weights_checkpoint,
+)
 from weft.cli.main import main
 from weft.config.errors import WeftError
 from weft.config.schema import replace, to_toml
@@ -569,6 +576,15 @@ def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path
     assert names == ["step-00000000", "step-00000002"]
 
 
+def test_import_from_a_store_reproduces_every_bit(store_path: Path, tmp_path: Path) -> None:
+    source = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
+    remote = open_directory("memory://models/tiny")
+    for path in source.iterdir():
+        (remote / path.name).write_bytes(path.read_bytes())
+    import_model(remote, tmp_path / "run", ignore_progress)
+    assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
+
+
 # --------------------------------------------------------------------------- hostile files
 
 TINY = LlamaConfig(
@@ -823,13 +839,17 @@ def fabricate_run(
     """Make a run directory with a checkpoint of random weights."""
     config = TINY.model_copy(update=fields)
     torch.manual_seed(0)
-    parts = (
-        (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
+
+    def random_rows(name: str, shape: torch.Size) -> Iterator[torch.Tensor]:
+        yield change(name, torch.randn(shape))
+
+    weights = {
+        name: Weight(shape, partial(random_rows, name, shape))
         for name, shape in param_shapes(LLAMA, config).items()
-    )
+    }
     write_weights_checkpoint(
         directory / "checkpoints/step-00000001",
-        parts,
+        weights,
         {"step": 1, "samples": 8},
         lambda completed: None,
     )

@@ -35,8 +35,8 @@ from tests.small import (
     this_rank,
     train_rank,
 )
+from weft.checkpoint.fingerprint import ReplicaMismatch
 from weft.checkpoint.manifest import list_checkpoints
-from weft.checkpoint.replica_check import ReplicaMismatch
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import wrap_int64
-from weft.checkpoint.local_save import read_local
+from weft.checkpoint.fingerprint import local_fingerprint, wrap_int64
+from weft.checkpoint.local_save import local_step_dir, read_local
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     gather_to_rank_0,
+    get_rank,
     open_contents,
     read_manifest,
     run_on_rank_0,
@@ -33,6 +34,7 @@ from weft.checkpoint.shard_files import (
     Contents,
     Json,
     ShardRead,
+    check_files,
     find_damaged_file,
     find_overlaps,
     group_by_size,
@@ -46,7 +48,6 @@ from weft.checkpoint.state_dict import (
     find_replica_axes,
     frozen_parameters,
     is_owner,
-    local_fingerprint,
     local_values,
     model_state,
     optimizer_state,
@@ -88,36 +89,28 @@ def load_checkpoint(
     """
     enter_phase("load")
     fault_point("load")
-    manifest = _read_manifest(path)
-    directory, contents = open_contents(path, manifest, check_sizes=False)
-    mismatches = _load_tensors(
-        f"{path}: could not be loaded",
-        directory,
-        contents,
-        model_parts,
-        optimizer,
-        is_complete=True,
-    )
-    _raise_if_damaged(path, directory, contents, mismatches)
+    manifest, contents = _open_checkpoint(path)
+    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=True)
+    _raise_if_damaged(contents, mismatches)
     return manifest
 
 
-def _read_manifest(path: Path) -> Json:
-    def read() -> Json:
-        manifest = read_manifest(path)
-        open_contents(path, manifest)  # one rank checks the files' sizes
-        return manifest
+def _open_checkpoint(path: Path) -> tuple[Json, Contents]:
+    """Read a manifest on rank 0, and check the files on all ranks."""
+    context = f"{path}: could not be read"
+    manifest = run_on_rank_0(lambda: read_manifest(path), context)
+    contents = open_contents(path, manifest)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    gather_to_rank_0(lambda: check_files(contents, get_rank(), num_ranks), context)
+    return manifest, contents
 
-    return run_on_rank_0(read, f"{path}: could not be read")
 
-
-def _raise_if_damaged(
-    path: Path, directory: Path, contents: Contents, mismatches: list[str]
-) -> None:
+def _raise_if_damaged(contents: Contents, mismatches: list[str]) -> None:
     """Raise DamagedCheckpoint if any tensor differs from what was saved."""
     if mismatches:
+        path = contents.path
         file_problem = run_on_rank_0(
-            lambda: find_damaged_file(directory, contents), f"{path}: could not be read"
+            lambda: find_damaged_file(contents), f"{path}: could not be read"
         )
         reason = (
             file_problem or f"{mismatches[0]} differs from what was saved, but its file is intact"
@@ -135,21 +128,20 @@ def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
         DamagedCheckpoint: as in `load_checkpoint`.
         CheckpointError: as in `load_checkpoint`.
     """
-    directory, contents = open_contents(path, _read_manifest(path), check_sizes=False)
-    context = f"{path}: could not be loaded"
+    _, contents = _open_checkpoint(path)
     params = {f"model.{name}": param for name, param in frozen_parameters(model_parts)}
 
     def check_names() -> None:
         if missing := params.keys() - contents.tensors.keys():
             raise ValueError(f"the checkpoint is of another model: it lacks {min(missing)}")
 
-    gather_to_rank_0(check_names, context)
+    _run_on_all(contents, check_names)
     sizes = {name: math.prod(entry.shape) for name, entry in contents.tensors.items()}
     for names in group_by_size(sizes, FROZEN_CHUNK):  # the same on every rank
         subset = contents._replace(tensors={name: contents.tensors[name] for name in names})
         state = {name: float32_buffer(params[name]) for name in names if name in params}
-        mismatches = _load_state(context, directory, subset, model_parts, state, is_complete=True)
-        _raise_if_damaged(path, directory, contents, mismatches)
+        mismatches = _load_state(subset, model_parts, state, is_complete=True)
+        _raise_if_damaged(contents, mismatches)
         for name, values in state.items():
             store_float32(params[name], values)
 
@@ -164,35 +156,32 @@ def load_local_checkpoint(
     """
     enter_phase("load")
     fault_point("load")
-    name = f"local checkpoint of step {step} in {run_dir}"
-    context = f"{name}: could not be loaded"
-    local_files: list[tuple[Path, Json, Contents] | None] = []
-    gather_to_rank_0(lambda: local_files.append(read_local(run_dir, step, epoch)), context)
-    has_local = [local_files[0] is not None]
+    step_dir = local_step_dir(run_dir, step, epoch)
+    found: list[tuple[Json, Contents] | None] = []
+    context = f"{step_dir}: could not be loaded"
+    gather_to_rank_0(lambda: found.append(read_local(step_dir)), context)
+    (local_files,) = found
+    has_local = [local_files is not None]
     if dist.is_initialized():
         has_local *= dist.get_world_size()
-        dist.all_gather_object(has_local, local_files[0] is not None)
+        dist.all_gather_object(has_local, local_files is not None)
     if True not in has_local:
-        raise DamagedCheckpoint(f"{name}: no node has it")
+        raise DamagedCheckpoint(f"{step_dir}: no node has it")
     source = has_local.index(True)
-    manifest = run_on_rank_0(lambda: local_files[0][1] if local_files[0] else {}, name, rank=source)
-    directory, contents = (
-        run_dir,
-        parse_contents(manifest, require_all_shards=False).without_shards(),
-    )
-    if local_files[0] is not None:
-        directory, _, contents = local_files[0]
-    mismatches = _load_tensors(
-        context, directory, contents, model_parts, optimizer, is_complete=False
-    )
+    manifest = run_on_rank_0(lambda: local_files[0] if local_files else {}, context, rank=source)
+    if local_files is not None:
+        _, contents = local_files
+    else:  # this node has lost all shards
+        tensors = parse_contents(manifest, step_dir, require_all_shards=False).tensors
+        empty = {name: entry._replace(shards=[]) for name, entry in tensors.items()}
+        contents = Contents(step_dir, empty, {})
+    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=False)
     if mismatches:
-        raise DamagedCheckpoint(f"{name}: {mismatches[0]} differs from what was saved")
+        raise DamagedCheckpoint(f"{step_dir}: {mismatches[0]} differs from what was saved")
     return manifest
 
 
 def _load_tensors(
-    context: str,
-    directory: Path,
     contents: Contents,
     model_parts: Sequence[nn.Module],
     optimizer: Optimizer | None,
@@ -201,12 +190,10 @@ def _load_tensors(
     """Load into live tensors and verify.
 
     Args:
-        context: prefix of errors.
-        directory: directory of the files.
         contents: table of contents.
         model_parts: this rank's parts of the model.
         optimizer: None: load only the parameters.
-        is_complete: True if ``directory`` has all shards.  Then one rank reads each shard;
+        is_complete: True if ``contents`` has all shards.  Then one rank reads each shard;
             otherwise every rank reads the shards that it finds.
 
     Returns:
@@ -217,19 +204,24 @@ def _load_tensors(
         for name, entry in contents.tensors.items():
             # Memory is allocated by the table, so a wrong dtype would reinterpret the bits.
             if name.startswith("optim.") and entry.dtype not in OPTIMIZER_DTYPES:
-                raise DamagedCheckpoint(f"{context}: {name} has dtype {entry.dtype}")
+                raise DamagedCheckpoint(f"{contents.path}: {name} has dtype {entry.dtype}")
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }
-        gather_to_rank_0(lambda: _check_optimizer_state(saved, model_parts), context)
+        _run_on_all(contents, lambda: _check_optimizer_state(saved, model_parts))
         allocate_optimizer_state(model_parts, optimizer, saved)
         state |= optimizer_state(model_parts, optimizer)
-    mismatches = _load_state(context, directory, contents, model_parts, state, is_complete)
+    mismatches = _load_state(contents, model_parts, state, is_complete)
     if convert := getattr(optimizer, "convert_loaded_state", None):
         convert()
     elif optimizer is not None:
         upcast_moments(optimizer)
     return mismatches
+
+
+def _run_on_all(contents: Contents, work: Callable[[], None]) -> None:
+    """Run ``work`` on every rank; all ranks raise the error of any rank."""
+    gather_to_rank_0(work, f"{contents.path}: could not be loaded")
 
 
 def _check_optimizer_state(
@@ -261,8 +253,6 @@ def _check_optimizer_state(
 
 
 def _load_state(
-    context: str,
-    directory: Path,
     contents: Contents,
     model_parts: Sequence[nn.Module],
     state: StateDict,
@@ -273,19 +263,18 @@ def _load_state(
     owned = {name for name in state if is_owner(name, axes[name])}
     fingerprints: dict[str, int] = {}
     names = owned if is_complete else None
-    gather_to_rank_0(lambda: _read(directory, contents, state, names, fingerprints), context)
+    _run_on_all(contents, lambda: _read(contents, state, names, fingerprints))
     _broadcast_replicas(state, axes, fingerprints)
 
     def check_complete() -> None:  # a tensor of zeros that was not loaded could match
         if missing := state.keys() - fingerprints.keys():
             raise CorruptData(f"{min(missing)} is missing or incomplete")
 
-    gather_to_rank_0(check_complete, context)
+    _run_on_all(contents, check_complete)
     return _find_mismatches(contents, state, axes, owned, fingerprints)
 
 
 def _read(
-    directory: Path,
     contents: Contents,
     state: StateDict,
     names: set[str] | None,
@@ -294,7 +283,6 @@ def _read(
     """Fill this rank's shards, and compute their fingerprints.
 
     Args:
-        directory: directory of the files.
         contents: table of contents.
         state: live tensors.
         names: tensors to read; None: all whose shards are in the table.
@@ -322,7 +310,7 @@ def _read(
     def compute_fingerprint(name: str) -> None:  # from live memory, right after the read
         fingerprints[name] = int(local_fingerprint(state[name]))
 
-    read_shards(directory, contents, reads, compute_fingerprint)
+    read_shards(contents, reads, compute_fingerprint)
 
 
 def _broadcast_replicas(
@@ -379,7 +367,8 @@ def _find_mismatches(
     for (name, entry), owned_sum, replica_sum, ranks, replicas in zip(
         contents.tensors.items(), *sums.tolist(), strict=True
     ):
-        expected = wrap_int64(entry.fingerprint * (replicas // max(ranks, 1)))
-        if ranks and (owned_sum, replica_sum) != (entry.fingerprint, expected):
+        saved = entry.fingerprint or 0
+        expected = wrap_int64(saved * (replicas // max(ranks, 1)))
+        if ranks and (owned_sum, replica_sum) != (saved, expected):
             mismatches.append(name)
     return mismatches

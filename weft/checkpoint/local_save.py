@@ -7,9 +7,10 @@ replicas send what a node has lost.  If part of the state is lost on all nodes, 
 the newest persistent checkpoint.  Local checkpoints never replace persistent ones.
 
     DIRECTORY/RUN IDENTITY/000003-00001200/         epoch and step
-        shard-00000.bin  rank-00000.json            of each rank on the node
+        shard-00000.safetensors  rank-00000.json    of each rank on the node
 
-``rank-NNNNN.json`` is a manifest with the shards of one rank.  Ranks write it once all ranks have
+The files have the formats of a persistent checkpoint; ``rank-NNNNN.json`` is a manifest with all
+tensors, and the shards of one rank.  Ranks write it once all ranks have
 written their shards, and delete older steps once all ranks have a manifest, so one complete step
 always exists.  Files are not synced to disk: a node that crashes loses them, and fingerprints
 detect corruption.
@@ -44,6 +45,7 @@ from weft.checkpoint.shard_files import (
     build_contents,
     check_files,
     parse_contents,
+    shard_name,
     write_shards,
 )
 from weft.checkpoint.storage import CorruptData, read_regular_file
@@ -76,43 +78,46 @@ def local_run_dir(local_dir: str, checkpoint_dir: Path) -> Path | None:
     return None if name is None else Path(local_dir) / name
 
 
-def save_local(
-    run_dir: Path, shards: list[StagedShard], owned: set[str], manifest: Json, group: Any
-) -> None:
+def save_local(run_dir: Path, shards: list[StagedShard], manifest: Json, group: Any) -> None:
     """Save this rank's shards on its node; every rank calls this function.
 
     Args:
         run_dir: result of `local_run_dir`.
         shards: all shards of this rank, replicas included.
-        owned: names of the tensors that this rank owns, so that no part counts twice.
         manifest: manifest without the table of contents.
         group: process group; None: all ranks.
 
     Raises:
         CheckpointError: on every rank, if any rank failed; partial files are deleted.
     """
-    step_dir = run_dir / f"{manifest['epoch']:06}-{manifest['step']:08}"
-    name, context = f"shard-{get_rank():05}.bin", f"{step_dir}: could not be written"
-
+    step_dir = local_step_dir(run_dir, manifest["step"], manifest["epoch"])
+    context = f"{step_dir}: could not be written"
+    shard_path = step_dir / shard_name(get_rank())
+    manifest_path = step_dir / f"rank-{get_rank():05}.json"
+    owned = {shard.name for shard in shards if shard.is_owned}  # so that no part counts twice
     own_entries: Json = {}
 
     def write() -> Json:
         step_dir.mkdir(parents=True, exist_ok=True)
-        with (step_dir / name).open("wb") as file:
-            own_entries.update(write_shards(file, name, shards))
+        own_entries.update(write_shards(shard_path, shards, durable=False))
         return own_entries | {
             "shards": [entry for entry in own_entries["shards"] if entry[0] in owned]
         }
 
+    def write_manifest() -> None:
+        fault_point("local")
+        for name, _, _, _, (offsets, sizes, position) in own_entries["shards"]:
+            tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
+        table = {"format": FORMAT, "tensors": tensors, "files": [own_entries["file"]]}
+        replace_text(manifest_path, manifest_text(manifest | table))
+
     try:
         entries = gather_to_rank_0(write, context, group)
         tensors = run_on_rank_0(lambda: _without_shards(build_contents(entries)), context, group)
-        gather_to_rank_0(
-            lambda: _write_rank_manifest(step_dir, manifest, tensors, own_entries), context, group
-        )
+        gather_to_rank_0(write_manifest, context, group)
     except Exception:
         with suppress(OSError):
-            for path in (step_dir / name, _rank_manifest_path(step_dir)):
+            for path in (shard_path, manifest_path):
                 path.unlink(missing_ok=True)
             step_dir.rmdir()  # succeeds on the last rank of the node
         raise
@@ -122,21 +127,8 @@ def save_local(
             shutil.rmtree(old_dir, ignore_errors=True)  # other ranks delete it too
 
 
-def _rank_manifest_path(step_dir: Path) -> Path:
-    return step_dir / f"rank-{get_rank():05}.json"
-
-
 def _without_shards(table: Json) -> Json:
     return {name: entry | {"shards": []} for name, entry in table["tensors"].items()}
-
-
-def _write_rank_manifest(step_dir: Path, manifest: Json, tensors: Json, own_entries: Json) -> None:
-    """Write this rank's manifest."""
-    fault_point("local")
-    for name, _, _, _, (offsets, sizes, position) in own_entries["shards"]:
-        tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
-    table = {"format": FORMAT, "tensors": tensors, "files": [own_entries["file"]]}
-    replace_text(_rank_manifest_path(step_dir), manifest_text(manifest | table))
 
 
 def list_local_steps(run_dir: Path, checkpoint_dir: Path) -> list[tuple[int, int]]:
@@ -159,29 +151,32 @@ def list_local_steps(run_dir: Path, checkpoint_dir: Path) -> list[tuple[int, int
     )
 
 
-def read_local(run_dir: Path, step: int, epoch: int) -> tuple[Path, Json, Contents] | None:
-    """Return the directory, manifest and contents of this node's files of a step.
+def local_step_dir(run_dir: Path, step: int, epoch: int) -> Path:
+    """Return the directory of a local checkpoint on a node."""
+    return run_dir / f"{epoch:06}-{step:08}"
 
-    None if the node has none.
+
+def read_local(step_dir: Path) -> tuple[Json, Contents] | None:
+    """Return the manifest and contents of this node's files; None without any.
 
     Raises:
         CorruptData: if the files differ from what was written.
     """
-    step_dir = run_dir / f"{epoch:06}-{step:08}"
     manifest: Json | None = None
-    contents = Contents({}, {})
+    contents = Contents(step_dir, {}, {})
     for path in sorted(step_dir.glob("rank-*.json")):
         try:
             manifest = parse_manifest(read_regular_file(path, MANIFEST_BYTES))
         except (ValueError, CorruptData) as error:
             raise CorruptData(f"{path}: {error}") from error
-        if (manifest["step"], manifest.get("epoch")) != (step, epoch):
+        own_dir = local_step_dir(step_dir.parent, manifest["step"], manifest.get("epoch", 0))
+        if own_dir != step_dir:
             raise CorruptData(f"{path}: the manifest has another step or epoch")
-        node_contents = parse_contents(manifest, require_all_shards=False)
-        check_files(step_dir, node_contents)
-        contents.files.update(node_contents.files)
-        for name, entry in node_contents.tensors.items():
+        rank_contents = parse_contents(manifest, step_dir, require_all_shards=False)
+        check_files(rank_contents)
+        contents.files.update(rank_contents.files)
+        for name, entry in rank_contents.tensors.items():
             shards = contents.tensors.setdefault(name, entry).shards
             offsets = {shard.offsets for shard in shards}  # replicas on one node are equal
             shards += [shard for shard in entry.shards if shard.offsets not in offsets]
-    return None if manifest is None else (step_dir, manifest, contents)
+    return None if manifest is None else (manifest, contents)

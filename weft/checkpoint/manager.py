@@ -1,59 +1,49 @@
-"""Save checkpoints: ``step-00000100``, committed atomically and verified.
+"""Save checkpoints: decide when, copy the state, and write it in the background.
 
-*Commit.*  Ranks write a checkpoint into a new hidden directory.  Rank 0 adds ``manifest.json``
-(step, data position, layout, versions, table of contents, hashes of files, fingerprints of tensors,
-its own hash), syncs everything to disk, and makes the checkpoint visible by one rename.  A
-directory of that name is therefore always complete and never written again, and the newest
-checkpoint is the one with the largest step.  In an object store, which has no rename, the manifest
-makes a checkpoint visible: it is put last, and only if none exists.
+*Schedule.*  With one failure every M seconds on average, a checkpoint that blocks training for C
+seconds, and one checkpoint every t seconds, the fraction of time lost is about C / t (saving) +
+t / (2 M) (repeated after a failure).  It is minimal at t = sqrt(2 C M): J. W. Young, "A first order
+approximation to the optimum checkpoint interval", CACM 17 (1974).  J. T. Daly's higher-order
+estimate (FGCS 22, 2006) differs by less than C while C is far below M.  Only the blocking time C
+counts: an asynchronous write costs no training time, but two writes cannot overlap.
 
-*Verify.*  A tensor's fingerprint is computed from live memory before any copy, and compared with
-live memory after loading, on any layout.  It therefore covers everything in between, needs no
-second read, and costs one pass over memory.  All ranks reach the same verdict.
+*Verify.*  The fingerprint of a tensor is compared with live memory after loading, on any layout.
+It therefore covers everything in between, and needs no second read.  It costs one pass over memory:
+on a GPU over the live tensor before the copy, on a CPU over the copy, in the thread that writes.
+All ranks reach the same verdict.
+
+`weft.checkpoint.commit` makes a checkpoint visible atomically.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint, fingerprints_to_host
+from weft.checkpoint.commit import write_checkpoint
+from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.local_save import local_run_dir, save_local
 from weft.checkpoint.manifest import (
-    FORMAT,
-    STEP_NAME,
     CheckpointError,
-    DamagedCheckpoint,
+    Lease,
     LeaseLost,
     acquire_lease,
-    checkpoint_path,
     checkpoint_step,
     format_error,
-    gather_to_rank_0,
-    get_rank,
-    hold_lease,
-    is_current,
     list_checkpoints,
-    list_committed,
-    list_leases,
-    manifest_text,
     read_leases,
-    read_manifest,
     run_on_rank_0,
 )
-from weft.checkpoint.save_schedule import CheckpointSchedule
-from weft.checkpoint.shard_files import Json, StagedShard, build_contents, write_shards
+from weft.checkpoint.shard_files import Json, StagedShard
 from weft.checkpoint.state_dict import (
     find_replica_axes,
     is_owner,
@@ -61,14 +51,68 @@ from weft.checkpoint.state_dict import (
     model_state,
     optimizer_state,
 )
-from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
-from weft.config.files import sync_directory
+from weft.config.schema import CheckpointSection
 from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import SAVE_GROUP
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 
 RETRY_DELAYS = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the final save of a run
+FIRST_SAVE_STEPS = 10  # steps before the first save, whose cost sets the interval
+
+
+def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
+    """Return the seconds between checkpoints that minimize lost time."""
+    return math.sqrt(2 * cost_seconds * mtbf_seconds)
+
+
+class CheckpointSchedule:
+    """Decides after which steps to save."""
+
+    def __init__(self, section: CheckpointSection, step: int, log: Callable[[str], None]) -> None:
+        self._mtbf_seconds = section.mtbf_hours * 3600
+        self._interval = section.interval
+        self._local_interval = section.local_interval if section.saves_locally else 0
+        self._next, self._steps_between = step + FIRST_SAVE_STEPS, FIRST_SAVE_STEPS
+        self._log = log
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the run saves after ``step``; the same on every rank."""
+        if self._interval == "auto":
+            return step >= self._next
+        return self._interval > 0 and step % self._interval == 0
+
+    def is_local_due(self, step: int) -> bool:
+        """Return True if nodes save after ``step``: see `weft.checkpoint.local_save`."""
+        return self._local_interval > 0 and step % self._local_interval == 0
+
+    def record_save(
+        self, step: int, blocking_seconds: float, write_seconds: float, step_seconds: float
+    ) -> None:
+        """Update the automatic interval after a save; every rank calls it.
+
+        Args:
+            step: step of the save.
+            blocking_seconds: time for which the save blocked training.
+            write_seconds: time of the previous asynchronous write; 0 if there was none.
+            step_seconds: time of a step.
+        """
+        if self._interval != "auto":
+            return
+        slowest = torch.tensor([blocking_seconds, write_seconds, step_seconds], dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        blocking, write, step_time = slowest.tolist()
+        steps_between = max(
+            1, math.ceil(max(young_interval(blocking, self._mtbf_seconds), write) / step_time)
+        )
+        if not 0.5 < steps_between / self._steps_between < 2:
+            self._log(
+                f"checkpoint.interval=auto: a save blocks training for {blocking:.2g} s; saving "
+                f"every {steps_between} steps"
+            )
+            self._steps_between = steps_between
+        self._next = step + steps_between
 
 
 class PeerLost(CheckpointError):
@@ -103,10 +147,8 @@ class CheckpointManager:
             schedule: decides when to save; None: the caller decides.
         """
         self._schedule = schedule
-        self.directory, self.keep_latest, self.async_save = directory, keep_latest, async_save
-        self.epoch = 0
-        self._leases: dict[str, bytes] = {}  # when this process acquired the lease
-        self._warnings: list[str] = []  # not logged yet
+        self.keep_latest, self.async_save = keep_latest, async_save
+        self.lease = Lease(directory)
         self.run_dir: Path | None = None
         self._local_dir = local_dir
         self.blocking_seconds = 0.0  # of the last save
@@ -114,7 +156,7 @@ class CheckpointManager:
         self._log = log
         self._failures = 0  # consecutive
         self._error: CheckpointError | None = None  # of the last save
-        self._unreported: list[CheckpointError] = []
+        self._problems: list[str | CheckpointError] = []  # warnings and errors, not logged yet
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, Tensor] = {}
         # The writing thread needs its own group: its collectives must not mix with training's.
@@ -125,10 +167,12 @@ class CheckpointManager:
 
     def acquire_lease(self, step: int) -> None:
         """Acquire the run's lease at ``step`` and prepare local checkpoints."""
-        self.epoch = acquire_lease(self.directory, step)
-        failed = f"{self.directory}: could not be read"
-        self._leases = run_on_rank_0(lambda: read_leases(self.directory), failed)
-        self.run_dir = local_run_dir(self._local_dir, self.directory)
+        directory = self.lease.directory
+        epoch = acquire_lease(directory, step)
+        failed = f"{directory}: could not be read"
+        known = run_on_rank_0(lambda: read_leases(directory), failed)
+        self.lease = Lease(directory, epoch, known)
+        self.run_dir = local_run_dir(self._local_dir, directory)
 
     def is_due(self, step: int) -> bool:
         """Return True if the run saves after ``step``; the same on every rank."""
@@ -197,9 +241,8 @@ class CheckpointManager:
         self.close()
         self._report_problems()
         fault_point("checkpoint")
-        shards, owned = self._stage_shards(model_parts, optimizer)
-        header = manifest | {"epoch": self.epoch}
-        args = (shards, owned, header, persistent)
+        shards = self._stage_shards(model_parts, optimizer)
+        args = (shards, manifest | {"epoch": self.lease.epoch}, persistent)
         self._thread = threading.Thread(target=self._write, args=args, daemon=True)
         self._thread.start()
         if not self.async_save:
@@ -239,7 +282,7 @@ class CheckpointManager:
             except (LeaseLost, PeerLost):
                 raise
             except CheckpointError as error:
-                self._unreported = []
+                self._problems = [each for each in self._problems if isinstance(each, str)]
                 if delay is None:
                     message = self._describe_loss(manifest["step"], time.monotonic() - began, error)
                     raise CheckpointError(message) from error
@@ -250,16 +293,15 @@ class CheckpointManager:
 
     def _describe_loss(self, step: int, seconds: float, error: CheckpointError) -> str:
         """Return the message for a final save that failed."""
-
-        def newest() -> Path | None:
-            return next(iter(list_checkpoints(self.directory)[::-1]), None)
-
+        directory = self.lease.directory
         try:
-            last = run_on_rank_0(newest, f"{self.directory}: could not be read")
+            paths = run_on_rank_0(
+                lambda: list_checkpoints(directory), f"{directory}: could not be read"
+            )
             lost = "there is no checkpoint, so all steps are lost"
-            if last is not None:
-                last_step = checkpoint_step(last)
-                lost = f"steps {last_step + 1} to {step} are lost; the last checkpoint is {last}"
+            if paths:
+                first = checkpoint_step(paths[-1]) + 1
+                lost = f"steps {first} to {step} are lost; the last checkpoint is {paths[-1]}"
         except CheckpointError as unreadable:
             lost = f"the steps since the last checkpoint are lost, and {unreadable}"
         attempts = f"{len(RETRY_DELAYS) + 1} attempts in {seconds:.0f} s"
@@ -270,6 +312,11 @@ class CheckpointManager:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def release_copies(self) -> None:
+        """Wait until a running save ends, and free its copies: loading needs memory."""
+        self.close()
+        self._buffers.clear()
 
     def is_saving(self) -> bool:
         """Return True if a save is running."""
@@ -290,49 +337,43 @@ class CheckpointManager:
 
     def _report_problems(self) -> bool:
         """Log new warnings and errors; return True if there was an error."""
-        warnings, self._warnings = self._warnings, []
-        for warning in warnings:
-            self._log(warning)
-        errors, self._unreported = self._unreported, []
-        for error in errors:
-            if isinstance(error, LeaseLost):
-                raise error
-            self._log(f"{error}; training continues without this checkpoint")
-        return bool(errors)
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            if isinstance(problem, LeaseLost):
+                raise problem
+            effect = "; training continues without this checkpoint"
+            self._log(problem if isinstance(problem, str) else f"{problem}{effect}")
+        return any(isinstance(problem, CheckpointError) for problem in problems)
 
     def _stage_shards(
         self, model_parts: Sequence[nn.Module], optimizer: Optimizer
-    ) -> tuple[list[StagedShard], set[str]]:
-        """Copy this rank's shards; return them and the names of the owned tensors.
+    ) -> list[StagedShard]:
+        """Copy this rank's shards.
 
         Replicas that another rank owns are included only for local checkpoints.
         """
         state = model_state(model_parts) | optimizer_state(model_parts, optimizer)
         axes = find_replica_axes(model_parts, state)
-        owned = {name for name in state if is_owner(name, axes[name])}
-        shards, fingerprints = [], []
+        shards = []
         for name, tensor in state.items():
-            if name not in owned and self.run_dir is None:
+            owned = is_owner(name, axes[name])
+            if not owned and self.run_dir is None:
                 continue
             local = local_values(tensor)
             if local.numel() == 0 and tensor.numel() > 0:
                 continue  # other ranks hold all of it
-            offsets = shard_offsets(tensor)
-            # From the live tensor, before any copy.
-            owned_values = local if name in owned else local.new_empty(0)
-            fingerprints.append(fingerprint(owned_values, offsets, tensor.shape))
-            shards.append(
-                (name, tuple(tensor.shape), tuple(offsets), self._copy_to_host(name, local))
-            )
-        values = fingerprints_to_host(fingerprints)
+            shape, offsets = tuple(tensor.shape), tuple(shard_offsets(tensor))
+            # A GPU is fast, and the copy is verified too; on a CPU training would wait.
+            on_gpu = owned and local.device.type != "cpu"
+            live_sum = fingerprint(local, offsets, shape) if on_gpu else None
+            rows = [self._copy_to_host(name, local)]
+            box = (name, local.dtype, shape, offsets, tuple(local.shape))
+            shards.append(StagedShard(*box, rows, owned, live_sum))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        staged = [
-            StagedShard(name, shape, offsets, value, content)
-            for (name, shape, offsets, content), value in zip(shards, values, strict=True)
-        ]
-        # All ranks read small tensors such as step counts; stored together they are one request.
-        return sorted(staged, key=lambda shard: shard.content.nbytes), owned
+        # Wide dtypes first, for alignment.  All ranks read small tensors such as step counts;
+        # stored together they are one request.
+        return sorted(shards, key=lambda shard: (-shard.dtype.itemsize, shard.num_bytes))
 
     def _copy_to_host(self, name: str, live: Tensor) -> Tensor:
         """Copy a tensor to CPU memory that is reused by the next save."""
@@ -345,226 +386,28 @@ class CheckpointManager:
             self._buffers[name] = buffer
         return buffer.copy_(live, non_blocking=True)
 
-    def _write(
-        self, shards: list[StagedShard], owned: set[str], manifest: Json, persistent: bool
-    ) -> None:
+    def _write(self, shards: list[StagedShard], manifest: Json, persistent: bool) -> None:
         began, self._error = time.perf_counter(), None
-        errors: list[CheckpointError] = []
         try:
             if self.run_dir is not None:
                 try:
-                    save_local(self.run_dir, shards, owned, manifest, self._group)
+                    save_local(self.run_dir, shards, manifest, self._group)
                 except CheckpointError as error:
-                    errors.append(error)
+                    self._problems.append(error)
             if persistent:
-                owned_shards = [shard for shard in shards if shard.name in owned]
-                _write(
-                    self.directory,
-                    owned_shards,
+                write_checkpoint(
+                    self.lease,
+                    [shard for shard in shards if shard.is_owned],
                     manifest,
                     self.keep_latest,
                     self._group,
-                    self._leases,
-                    self._warnings,
+                    self._problems.append,
                 )
         except CheckpointError as error:
             self._error = error
         except Exception as error:
             self._error = PeerLost(f"step {manifest['step']}: {format_error(error)}")
         self._failures = 0 if self._error is None else self._failures + 1
-        self._unreported = errors if self._error is None else [*errors, self._error]
+        if self._error is not None:
+            self._problems.append(self._error)
         self.write_seconds = time.perf_counter() - began
-
-
-def _write(
-    directory: Path,
-    shards: list[StagedShard],
-    manifest: Json,
-    keep_latest: int,
-    group: Any,
-    known_leases: Mapping[str, bytes],
-    warnings: list[str],
-) -> None:
-    """Write every rank's shards; rank 0 commits.
-
-    Args:
-        directory: directory of the run's checkpoints.
-        shards: this rank's shards.
-        manifest: manifest without the table of contents.
-        keep_latest: number of checkpoints to keep.
-        group: process group; None: all ranks.
-        known_leases: see `hold_lease`.
-        warnings: receives the warnings of `hold_lease`.
-    """
-    final = checkpoint_path(directory, manifest["step"])
-    context = f"{final}: could not be written"
-    # Rank 0 decides alone: other ranks could already see the result of its next step.
-    warning, temporary = run_on_rank_0(
-        lambda: _prepare_directory(final, manifest["epoch"], known_leases), context, group
-    )
-    warnings += [warning] if warning else []
-    if temporary is None:
-        return
-    try:
-        entries = gather_to_rank_0(lambda: _write_shards(temporary, shards), context, group)
-
-        def commit() -> None:
-            table = build_contents(
-                rank_entries for rank_entries in entries if rank_entries is not None
-            )
-            location = {"inside": temporary.name} if is_remote(final) else {}
-            try:
-                _commit(
-                    temporary, final, manifest | {"format": FORMAT} | location | table, known_leases
-                )
-            except FileNotFoundError:  # a new owner may have deleted it
-                hold_lease(directory, manifest["epoch"], known_leases)
-                raise
-
-        run_on_rank_0(commit, context, group)
-    except Exception:
-        if get_rank() == 0:
-            with suppress(OSError):
-                remove(temporary)
-        raise
-    delete_context = f"{final} is saved, but an older checkpoint could not be deleted"
-    base = manifest.get("base")
-    run_on_rank_0(lambda: _delete_old(directory, keep_latest, base), delete_context, group)
-    fault_point("checkpoint.saved")
-
-
-def _prepare_directory(
-    final: Path, epoch: int, known_leases: Mapping[str, bytes]
-) -> tuple[str, Path | None]:
-    """Create a new directory for a checkpoint's files, and delete leftovers.
-
-    Returns:
-        A warning of `hold_lease`, and the directory; None if the checkpoint is already committed.
-
-    Raises:
-        LeaseLost: if another process owns the lease, because leftovers may be its files.
-    """
-    directory, suffix = final.parent, uuid.uuid4().hex[:8]
-    warning = hold_lease(directory, epoch, known_leases)
-    if (final / "manifest.json").is_file() and is_current(final, list_leases(directory)):
-        return warning, None
-    if is_remote(final):
-        for path in directory.iterdir() if directory.is_dir() else []:
-            if STEP_NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
-                remove(path)
-        return warning, final / suffix
-    directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (".tmp-step-*", ".tmp-lease-*"):
-        for leftover in directory.glob(pattern):
-            remove(leftover)
-    temporary = final.with_name(f".tmp-{final.name}-{suffix}")
-    temporary.mkdir()
-    return warning, temporary
-
-
-def _write_shards(temporary: Path, shards: list[StagedShard]) -> Json | None:
-    fault_point("checkpoint.shards")
-    if not shards:
-        return None
-    name = f"shard-{get_rank():05}.bin"
-    with create_file(temporary / name, sum(shard.content.nbytes for shard in shards)) as file:
-        entries = write_shards(file, name, shards)
-        fault_point("checkpoint.written")
-    return entries
-
-
-def _commit(
-    temporary: Path, final: Path, manifest: Json, known_leases: Mapping[str, bytes]
-) -> None:
-    """Make ``temporary`` visible as ``final``, if this process still owns the lease.
-
-    The lease is read as late as possible: a process that was suspended during the save must not
-    replace its successor's checkpoint.
-    """
-    fault_point("checkpoint.manifest")
-    text = manifest_text(manifest).encode()
-    if not is_remote(final):
-        with create_file(temporary / "manifest.json") as file:
-            file.write(text)
-        sync_directory(temporary)
-    fault_point("checkpoint.rename")
-    if hold_lease(final.parent, manifest["epoch"], known_leases):
-        raise CheckpointError(f"{final.parent}: deleted while {final.name} was being written")
-    if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
-        # It is of an abandoned branch, or lacks a manifest, so it is not a current checkpoint.
-        quarantine(final, "abandoned")
-    if is_remote(final):
-        put_if_absent(final / "manifest.json", text)
-        fault_point("checkpoint.renamed")
-        return
-    temporary.rename(final)
-    fault_point("checkpoint.renamed")
-    sync_directory(final.parent)
-
-
-def _delete_old(directory: Path, keep_latest: int, base: str | None = None) -> None:
-    """Delete all but the newest checkpoints, and older ones of abandoned branches.
-
-    Args:
-        directory: directory of the run's checkpoints.
-        keep_latest: number of checkpoints to keep.
-        base: name of the checkpoint with the frozen parameters, which is kept.
-    """
-    latest = list_checkpoints(directory)[-keep_latest:]
-    if not latest:
-        return  # another process resumed the run from before all of them
-    for old in list_committed(directory):
-        if old in latest or old.name == base or checkpoint_step(old) > checkpoint_step(latest[-1]):
-            continue
-        # Hide it atomically first: a partly deleted checkpoint must not look complete.
-        fault_point("checkpoint.delete")
-        if is_remote(old):
-            (old / "manifest.json").unlink()
-            hidden = old
-        else:
-            hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
-        fault_point("checkpoint.deleting")
-        remove(hidden)
-
-
-def list_quarantined(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory`` that were renamed as damaged."""
-    if not directory.is_dir():
-        return []
-    if is_remote(directory):
-        steps = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name)]
-        found = [path for step in steps for path in step.glob("manifest.damaged-*.json")]
-    else:
-        found = list(directory.glob("damaged-step-*"))
-    return sorted(found, key=str)
-
-
-def abandon_damaged(directory: Path, step: int) -> None:
-    """Rename damaged checkpoints after ``step``, so that they do not count.
-
-    Only a user decides this: see `weft.cluster.start.rollback`.
-    """
-    for path in list_quarantined(directory):
-        if is_remote(path):
-            put_if_absent(
-                path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes()
-            )
-            path.unlink()
-        else:
-            path.rename(path.with_name(path.name.replace("damaged", "abandoned", 1)))
-    for path in list_committed(directory):
-        try:
-            read_manifest(path)
-        except DamagedCheckpoint:
-            if checkpoint_step(path) > step:
-                quarantine(path, "abandoned")
-
-
-def quarantine(path: Path, reason: str) -> None:
-    """Rename a checkpoint that is not current, without deleting it."""
-    if is_remote(path):  # a checkpoint without a manifest is not committed
-        manifest = path / "manifest.json"
-        put_if_absent(path / f"manifest.{reason}-{time.time_ns()}.json", manifest.read_bytes())
-        manifest.unlink()
-    else:
-        path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))

@@ -14,24 +14,26 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from weft.checkpoint.shard_files import Contents, Json, check_files, parse_contents
+from weft.checkpoint.safetensors import parse_json
+from weft.checkpoint.shard_files import Contents, Json, parse_contents
 from weft.checkpoint.storage import CorruptData, is_remote, put_if_absent, read_regular_file
 from weft.config.errors import WeftError
 
-FORMAT = 3
+FORMAT = 4
 
 T = TypeVar("T")
 
 STEP_NAME = re.compile(r"step-([0-9]{8,20})")
-_LEASE_NAME = re.compile(r"lease-([0-9]{6,20})\.json")
+_LEASE_NAME = re.compile(r"lease-[0-9]{6,20}\.json")
 
 # Size limits.  A manifest of the largest models on thousands of ranks takes about 100 MB.
 MANIFEST_BYTES, LEASE_BYTES = 1 << 30, 1 << 16
@@ -74,7 +76,7 @@ class AnomalyState(_Schema):
 class ManifestHeader(_Schema):
     """Manifest without the table of contents, which `parse_contents` checks."""
 
-    format: Literal[3]
+    format: Literal[4]
     hash: str = Field(pattern="^[0-9a-f]{32}$")
     step: Count
     samples: Count
@@ -114,22 +116,6 @@ def validate_schema(schema: type[_Schema], values: object) -> None:
             problems.append(value + item["msg"])
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError("; ".join(problems[:3]) + more) from error
-
-
-def parse_json(text: bytes) -> Any:
-    """Parse a JSON value.
-
-    Raises:
-        ValueError: if the text is not JSON, contains NaN or infinity, or is nested too deeply.
-    """
-
-    def refuse_constant(name: str) -> None:
-        raise ValueError(f"{name} is not a JSON number")
-
-    try:
-        return json.loads(text.decode(), parse_constant=refuse_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 # --------------------------------------------------------------------------- listing
@@ -205,21 +191,23 @@ def resumed_step(directory: Path) -> int:
 
 
 def _read_lease_contents(directory: Path) -> list[tuple[int, LeaseContent]]:
-    if not directory.is_dir():
-        return []
     leases = []
-    for path in directory.iterdir():
-        if match := _LEASE_NAME.fullmatch(path.name):
-            try:
-                content = parse_json(read_regular_file(path, LEASE_BYTES))
-                validate_schema(LeaseContent, content)
-            except (OSError, ValueError, CorruptData) as error:
-                raise CheckpointError(
-                    f"{path}: the lease is damaged ({error}), so the step from which the run "
-                    "resumed is unknown; if no other process trains the run, remove the file"
-                ) from error
-            leases.append((int(match[1]), LeaseContent(**content)))
+    for path in _list_lease_files(directory):
+        try:
+            content = parse_json(read_regular_file(path, LEASE_BYTES))
+            validate_schema(LeaseContent, content)
+        except (OSError, ValueError, CorruptData) as error:
+            raise CheckpointError(
+                f"{path}: the lease is damaged ({error}), so the step from which the run "
+                "resumed is unknown; if no other process trains the run, remove the file"
+            ) from error
+        leases.append((int(path.stem.removeprefix("lease-")), LeaseContent(**content)))
     return sorted(leases, key=lambda epoch_and_lease: epoch_and_lease[0])
+
+
+def _list_lease_files(directory: Path) -> list[Path]:
+    paths = directory.iterdir() if directory.is_dir() else []
+    return [path for path in paths if _LEASE_NAME.fullmatch(path.name)]
 
 
 def acquire_lease(directory: Path, step: int) -> int:
@@ -257,52 +245,60 @@ def _acquire_lease(directory: Path, step: int) -> int:
 
 def read_leases(directory: Path) -> dict[str, bytes]:
     """Return the content of every lease in ``directory``, by file name."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return {
-        name: read_regular_file(directory / name, LEASE_BYTES)
-        for name in names
-        if _LEASE_NAME.fullmatch(name)
+        path.name: read_regular_file(path, LEASE_BYTES) for path in _list_lease_files(directory)
     }
 
 
-def hold_lease(directory: Path, epoch: int, known_leases: Mapping[str, bytes]) -> str:
-    """Check that this process still owns the lease; restore it if it was deleted.
+class Lease(NamedTuple):
+    """Right of this process to write the checkpoints in a directory.
 
-    Without the lease file, no process would notice a second owner.
-
-    Args:
+    Attributes:
         directory: directory of the checkpoints.
         epoch: epoch of this process; 0: it has no lease, and nothing is checked.
-        known_leases: result of `read_leases` when the lease was acquired.
-
-    Returns:
-        A warning if the lease was deleted, else "".
-
-    Raises:
-        LeaseLost: if another process has acquired the lease, even if leases were deleted.
+        known: result of `read_leases` when the lease was acquired.
     """
-    if epoch == 0:
-        return ""
-    for name, content in sorted(read_leases(directory).items(), reverse=True):
-        if known_leases.get(name) != content:
-            text = content.decode(errors="replace")
-            raise LeaseLost(f"another process has acquired the run's lease: {name}: {text}")
-    if lease_path(directory, epoch).is_file():
-        return ""
-    directory_exists = directory.is_dir()
-    if not is_remote(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    for name, content in sorted(known_leases.items()):
-        try:
-            put_if_absent(directory / name, content)
-        except FileExistsError:
-            if read_regular_file(directory / name, LEASE_BYTES) != content:
-                raise LeaseLost(f"another process has acquired the run's lease: {name}") from None
-    deleted = "the run's lease in it was" if directory_exists else "the directory was"
-    return (
-        f"{directory}: {deleted} deleted while the run was training; weft restored the lease, but "
-        "deleted checkpoints are lost"
-    )
+
+    directory: Path
+    epoch: int = 0
+    known: Mapping[str, bytes] = {}
+
+    def hold(self) -> str:
+        """Check that this process still owns the lease; restore it if it was deleted.
+
+        Without the lease file, no process would notice a second owner.
+
+        Returns:
+            A warning if the lease was deleted, else "".
+
+        Raises:
+            LeaseLost: if another process has acquired the lease, even if leases were deleted.
+        """
+        if self.epoch == 0:
+            return ""
+        directory = self.directory
+        for name, content in sorted(read_leases(directory).items(), reverse=True):
+            if self.known.get(name) != content:
+                text = content.decode(errors="replace")
+                raise LeaseLost(f"another process has acquired the run's lease: {name}: {text}")
+        if lease_path(directory, self.epoch).is_file():
+            return ""
+        directory_exists = directory.is_dir()
+        if not is_remote(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        for name, content in sorted(self.known.items()):
+            try:
+                put_if_absent(directory / name, content)
+            except FileExistsError:
+                if read_regular_file(directory / name, LEASE_BYTES) != content:
+                    raise LeaseLost(
+                        f"another process has acquired the run's lease: {name}"
+                    ) from None
+        deleted = "the run's lease in it was" if directory_exists else "the directory was"
+        return (
+            f"{directory}: {deleted} deleted while the run was training; weft restored the lease, "
+            "but deleted checkpoints are lost"
+        )
 
 
 def lease_path(directory: Path, epoch: int) -> Path:
@@ -340,11 +336,10 @@ def parse_manifest(text: bytes) -> Json:
 
     Raises:
         ValueError: if it differs from what was written, or violates `ManifestHeader`.
+        CorruptData: if it is not a JSON object.
         CheckpointError: if it is intact but has another format.
     """
     manifest = parse_json(text)
-    if not isinstance(manifest, dict):
-        raise ValueError("not a JSON object")
     without_hash = {name: value for name, value in manifest.items() if name != "hash"}
     try:
         canonical = manifest_text(without_hash).encode()
@@ -354,7 +349,9 @@ def parse_manifest(text: bytes) -> Json:
         raise ValueError("its hash does not match")
     format_number = manifest.get("format")
     if type(format_number) is int and 0 < format_number != FORMAT:
-        raise CheckpointError(f"the format is {format_number}, not {FORMAT}")
+        raise CheckpointError(
+            f"the format is {format_number}, not {FORMAT}: another version of weft wrote it"
+        )
     validate_schema(ManifestHeader, manifest)
     step, samples = manifest["step"], manifest["samples"]
     # Each step consumes at least one sequence, even if the batch size changed.
@@ -372,29 +369,34 @@ def manifest_text(manifest: Json) -> str:
     return dump(manifest | {"hash": xxhash.xxh3_128_hexdigest(dump(manifest).encode())}) + "\n"
 
 
-def open_contents(path: Path, manifest: Json, check_sizes: bool = True) -> tuple[Path, Contents]:
-    """Return the directory of a checkpoint's files, and its table of contents.
-
-    Args:
-        path: checkpoint.
-        manifest: its manifest.
-        check_sizes: also compare the files' sizes, which costs a request per file.
+def open_contents(path: Path, manifest: Json) -> Contents:
+    """Return the table of contents of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: if the manifest is invalid, or a file has another size.
+        DamagedCheckpoint: if the manifest is invalid.
+        CheckpointError: if the directory cannot be read.
     """
-    directory = path / manifest["inside"] if manifest.get("inside") else path
+    with checkpoint_errors(path):
+        inside = manifest.get("inside")
+        if inside and not is_remote(path) and (path / inside).is_symlink():
+            raise CorruptData(f"{inside} is a symbolic link, not a directory")
+        return parse_contents(manifest, path)
+
+
+@contextmanager
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """Convert errors of reading a checkpoint's files.
+
+    Raises:
+        DamagedCheckpoint: instead of CorruptData.
+        CheckpointError: instead of OSError.
+    """
     try:
-        if directory != path and not is_remote(directory) and directory.is_symlink():
-            raise CorruptData(f"{directory.name} is a symbolic link, not a directory")
-        contents = parse_contents(manifest)
-        if check_sizes:
-            check_files(directory, contents)
+        yield
     except CorruptData as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {format_error(error)}") from error
-    return directory, contents
 
 
 # --------------------------------------------------------------------------- collectives

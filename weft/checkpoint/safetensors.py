@@ -1,12 +1,13 @@
-"""Header of the safetensors format, so that the contents can be streamed.
+"""The safetensors format, for shards of checkpoints, exports and imports.
 
     8 bytes, little-endian: the length of the header
     the header, JSON: {NAME: {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, ...}
     the elements of each tensor, row-major, without gaps
 
 The safetensors library needs all tensors of a file in memory to write it, and maps a local file to
-read it.  weft does neither, because models can exceed memory and storage can be remote.  Tests
-read weft's files with the library, and the other way round.
+read it.  weft streams: models can exceed memory, storage can be remote, and the hash of a file is
+computed while it is written, without another copy.  Tests read weft's files with the library, and
+the other way round.
 
 A file can come from an untrusted source: `read_header` validates all of the header before use.
 """
@@ -15,10 +16,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
+import xxhash
+from torch import Tensor
+
+from weft.checkpoint.storage import CorruptData, read_range
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library
 
@@ -39,11 +45,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class InvalidSafetensors(Exception):
-    """Invalid safetensors file; the message is a clause that follows the path."""
-
-
-class SafetensorsEntry(NamedTuple):
+class StoredTensor(NamedTuple):
     """Tensor in a file; ``begin`` is its first byte, from the start of the file."""
 
     dtype: torch.dtype
@@ -51,37 +53,89 @@ class SafetensorsEntry(NamedTuple):
     begin: int
 
 
-def format_header(tensors: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
-    """Return the header of a file whose tensors follow in the order of ``tensors``."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a CPU tensor's elements as bytes; shares memory if it is contiguous."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- writing
+
+
+class FileLayout(NamedTuple):
+    """Header of a file, and the positions of its tensors, known before their elements."""
+
+    header: bytes
+    tensors: dict[str, StoredTensor]
+    num_bytes: int  # of the file
+
+    def write(self, file: IO[bytes], rows: Iterable[Tensor]) -> str:
+        """Write header and elements; return the hash of the file.
+
+        Args:
+            file: file that was just created.
+            rows: the tensors in the order of the layout, or consecutive rows of them.
+        """
+        file.write(self.header)
+        digest, written = xxhash.xxh3_128(self.header), len(self.header)
+        for tensor in rows:
+            content = tensor_bytes(tensor)
+            file.write(content)
+            digest.update(content)
+            written += len(content)
+        assert written == self.num_bytes, f"wrote {written:,} of {self.num_bytes:,} bytes"
+        return digest.hexdigest()
+
+
+def lay_out_file(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> FileLayout:
+    """Return the layout of a file.
+
+    Args:
+        tensors: dtype and shape by name.  Other readers need aligned tensors, so wider dtypes must
+            precede narrower ones.
+        metadata: texts for readers, in addition to the usual ``format``.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for name, shape in tensors.items():
-        begin, end = end, end + shape.numel() * dtype.itemsize
-        entries[name] = {
+    for name, (dtype, shape) in tensors.items():
+        assert end % dtype.itemsize == 0, f"{name} is not aligned"
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
             "dtype": NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the elements are aligned
-    return len(text).to_bytes(8, "little") + text
+    start = 8 + len(text)
+    stored = {
+        name: StoredTensor(dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        for name, (dtype, shape) in tensors.items()
+    }
+    return FileLayout(len(text).to_bytes(8, "little") + text, stored, start + end)
 
 
-def read_header(file: BinaryIO, size: int) -> dict[str, SafetensorsEntry]:
+# --------------------------------------------------------------------------- reading
+
+
+def read_header(path: Path, size: int) -> dict[str, StoredTensor]:
     """Read the header of a file of ``size`` bytes.
 
     Raises:
-        InvalidSafetensors: unless the tensors fill the file exactly, each with the bytes it needs.
+        CorruptData: unless the tensors fill the file exactly, each with the bytes it needs.
+        OSError: if the file cannot be read.
     """
-    length = int.from_bytes(file.read(8), "little")
+    length = int.from_bytes(read_range(path, 0, 8), "little")
     _check(length <= size - 8, f"has {size:,} bytes, too few for its header of {length:,}")
     _check(
         length <= MAX_HEADER_BYTES,
         f"has a header of {length:,} bytes, more than {MAX_HEADER_BYTES:,}",
     )
-    tree = parse_json(file.read(length))
+    tree = parse_json(bytes(read_range(path, 8, 8 + length)))
     _check(isinstance(tree.pop("__metadata__", {}), dict), "has __metadata__ that is not an object")
-    tensors: list[tuple[int, int, str, SafetensorsEntry]] = []
+    tensors: list[tuple[int, int, str, StoredTensor]] = []
     for name, value in tree.items():
         label = f"tensor {json.dumps(name)[:100]}"
         is_valid = isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}
@@ -95,7 +149,7 @@ def read_header(file: BinaryIO, size: int) -> dict[str, SafetensorsEntry]:
         needed = math.prod(shape) * DTYPES[dtype].itemsize
         _check(end - begin == needed, f"{label} needs {needed:,} bytes and has {end - begin:,}")
         tensors.append(
-            (begin, end, name, SafetensorsEntry(DTYPES[dtype], tuple(shape), 8 + length + begin))
+            (begin, end, name, StoredTensor(DTYPES[dtype], tuple(shape), 8 + length + begin))
         )
     position = 0
     for begin, end, name, _ in sorted(tensors):
@@ -106,19 +160,19 @@ def read_header(file: BinaryIO, size: int) -> dict[str, SafetensorsEntry]:
         8 + length + position == size,
         f"has {size:,} bytes, but its header says {8 + length + position:,}",
     )
-    return {name: entry for _, _, name, entry in tensors}
+    return {name: tensor for _, _, name, tensor in tensors}
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object without repeated names.
+    """Parse a JSON object without repeated names, NaN or infinity.
 
     Raises:
-        InvalidSafetensors: if the text is not such an object.
+        CorruptData: if the text is not such an object.
     """
     try:
         tree = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidSafetensors(f"is not JSON: {str(error)[:200]}") from error
+        raise CorruptData(f"is not JSON: {str(error)[:200]}") from error
     _check(isinstance(tree, dict), "is not a JSON object")
     return dict(tree)
 
@@ -140,4 +194,4 @@ def _is_list_of_sizes(value: object) -> bool:
 
 def _check(is_valid: bool, message: str) -> None:
     if not is_valid:
-        raise InvalidSafetensors(message)
+        raise CorruptData(message)

@@ -1,19 +1,26 @@
-"""Shard files: one binary file per rank, and a table of contents in JSON.
+"""Shard files: one safetensors file per rank, and a table of contents in JSON.
 
-A file holds the elements of shards one after another, row-major, in the machine's byte order
-(little-endian on all platforms of PyTorch).  The table gives the file and position of every shard,
-so any layout can read the shards that it needs.  The table is data, which weft validates, and not a
-program like a pickle.
+The header of a shard file says which part of its tensor each entry is, as the checkpoints of
+`torch.distributed.checkpoint` do, so any tool can open the file:
 
-    "tensors": {NAME: {"dtype": "float32", "shape": [512, 32], "fingerprint": -81...,
+    "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO":
+                     '{NAME: {"saved_offsets": [256, 0], "global_shape": [512, 32]}, ...}'}
+
+The manifest has the table of contents of all files, so a reader needs no other header to find the
+shards that its layout needs.  Header and table are data, which weft validates, and not a program
+like a pickle.
+
+    "tensors": {NAME: {"dtype": "F32", "shape": [512, 32], "fingerprint": -81...,
                        "shards": [[[0, 0], [256, 32], FILE, POSITION], ...]}}
-    "files": [{"name": "shard-00000.bin", "bytes": 65536, "xxh3": "9f..."}]
+    "files": [{"name": "shard-00000.safetensors", "bytes": 65536, "xxh3": "9f...",
+               "header_bytes": 1024, "header_xxh3": "c4..."}]
 
 A shard is (offsets, sizes, index of its file, first byte).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -21,17 +28,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from weft.checkpoint import safetensors
-from weft.checkpoint.fingerprint import wrap_int64
+from weft.checkpoint.fingerprint import fingerprint, wrap_int64
+from weft.checkpoint.safetensors import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    NAMES,
+    lay_out_file,
+    read_header,
+    tensor_bytes,
+)
 from weft.checkpoint.storage import (
     CorruptData,
     allocate_buffer,
+    create_file,
     read_chunks,
     read_range,
     regular_file_size,
@@ -39,21 +54,13 @@ from weft.checkpoint.storage import (
 
 Json = dict[str, Any]
 
-FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
+FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.safetensors")
 HASH = re.compile("[0-9a-f]{32}")
 MAX_SIZE = (1 << 63) - 1  # bytes of a file, or elements of a tensor
-# Keyed by torch's names.
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in safetensors.DTYPES.values()}
 
 READ_BYTES = 16 << 20  # a request above this size serves one shard only
 MAX_READ_WASTE = 0.05  # maximum unused fraction of a request
 NUM_READERS = min(4, len(os.sched_getaffinity(0)))  # parallel requests
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return a CPU tensor's elements as bytes; shares memory if it is contiguous."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def group_by_size(sizes: Mapping[str, int], max_size: int) -> list[list[str]]:
@@ -75,31 +82,80 @@ def group_by_size(sizes: Mapping[str, int], max_size: int) -> list[list[str]]:
 # --------------------------------------------------------------------------- writing
 
 
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard-{rank:05}.safetensors"
+
+
 class StagedShard(NamedTuple):
-    """Shard of a tensor, copied for a checkpoint."""
+    """Shard of a tensor that will be written."""
 
     name: str
+    dtype: torch.dtype
     shape: tuple[int, ...]  # of the unsharded tensor
     offsets: tuple[int, ...]
-    fingerprint: int  # partial sum, computed from the live tensor
-    content: Tensor  # on the CPU
+    sizes: tuple[int, ...]
+    rows: Iterable[Tensor]  # all of it on the CPU, or consecutive rows
+    is_owned: bool = True  # False: another rank's replica counts
+    fingerprint: Tensor | None = None  # partial sum; None: computed while writing
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the shard."""
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
-def write_shards(file: IO[bytes], name: str, shards: Iterable[StagedShard]) -> Json:
-    """Write shards one after another; return their entries for `build_contents`."""
-    position, digest, entries = 0, xxhash.xxh3_128(), []
-    for shard in shards:
-        content = tensor_bytes(shard.content)
-        file.write(content)
-        digest.update(content)
-        dtype = str(shard.content.dtype).removeprefix("torch.")
-        location = [list(shard.offsets), list(shard.content.shape), position]
-        entries.append([shard.name, dtype, list(shard.shape), shard.fingerprint, location])
-        position += len(content)
-    return {
-        "file": {"name": name, "bytes": position, "xxh3": digest.hexdigest()},
-        "shards": entries,
+def write_shards(path: Path, shards: Sequence[StagedShard], durable: bool = True) -> Json:
+    """Write shards into a new file; return their entries for `build_contents`.
+
+    Args:
+        path: file that does not exist.
+        shards: shards of different tensors, in the order of the file.
+        durable: wait for the disk.
+    """
+    boxes = {
+        shard.name: {"saved_offsets": shard.offsets, "global_shape": shard.shape}
+        for shard in shards
     }
+    layout = lay_out_file(
+        {shard.name: (shard.dtype, shard.sizes) for shard in shards},
+        {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)},
+    )
+    fingerprints: list[int] = []
+
+    def read_rows() -> Iterator[Tensor]:
+        for shard in shards:
+            partial_sum, offsets = 0, list(shard.offsets)
+            for rows in shard.rows:
+                if shard.is_owned and shard.fingerprint is None:
+                    partial_sum += int(fingerprint(rows, offsets, shard.shape))
+                yield rows
+                if offsets:
+                    offsets[0] += len(rows)
+            fingerprints.append(
+                partial_sum if shard.fingerprint is None else int(shard.fingerprint)
+            )
+
+    with create_file(path, layout.num_bytes, durable) as file:
+        digest = layout.write(file, read_rows())
+    entries = [
+        [
+            shard.name,
+            NAMES[shard.dtype],
+            list(shard.shape),
+            partial_sum,
+            [list(shard.offsets), list(shard.sizes), layout.tensors[shard.name].begin],
+        ]
+        for shard, partial_sum in zip(shards, fingerprints, strict=True)
+    ]
+    file_entry = {
+        "name": path.name,
+        "bytes": layout.num_bytes,
+        "xxh3": digest,
+        "header_bytes": len(layout.header),
+        "header_xxh3": xxhash.xxh3_128_hexdigest(layout.header),
+    }
+    return {"file": file_entry, "shards": entries}
 
 
 def build_contents(entries_by_rank: Iterable[Json]) -> Json:
@@ -111,15 +167,15 @@ def build_contents(entries_by_rank: Iterable[Json]) -> Json:
     tensors: Json = {}
     files: list[Json] = []
     for rank in entries_by_rank:
-        for name, dtype, shape, fingerprint, (offsets, sizes, position) in rank["shards"]:
+        for name, dtype, shape, partial_sum, (offsets, sizes, position) in rank["shards"]:
             entry = tensors.setdefault(
                 name, {"dtype": dtype, "shape": shape, "fingerprint": 0, "shards": []}
             )
-            entry["fingerprint"] = wrap_int64(entry["fingerprint"] + fingerprint)
+            entry["fingerprint"] = wrap_int64(entry["fingerprint"] + partial_sum)
             entry["shards"].append([offsets, sizes, len(files), position])
         files.append(rank["file"])
     contents = {"tensors": tensors, "files": files}
-    parse_contents(contents)
+    parse_contents(contents, Path())
     return contents
 
 
@@ -141,43 +197,80 @@ class TensorEntry(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    fingerprint: int
+    fingerprint: int | None  # None: unknown
     shards: list[Shard]
 
 
+class StoredFile(NamedTuple):
+    """File of tensors, and its hashes if weft wrote it."""
+
+    path: Path
+    num_bytes: int
+    digest: str = ""
+    header_bytes: int = 0
+    header_digest: str = ""
+
+    def check_size(self) -> None:
+        """Check the size on disk.
+
+        Raises:
+            CorruptData: if the file is missing, not regular, or of another size.
+            OSError: if the size cannot be read.
+        """
+        name = self.path.name
+        try:
+            size = regular_file_size(self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CorruptData(f"{name}: {error.strerror or error}") from error
+        if size != self.num_bytes:
+            raise CorruptData(f"{name} has {size:,} bytes, not {self.num_bytes:,}")
+
+
 class Contents(NamedTuple):
-    """Validated table of contents."""
+    """Validated table of contents of a checkpoint, or of safetensors files."""
 
+    path: Path  # named in errors
     tensors: dict[str, TensorEntry]
-    files: dict[str, tuple[int, str]]  # (bytes, hash) by name
-
-    def without_shards(self) -> Contents:
-        """Return the same tensors without any shards."""
-        tensors = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
-        return Contents(tensors, {})
+    files: dict[str, StoredFile]  # by name
 
 
-def parse_contents(manifest: Json, require_all_shards: bool = True) -> Contents:
+def read_file_contents(path: Path) -> Contents:
+    """Return the contents of a safetensors file that need not be weft's.
+
+    Raises:
+        CorruptData: if the file is missing or invalid, or cannot be read.
+    """
+    try:
+        if not path.is_file():  # opening a FIFO would block
+            raise CorruptData("is not a regular file" if path.exists() else "does not exist")
+        file = StoredFile(path.resolve(), path.stat().st_size)  # the Hub's cache has links
+        stored = read_header(file.path, file.num_bytes)
+    except OSError as error:
+        raise CorruptData(f"cannot be read: {error.strerror}") from error
+    tensors = {}
+    for name, (dtype, shape, begin) in stored.items():
+        shard = Shard((0,) * len(shape), shape, dtype, path.name, begin)
+        tensors[name] = TensorEntry(dtype, shape, None, [shard])
+    return Contents(path, tensors, {path.name: file})
+
+
+def parse_contents(manifest: Json, path: Path, require_all_shards: bool = True) -> Contents:
     """Parse and validate a manifest's table of contents.
 
     Args:
         manifest: manifest.
+        path: directory of the manifest.
         require_all_shards: True if every tensor must be complete.
 
     Raises:
         CorruptData: if the table is invalid: file names outside the directory, shards outside their
             files, or shards that do not cover their tensor.
     """
+    directory = path / manifest["inside"] if manifest.get("inside") else path
     try:
-        files = {file["name"]: (file["bytes"], file["xxh3"]) for file in manifest["files"]}
+        files = {file["name"]: _parse_file(file, directory) for file in manifest["files"]}
+        _check(len(files) == len(manifest["files"]), "a repeated file name")
         names, used_bytes = list(files), dict.fromkeys(files, 0)
-        _check(all(FILE_NAME.fullmatch(name) for name in names), "an invalid file name")
-        for name, (size, digest) in files.items():
-            _check(
-                type(size) is int and 0 <= size <= MAX_SIZE, f"the bytes of {name}: {size!r:.50}"
-            )
-            _check(HASH.fullmatch(digest) is not None, f"the xxh3 of {name}: {digest!r:.50}")
-        _check(len(names) == len(manifest["files"]), "a repeated file name")
         tensors = {}
         for name, entry in manifest["tensors"].items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -190,21 +283,32 @@ def parse_contents(manifest: Json, require_all_shards: bool = True) -> Contents:
                 numbers = [*offsets, *sizes, file, position]
                 _check(all(type(n) is int and n >= 0 for n in numbers), f"a shard of {name}")
                 fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
-                size = math.prod(sizes) * dtype.itemsize
-                _check(fits and position + size <= files[names[file]][0], f"a shard of {name}")
+                stored, size = files[names[file]], math.prod(sizes) * dtype.itemsize
+                is_inside = stored.header_bytes <= position <= stored.num_bytes - size
+                _check(fits and is_inside, f"a shard of {name}")
                 used_bytes[names[file]] += size
                 shard = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
                 shards.append(shard)
                 elements += math.prod(sizes)
             _check(not require_all_shards or elements == math.prod(shape), f"the shards of {name}")
             tensors[name] = TensorEntry(dtype, shape, digest, shards)
-        for name, (size, _) in files.items():  # a small file must not cause a huge allocation
-            _check(used_bytes[name] <= size, f"overlapping shards in {name}")
-        return Contents(tensors, files)
+        for name, stored in files.items():  # a small file must not cause a huge allocation
+            _check(used_bytes[name] <= stored.num_bytes, f"overlapping shards in {name}")
+        return Contents(path, tensors, files)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CorruptData(
             f"its table of contents: {type(error).__name__}: {str(error)[:200]}"
         ) from error
+
+
+def _parse_file(entry: Json, directory: Path) -> StoredFile:
+    name, sizes = entry["name"], (entry["header_bytes"], entry["bytes"])
+    _check(FILE_NAME.fullmatch(name) is not None, "an invalid file name")
+    is_valid = all(type(size) is int for size in sizes) and 8 <= sizes[0] <= sizes[1] <= MAX_SIZE
+    _check(is_valid and sizes[0] <= MAX_HEADER_BYTES, f"the bytes of {name}: {sizes!r:.50}")
+    hashes = entry["xxh3"], entry["header_xxh3"]
+    _check(all(map(HASH.fullmatch, hashes)), f"the xxh3 of {name}: {hashes!r:.50}")
+    return StoredFile(directory / name, sizes[1], hashes[0], sizes[0], hashes[1])
 
 
 def _check(is_valid: bool, message: str) -> None:
@@ -264,15 +368,8 @@ def find_overlaps(
         yield ShardRead(shard, begin_in_shard, view)
 
 
-class ReadRequest(NamedTuple):
-    """One contiguous read from a file."""
-
-    file: str
-    reads: list[tuple[str, ShardRead]]
-
-
-def coalesce_reads(file: str, reads: Iterable[tuple[str, ShardRead]]) -> Iterator[ReadRequest]:
-    """Merge the reads of a file into few requests with little waste."""
+def coalesce_reads(reads: Iterable[tuple[str, ShardRead]]) -> Iterator[list[tuple[str, ShardRead]]]:
+    """Merge the reads of a file into few contiguous requests with little waste."""
     begin = end = useful = 0
     merged: list[tuple[str, ShardRead]] = []
     for name, read in sorted(reads, key=lambda pair: pair[1].byte_range()):
@@ -280,18 +377,17 @@ def coalesce_reads(file: str, reads: Iterable[tuple[str, ShardRead]]) -> Iterato
         added = max(0, stop - max(start, end))
         span = max(stop, end) - begin
         if merged and (span > READ_BYTES or useful + added < (1 - MAX_READ_WASTE) * span):
-            yield ReadRequest(file, merged)
+            yield merged
             merged = []
         if not merged:
             begin, useful, added, end = start, 0, stop - start, start
         merged.append((name, read))
         end, useful = max(end, stop), useful + added
     if merged:
-        yield ReadRequest(file, merged)
+        yield merged
 
 
 def read_shards(
-    directory: Path,
     contents: Contents,
     reads: Mapping[str, Sequence[ShardRead]],
     on_complete: Callable[[str], None] = lambda name: None,
@@ -299,7 +395,6 @@ def read_shards(
     """Fill the targets of all reads: each byte is read once, with parallel requests.
 
     Args:
-        directory: directory of the files.
         contents: table of contents.
         reads: reads by tensor.
         on_complete: called with a tensor's name when all of it is read, in the thread that read the
@@ -313,28 +408,23 @@ def read_shards(
     for name, tensor_reads in reads.items():
         for read in tensor_reads:
             by_file.setdefault(read.shard.file, []).append((name, read))
-    requests: list[ReadRequest] = []
+    requests: list[list[tuple[str, ShardRead]]] = []
     for file, file_reads in by_file.items():
-        try:
-            size, expected = regular_file_size(directory / file), contents.files[file][0]
-        except FileNotFoundError as error:
-            raise CorruptData(f"{file}: {error.strerror or error}") from error
-        if size != expected:
-            raise CorruptData(f"{file} has {size:,} bytes, not {expected:,}")
-        requests += coalesce_reads(file, file_reads)
+        contents.files[file].check_size()
+        requests += coalesce_reads(file_reads)
     remaining, lock = {name: len(tensor_reads) for name, tensor_reads in reads.items()}, Lock()
 
-    def run(request: ReadRequest) -> None:
-        file, request_reads = request
-        targets = [read.direct_buffer() for _, read in request_reads]
-        ranges = [read.byte_range() for _, read in request_reads]
+    def run(request: list[tuple[str, ShardRead]]) -> None:
+        file = contents.files[request[0][1].shard.file].path
+        targets = [read.direct_buffer() for _, read in request]
+        ranges = [read.byte_range() for _, read in request]
         chunks = [
             (start, allocate_buffer(stop - start) if target is None else target)
             for (start, stop), target in zip(ranges, targets, strict=True)
         ]
-        if missing_bytes := read_chunks(directory / file, chunks):
-            raise CorruptData(f"{file} is {missing_bytes} bytes too short")
-        for (name, read), target, (_, content) in zip(request_reads, targets, chunks, strict=True):
+        if missing_bytes := read_chunks(file, chunks):
+            raise CorruptData(f"{file.name} is {missing_bytes} bytes too short")
+        for (name, read), target, (_, content) in zip(request, targets, chunks, strict=True):
             if target is None:
                 read.copy_from(content)
             with lock:
@@ -348,40 +438,43 @@ def read_shards(
             pass
 
 
-def check_files(directory: Path, contents: Contents) -> None:
-    """Check the files' sizes against the table of contents, without reading them.
+def check_files(contents: Contents, rank: int = 0, num_ranks: int = 1) -> None:
+    """Check sizes and headers of the files; each of several ranks checks some of them.
 
     Memory that is then allocated by the table is bounded by the size of the files.
 
     Raises:
-        CorruptData: if a file is missing, not regular, or of another size.
-        OSError: if the size cannot be read.
+        CorruptData: if a file is missing, not regular, of another size, or has another header.
+        OSError: if a file cannot be read.
     """
-    for name, (expected, _) in contents.files.items():
-        try:
-            size = regular_file_size(directory / name)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CorruptData(f"{name}: {error.strerror or error}") from error
-        if size != expected:
-            raise CorruptData(f"{name} has {size:,} bytes, not {expected:,}")
+
+    def check(file: StoredFile) -> None:
+        file.check_size()
+        header = read_range(file.path, 0, file.header_bytes)
+        if xxhash.xxh3_128_hexdigest(header) != file.header_digest:
+            name = file.path.name
+            raise CorruptData(
+                f"{name} differs from what was written: the hash of its header does not match"
+            )
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for _ in pool.map(check, [*contents.files.values()][rank::num_ranks]):
+            pass
 
 
-def find_damaged_file(directory: Path, contents: Contents) -> str:
+def find_damaged_file(contents: Contents) -> str:
     """Describe the first file that differs from what was written; "" if none does."""
-    for name, (size, expected) in contents.files.items():
-        digest, read = xxhash.xxh3_128(), 0
+    for name, file in contents.files.items():
+        digest = xxhash.xxh3_128()
         try:
-            actual_size = regular_file_size(directory / name)
-            while read < size == actual_size:
-                block = read_range(directory / name, read, min(read + READ_BYTES, size))
-                digest.update(block)
-                read += len(block)
+            file.check_size()
+            for start in range(0, file.num_bytes, READ_BYTES):
+                stop = min(start + READ_BYTES, file.num_bytes)
+                digest.update(read_range(file.path, start, stop))
         except CorruptData as error:
             return str(error)
         except OSError as error:
             return f"{name}: {error.strerror or error}"
-        if actual_size != size:
-            return f"{name} has {actual_size:,} bytes, not {size:,}"
-        if digest.hexdigest() != expected:
+        if digest.hexdigest() != file.digest:
             return f"{name} differs from what was written: its hash does not match"
     return ""

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.dtensor import is_dtensor, is_quantized, shard_offsets, to_local
+from weft.parallel.dtensor import is_dtensor, is_quantized, to_local
 
 StateDict = dict[str, torch.Tensor]
 
@@ -192,8 +191,3 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor; a quantized shard is dequantized."""
     local = to_local(tensor).detach()
     return local.dequantize() if is_quantized(local) else local
-
-
-def local_fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the fingerprint of this rank's shard: see `weft.checkpoint.fingerprint`."""
-    return fingerprint(local_values(tensor), shard_offsets(tensor), tensor.shape)

@@ -36,7 +36,7 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class CorruptData(Exception):
-    """Stored bytes differ from what was written."""
+    """Stored bytes are not what was written; the message is a clause."""
 
 
 ATTEMPTS = 8  # per request, for transient errors, with exponential backoff: about 30 s
@@ -71,8 +71,8 @@ def is_remote(path: Path) -> bool:
 
 
 @contextmanager
-def create_file(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
-    """Create a file that is durable when the context exits.
+def create_file(path: Path, size: int = 0, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Create a file that is complete when the context exits.
 
     After an error, a store has no object, and a file system may have a partial file.
 
@@ -80,6 +80,7 @@ def create_file(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
         path: file that does not exist yet.
         size: final size in bytes, if known.  Space is allocated at once, which is faster and fails
             early on a full disk.
+        durable: wait until the file would survive a power failure.
 
     Raises:
         FileExistsError: on a file system, if the file exists.
@@ -99,8 +100,9 @@ def create_file(path: Path, size: int = 0) -> Iterator[IO[bytes]]:
             if code != errno.EOPNOTSUPP:
                 raise OSError(code, os.strerror(code), str(path))
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def put_if_absent(path: Path, content: bytes) -> None:

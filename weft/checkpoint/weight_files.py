@@ -1,4 +1,4 @@
-"""Convert weights between checkpoints and safetensors, a few rows at a time.
+"""Write weights as safetensors or as a checkpoint, a few rows at a time.
 
 This module does not map names.  A tensor is an iterator of chunks of consecutive rows, about a
 million elements each, so memory use does not grow with the model.
@@ -13,40 +13,39 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import fingerprint, wrap_int64
 from weft.checkpoint.manifest import (
     FORMAT,
-    CheckpointError,
     DamagedCheckpoint,
+    checkpoint_errors,
     manifest_text,
     open_contents,
     read_manifest,
 )
-from weft.checkpoint.safetensors import (
-    InvalidSafetensors,
-    SafetensorsEntry,
-    format_header,
-    read_header,
-)
+from weft.checkpoint.safetensors import lay_out_file
 from weft.checkpoint.shard_files import (
     Contents,
+    StagedShard,
+    build_contents,
+    check_files,
     find_damaged_file,
     find_overlaps,
     group_by_size,
     read_shards,
-    tensor_bytes,
+    shard_name,
+    write_shards,
 )
-from weft.checkpoint.storage import CorruptData, create_file, is_remote, read_range, remove
+from weft.checkpoint.storage import create_file, is_remote, remove
 from weft.config.errors import WeftError
 from weft.config.files import sync_directory
 
@@ -55,12 +54,18 @@ ROW_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor per chunk
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-ReportBytes = Callable[[int], None]  # called with the number of bytes written
-RowReader = Callable[[str], Iterator[Tensor]]  # weft's name of a weight -> chunks of rows
+ReportBytes = Callable[[int], None]  # called with the number of bytes just written
 
 
 class UnrepresentableValue(WeftError):
     """A value is NaN or Inf, or exceeds the range of the target dtype."""
+
+
+class Weight(NamedTuple):
+    """Tensor whose rows are read when they are written."""
+
+    shape: torch.Size
+    read: Callable[[], Iterator[Tensor]]  # yields chunks of rows
 
 
 # --------------------------------------------------------------------------- files
@@ -129,52 +134,76 @@ def _try_lock(directory: Path, stack: ExitStack) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------- from a checkpoint
+# --------------------------------------------------------------------------- reading
 
 
-class CheckpointWeights(NamedTuple):
-    """Weights of a committed checkpoint, by name."""
-
-    path: Path
-    directory: Path  # of its files
-    contents: Contents
-    shapes: dict[str, torch.Size]
-
-
-def open_checkpoint_weights(path: Path) -> CheckpointWeights:
-    """Open the weights of a checkpoint of any layout.
+def open_weights(path: Path) -> dict[str, Weight]:
+    """Open the weights of a checkpoint of any layout, by their names in the model.
 
     Raises:
-        DamagedCheckpoint: if its manifest is damaged.
+        DamagedCheckpoint: if its manifest or a file is damaged.
     """
-    directory, contents = open_contents(path, read_manifest(path))
-    shapes = {
-        name.removeprefix("model."): torch.Size(entry.shape)
-        for name, entry in contents.tensors.items()
+    contents = open_contents(path, read_manifest(path))
+    with checkpoint_errors(path):
+        check_files(contents)
+    return {
+        name.removeprefix("model."): open_weight(contents, name)
+        for name in contents.tensors
         if name.startswith("model.")
     }
-    return CheckpointWeights(path, directory, contents, shapes)
 
 
-def write_safetensors(
-    weights: CheckpointWeights,
+def open_weight(contents: Contents, name: str) -> Weight:
+    """Return a tensor of a checkpoint or of safetensors files."""
+    shape = torch.Size(contents.tensors[name].shape)
+    return Weight(shape, partial(_read_rows, contents, name))
+
+
+def _read_rows(contents: Contents, name: str) -> Iterator[Tensor]:
+    """Yield the rows of a tensor, and verify them if their fingerprint is known.
+
+    Raises:
+        DamagedCheckpoint: after the last row, if they differ from what was saved.
+    """
+    entry, total = contents.tensors[name], 0
+    for first, count in _row_chunks(entry.shape):
+        rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+        offsets = [first, *[0] * (rows.dim() - 1)]
+        with checkpoint_errors(contents.path):
+            read_shards(contents, {name: [*find_overlaps(entry, offsets, rows)]})
+        if entry.fingerprint is not None:
+            total += int(fingerprint(rows, offsets, entry.shape))
+        yield rows
+    if entry.fingerprint not in (None, wrap_int64(total)):
+        reason = find_damaged_file(contents) or f"{name} differs from what was saved"
+        raise DamagedCheckpoint(f"{contents.path}: {reason}")
+
+
+def _row_chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows) of the chunks of a tensor."""
+    step = max(1, ROW_CHUNK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for first in range(0, shape[0], step):
+        yield first, min(step, shape[0] - first)
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def write_weight_files(
     directory: Path,
-    names: Mapping[str, str],
+    weights: Mapping[str, Weight],
     dtype: torch.dtype,
     max_file_bytes: int,
     report: ReportBytes,
-    read_rows: RowReader | None = None,
 ) -> int:
     """Write weights as safetensors: one file, or several and an index.
 
     Args:
-        weights: checkpoint.
         directory: existing directory.
-        names: name in the file -> weft's name, of every weight, in the order of the files.
+        weights: every weight, in the order of the files.
         dtype: dtype to which the weights are rounded.
         max_file_bytes: maximum size of a file; a larger tensor gets its own file.
-        report: called with the number of bytes written.
-        read_rows: source of a weight's rows, if not the checkpoint.
+        report: called with the number of bytes just written.
 
     Returns:
         The number of files.
@@ -183,146 +212,64 @@ def write_safetensors(
         DamagedCheckpoint: if a weight differs from what was saved.
         UnrepresentableValue: if a weight is not finite in ``dtype``.
     """
-    sizes = {
-        n: weights.shapes[weft_name].numel() * dtype.itemsize for n, weft_name in names.items()
-    }
+    sizes = {name: weight.shape.numel() * dtype.itemsize for name, weight in weights.items()}
     groups = group_by_size(sizes, max_file_bytes)
     files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else [SINGLE]
-    written = 0
-    for name, group in zip(files, groups, strict=True):
-        file_names = {hf_name: names[hf_name] for hf_name in group}
-        rows = read_rows or partial(read_weight, weights)
-        written += write_safetensors_file(
-            directory / name, file_names, weights.shapes, dtype, rows, report, written
-        )
+    for file, group in zip(files, groups, strict=True):
+        write_weight_file(directory / file, {n: weights[n] for n in group}, dtype, report)
     if len(files) > 1:
-        counts = {"total_parameters": sum(s.numel() for s in weights.shapes.values())}
+        counts = {"total_parameters": sum(sizes.values()) // dtype.itemsize}
         weight_map = {n: file for file, group in zip(files, groups, strict=True) for n in group}
         total = {"total_size": sum(sizes.values())}
         write_json(directory / INDEX, {"metadata": counts | total, "weight_map": weight_map})
     return len(files)
 
 
-def write_safetensors_file(
+def write_weight_file(
     path: Path,
-    names: Mapping[str, str],
-    shapes: Mapping[str, torch.Size],
+    weights: Mapping[str, Weight],
     dtype: torch.dtype,
-    read_rows: RowReader,
     report: ReportBytes = lambda written: None,
-    bytes_before: int = 0,
 ) -> int:
-    """Write one safetensors file.
+    """Write one safetensors file; return the number of bytes of its tensors.
 
     Args:
         path: new file.
-        names: name in the file -> weft's name.
-        shapes: shapes by weft's name.
+        weights: weights by name in the file.
         dtype: dtype to which the weights are rounded.
-        read_rows: source of a weight's rows.
-        report: called with the number of bytes written.
-        bytes_before: bytes in previous files, for ``report``.
-
-    Returns:
-        The number of bytes of its tensors.
+        report: called with the number of bytes just written.
 
     Raises:
         UnrepresentableValue: if a weight is not finite in ``dtype``.
     """
-    written, ordered = 0, sorted(names)  # as in the library
-    with create_file(path) as file:
-        file.write(format_header({hf_name: shapes[names[hf_name]] for hf_name in ordered}, dtype))
-        for hf_name in ordered:
-            for rows in read_rows(names[hf_name]):
-                rounded = rows.to(dtype)
-                if not rounded.isfinite().all():
-                    dtype_name = str(dtype).removeprefix("torch.")
-                    raise UnrepresentableValue(
-                        f"{names[hf_name]} has values that {dtype_name} cannot represent"
-                    )
-                written += file.write(tensor_bytes(rounded))
-                report(bytes_before + written)
-    return written
-
-
-def read_weight(weights: CheckpointWeights, name: str) -> Iterator[Tensor]:
-    """Yield the rows of a weight from its shards, and verify them at the end.
-
-    Raises:
-        DamagedCheckpoint: after the last row, if they differ from what was saved.
-    """
-    entry, total = weights.contents.tensors[f"model.{name}"], 0
-    try:
-        for first, count in row_chunks(entry.shape):
-            rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
-            offsets = [first, *[0] * (rows.dim() - 1)]
-            read_shards(
-                weights.directory, weights.contents, {name: [*find_overlaps(entry, offsets, rows)]}
-            )
-            total += int(fingerprint(rows, offsets, entry.shape))
-            yield rows
-    except CorruptData as error:
-        raise DamagedCheckpoint(f"{weights.path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{weights.path}: cannot be read: {error}") from error
-    if wrap_int64(total) != entry.fingerprint:
-        reason = (
-            find_damaged_file(weights.directory, weights.contents)
-            or f"{name} differs from what was saved"
+    ordered = {name: weights[name] for name in sorted(weights)}  # as in the library
+    layout = lay_out_file({name: (dtype, w.shape) for name, w in ordered.items()}, {})
+    with create_file(path, layout.num_bytes) as file:
+        layout.write(
+            file, chain(*(_round_rows(name, w, dtype, report) for name, w in ordered.items()))
         )
-        raise DamagedCheckpoint(f"{weights.path}: {reason}")
+    return layout.num_bytes - len(layout.header)
 
 
-def row_chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of the chunks of a tensor."""
-    step = max(1, ROW_CHUNK_ELEMENTS // max(1, math.prod(shape[1:])))
-    for first in range(0, shape[0], step):
-        yield first, min(step, shape[0] - first)
-
-
-# --------------------------------------------------------------------------- to a checkpoint
-
-
-def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
-    """Read the header of a safetensors file.
-
-    Raises:
-        InvalidSafetensors: if the file is invalid or cannot be read.
-    """
-    try:
-        if not path.is_file():  # opening a FIFO would block
-            raise InvalidSafetensors("is not a regular file" if path.exists() else "does not exist")
-        with path.open("rb") as file:
-            return read_header(file, path.stat().st_size)
-    except OSError as error:
-        raise InvalidSafetensors(f"cannot be read: {error.strerror}") from error
-
-
-def read_safetensors_tensor(path: Path, entry: SafetensorsEntry) -> Iterator[Tensor]:
-    """Yield the rows of a tensor in a safetensors file, in the stored dtype.
-
-    Raises:
-        WeftError: if they cannot be read.
-    """
-    row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    try:
-        for first, count in row_chunks(entry.shape):
-            begin = entry.begin + first * row_bytes
-            data = read_range(path, begin, begin + count * row_bytes)
-            if len(data) < count * row_bytes:
-                raise WeftError(f"{path}: the file was truncated while it was read")
-            flat = torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype)
-            yield flat.view((count, *entry.shape[1:]))
-    except OSError as error:
-        raise WeftError(f"{path}: cannot be read: {error}") from error
+def _round_rows(
+    name: str, weight: Weight, dtype: torch.dtype, report: ReportBytes
+) -> Iterator[Tensor]:
+    """Yield the rows of a weight in ``dtype``; report each chunk once it is written."""
+    for rows in weight.read():
+        rounded = rows.to(dtype)
+        if not rounded.isfinite().all():
+            dtype_name = str(dtype).removeprefix("torch.")
+            cause = f"has values that {dtype_name} cannot represent"
+            raise UnrepresentableValue(
+                f"{name} {cause if rows.isfinite().all() else 'contains NaN or Inf'}"
+            )
+        yield rounded
+        report(rounded.nbytes)
 
 
 def write_weights_checkpoint(
-    path: Path,
-    weights: Iterable[tuple[str, torch.Size, Iterator[Tensor]]],
-    manifest: dict[str, Any],
-    report: ReportBytes,
+    path: Path, weights: Mapping[str, Weight], manifest: dict[str, Any], report: ReportBytes
 ) -> None:
     """Write a checkpoint of weights only, in float32, into the new directory ``path``.
 
@@ -330,35 +277,20 @@ def write_weights_checkpoint(
 
     Args:
         path: new directory.
-        weights: (weft's name, shape, chunks of rows).
+        weights: weights by weft's name.
         manifest: manifest without the table of contents.
-        report: called with the number of bytes written.
+        report: called with the number of bytes just written.
 
     Raises:
         UnrepresentableValue: if a weight is not finite.
     """
     path.mkdir(parents=True)
-    name, position, digest, tensors = "shard-00000.bin", 0, xxhash.xxh3_128(), {}
-    with create_file(path / name) as file:
-        for weight, shape, chunks in weights:
-            begin, fingerprint_sum, first = position, 0, 0
-            for chunk in chunks:
-                rows = chunk.float()
-                if not rows.isfinite().all():
-                    raise UnrepresentableValue(f"{weight} contains NaN or Inf")
-                fingerprint_sum += int(fingerprint(rows, (first, *[0] * (rows.dim() - 1)), shape))
-                content = tensor_bytes(rows)
-                file.write(content)
-                digest.update(content)
-                first, position = first + len(rows), position + len(content)
-                report(position)
-            tensors[f"model.{weight}"] = {
-                "dtype": "float32",
-                "shape": list(shape),
-                "fingerprint": wrap_int64(fingerprint_sum),
-                "shards": [[[0] * len(shape), list(shape), 0, begin]],
-            }
-    files = [{"name": name, "bytes": position, "xxh3": digest.hexdigest()}]
-    full_manifest = manifest | {"format": FORMAT, "tensors": tensors, "files": files}
+    shards = []
+    for name, weight in weights.items():
+        shape = tuple(weight.shape)
+        rows = _round_rows(name, weight, torch.float32, report)
+        box = (shape, (0,) * len(shape), shape)
+        shards.append(StagedShard(f"model.{name}", torch.float32, *box, rows))
+    table = build_contents([write_shards(path / shard_name(0), shards)])
     with create_file(path / "manifest.json") as file:
-        file.write(manifest_text(full_manifest).encode())
+        file.write(manifest_text(manifest | {"format": FORMAT} | table).encode())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft.checkpoint.manager import abandon_damaged
+from weft.checkpoint.commit import abandon_damaged
 from weft.checkpoint.manifest import (
     CheckpointError,
     acquire_lease,

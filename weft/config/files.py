@@ -16,7 +16,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from weft.config.errors import ConfigError, WeftError
@@ -126,6 +126,8 @@ def open_regular(path: Path) -> IO[bytes]:
     Raises:
         OSError: if there is none, or it is something else.
     """
+    if not isinstance(path, PurePath):  # a universal_pathlib path of an object store
+        return path.open("rb")  # type: ignore[unreachable]
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +20,19 @@ import torch
 
 import weft
 from weft.checkpoint.manifest import CheckpointError, checkpoint_path
-from weft.checkpoint.safetensors import NAMES, InvalidSafetensors, SafetensorsEntry, parse_json
-from weft.checkpoint.storage import create_file, is_remote
+from weft.checkpoint.safetensors import NAMES, parse_json
+from weft.checkpoint.shard_files import Contents, read_file_contents
+from weft.checkpoint.storage import CorruptData, create_file, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
     SINGLE,
     UnrepresentableValue,
-    open_checkpoint_weights,
+    Weight,
+    open_weight,
+    open_weights,
     publish_directory,
-    read_safetensors_header,
-    read_safetensors_tensor,
     write_json,
-    write_safetensors,
+    write_weight_files,
     write_weights_checkpoint,
 )
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
@@ -83,6 +85,39 @@ MAX_PROBLEMS = 5
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
+class _Problems(list[ConfigError]):
+    """Reasons why an export or import is impossible, reported together."""
+
+    def add(self, key: str, rule: object, remedy: str = "", value: object = MISSING) -> None:
+        """Append an error."""
+        self.append(ConfigError(key, value, str(rule), remedy))
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Append the errors of an InvalidConfig."""
+        try:
+            yield
+        except InvalidConfig as error:
+            self.extend(error.problems)
+
+    def check_out(self, key: str, out: Path, num_bytes: int) -> None:
+        """Check that a directory can be created, with space for ``num_bytes``."""
+        if path_exists(out):
+            self.add(key, "exists already", "name a new directory", str(out))
+        elif not is_remote(out):
+            unwritable = list(check_writable(key, str(out)))
+            self.extend(unwritable)
+            above = next(parent for parent in out.parents if parent.exists())
+            if not unwritable and (free := shutil.disk_usage(above).free) < num_bytes:
+                rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
+                self.add(key, rule, "use another disk, or free space", str(out))
+
+    def raise_any(self) -> None:
+        """Raise InvalidConfig if there is an error."""
+        if self:
+            raise InvalidConfig(self)
+
+
 # --------------------------------------------------------------------------- export
 
 
@@ -108,70 +143,62 @@ def export_checkpoint(
         InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
     """
-    max_bytes, problems = _parse_size(max_shard)
+    problems = _Problems()
+    max_bytes = _parse_size(max_shard, problems)
     if dtype not in DTYPES:
-        problems.append(
-            ConfigError("--dtype", dtype, "is not a known dtype", suggest(dtype, DTYPES))
-        )
-    try:
-        checkpoint: CheckpointRef | None = find_checkpoint(path)
-    except InvalidConfig as error:
-        checkpoint = None
-        problems += error.problems
-    family = checkpoint.family if checkpoint else None
-    if checkpoint and family and family.hf_mapping is None:
-        rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
-        problems.append(ConfigError("model.kind", checkpoint.job.model.kind, rule, remedy))
-    special: _SpecialTokens | None = None
-    if checkpoint:
-        try:
-            special = _special_tokens(checkpoint, problems)
-        except InvalidConfig as error:
-            problems += error.problems
-    if checkpoint and adapter:
-        problems += _check_out("out", out, 0)
-        if not problems:
-            return export_adapter(checkpoint, out, DTYPES[dtype])
-    model, read = None, None
-    if checkpoint and not problems:
-        base, model = find_base_checkpoint(checkpoint), open_checkpoint_weights(checkpoint.path)
-        if base is not None:
-            model, read = open_merged(checkpoint, base)
-    num_bytes = 0
-    if model and dtype in DTYPES:
-        num_bytes = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
-    problems += _check_out("out", out, num_bytes)
-    if problems or checkpoint is None or model is None or family is None or special is None:
-        raise InvalidConfig(problems)
+        problems.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), dtype)
+    checkpoint, special, num_bytes = None, None, 0
+    weights: dict[str, Weight] = {}
+    with problems.collect():
+        checkpoint = find_checkpoint(path)
+        if checkpoint.family.hf_mapping is None:
+            rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
+            problems.add("model.kind", rule, remedy, checkpoint.job.model.kind)
+        special = _special_tokens(checkpoint, problems)
+    if checkpoint and not problems and not adapter:
+        base = find_base_checkpoint(checkpoint)
+        weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
+        num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
+    problems.check_out("out", out, num_bytes)
+    problems.raise_any()
+    assert checkpoint is not None
+    assert special is not None
+    if adapter:
+        return export_adapter(checkpoint, out, DTYPES[dtype])
+    family = checkpoint.family
     expected = param_shapes(family, checkpoint.config)
-    if model.shapes != expected:
-        differing = sorted(model.shapes.items() ^ expected.items())[0][0]
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    if shapes != expected:
+        differing = sorted(shapes.items() ^ expected.items())[0][0]
         raise CheckpointError(
             f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
             f"{differing} differs"
         )
-    message = f"exporting {checkpoint.path.name}"
+    hf_name = get_hf_mapping(family).hf_name
+    hf_weights = {hf_name(name): weights[name] for name in expected}
+    progress = _count_progress(f"exporting {checkpoint.path.name}", num_bytes, report)
     with publish_directory(out) as directory:
-        names = {get_hf_mapping(family).hf_name(name): name for name in expected}
         try:
-            files = write_safetensors(
-                model,
-                directory,
-                names,
-                DTYPES[dtype],
-                max_bytes,
-                lambda done: report(Progress(message, done, num_bytes)),
-                read,
-            )
+            files = write_weight_files(directory, hf_weights, DTYPES[dtype], max_bytes, progress)
         except UnrepresentableValue as error:
-            remedy = "use bfloat16 or float32"
-            raise InvalidConfig(
-                [ConfigError("--dtype", dtype, f"cannot be used: {error}", remedy)]
-            ) from error
+            problems.add("--dtype", f"cannot be used: {error}", "use bfloat16 or float32", dtype)
+            raise InvalidConfig(problems) from error
         config = to_hf_config(family, checkpoint.config, dtype)
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
     return f"{out}: {size}, from {checkpoint.path}"
+
+
+def _count_progress(message: str, num_bytes: int, report: Report) -> Callable[[int], None]:
+    """Return a function that reports the sum of the bytes with which it was called."""
+    done = 0
+
+    def add(written: int) -> None:
+        nonlocal done
+        done += written
+        report(Progress(message, done, num_bytes))
+
+    return add
 
 
 def path_exists(path: Path) -> bool:
@@ -179,29 +206,15 @@ def path_exists(path: Path) -> bool:
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _parse_size(text: str) -> tuple[int, list[ConfigError]]:
-    """Parse a size such as 5GB or 500 MB; return bytes and errors."""
+def _parse_size(text: str, problems: _Problems) -> int:
+    """Parse a size such as 5GB or 500 MB; return bytes."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        return 1, [ConfigError("--max-shard", text, "is not a size", remedy)]
-    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " "), []
-
-
-def _check_out(key: str, out: Path, num_bytes: int) -> Iterator[ConfigError]:
-    if path_exists(out):
-        yield ConfigError(key, str(out), "exists already", "name a new directory")
-        return
-    if is_remote(out):
-        return
-    unwritable = list(check_writable(key, str(out)))
-    yield from unwritable
-    if not unwritable:
-        above = next(parent for parent in out.parents if parent.exists())
-        free = shutil.disk_usage(above).free
-        if free < num_bytes:
-            rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
-            yield ConfigError(key, str(out), rule, "use another disk, or free space")
+        problems.add("--max-shard", "is not a size", remedy, text)
+        return 1
+    size: int = int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
+    return size
 
 
 class _SpecialTokens(NamedTuple):
@@ -212,7 +225,7 @@ class _SpecialTokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(checkpoint: CheckpointRef, problems: list[ConfigError]) -> _SpecialTokens:
+def _special_tokens(checkpoint: CheckpointRef, problems: _Problems) -> _SpecialTokens:
     """Return the tokens that start and end a text, in transformers' format."""
     path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -291,31 +304,24 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         raise InvalidConfig(
             [ConfigError("directory", str(source), rule, "give a model's directory")]
         )
-    problems: list[ConfigError] = []
-    config, kind = None, None
-    tree = _read_json(source / "config.json", problems)
-    if tree is not None:
-        kind, config_problems = detect_family(tree, FAMILIES)
-        if kind is not None:
-            config, config_problems = from_hf_config(FAMILIES[kind], tree)
-        problems += config_problems
-    model = None if kind is None or config is None else (FAMILIES[kind], config)
-    weights = _read_weights(source, model, problems)
+    problems = _Problems()
+    kind, config = _read_config(source / "config.json", problems)
+    model = None if config is None else (FAMILIES[kind], config)
+    contents = _read_contents(source, model, problems)
     note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
     for name in companions[1:]:
         _check_companion(source / name, problems)
     expected = {} if model is None or problems else param_shapes(*model)
     num_bytes = 4 * sum(shape.numel() for shape in expected.values())
-    problems += _check_out("run_dir", run_dir, num_bytes)
-    if problems or model is None or config is None:
-        raise InvalidConfig(problems)
-    hf_name = get_hf_mapping(model[0]).hf_name
-
+    problems.check_out("run_dir", run_dir, num_bytes)
+    problems.raise_any()
+    family = FAMILIES[kind]
+    hf_name = get_hf_mapping(family).hf_name
     job = replace(
         Job(),
         run={"dir": str(run_dir)},
-        model={"kind": kind, "preset": next(iter(model[0].presets)), **config.model_dump()},
+        model={"kind": kind, "preset": next(iter(family.presets)), **config.model_dump()},
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, config.max_seq_len)},
     )
@@ -327,201 +333,182 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         "torch": torch.__version__,
         "imported": str(source),
     }
-    # In the Hub's cache the files of a model are links.
-    entries = {name: weights[hf_name(name)] for name in expected}
-    tensors = (
-        (name, expected[name], read_safetensors_tensor(path.resolve(), entry))
-        for name, (path, entry) in entries.items()
-    )
-    message = f"importing {source.name}"
+    weights = {name: open_weight(contents, hf_name(name)) for name in expected}
+    progress = _count_progress(f"importing {source.name}", num_bytes, report)
     with publish_directory(run_dir) as directory:
         try:
-            write_weights_checkpoint(
-                checkpoint_path(directory / "checkpoints", 0),
-                tensors,
-                manifest,
-                lambda done: report(Progress(message, done, num_bytes)),
-            )
+            path = checkpoint_path(directory / "checkpoints", 0)
+            write_weights_checkpoint(path, weights, manifest, progress)
         except UnrepresentableValue as error:
-            raise InvalidConfig(
-                [ConfigError("directory", str(source), f"cannot be imported: {error}")]
-            ) from error
+            problems.add("directory", f"cannot be imported: {error}", value=str(source))
+            raise InvalidConfig(problems) from error
         (directory / SOURCE_DIR).mkdir()
-        for name, target in [(n, f"{SOURCE_DIR}/{n}") for n in companions] + [
-            ("tokenizer.json",) * 2
-        ]:
-            _copy(source / name, directory / target)
+        for name in companions:
+            _copy(source / name, directory / SOURCE_DIR / name)
+        _copy(source / "tokenizer.json", directory / "tokenizer.json")
         with create_file(directory / "job.toml") as file:
             file.write(to_toml(job, str(source), job).encode())
-    dtypes = sorted({NAMES[weights[hf_name(name)][1].dtype] for name in expected})
+    dtypes = sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in expected})
     summary = (
         f"{run_dir}: {num_bytes // 4:,} weights, converted from {', '.join(dtypes)} to float32"
     )
     return f"{summary}\n{note}" if note else summary
 
 
-def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None:
+def _read_config(path: Path, problems: _Problems) -> tuple[str, Any]:
+    """Return the family and the model's configuration, which is None after an error."""
+    kind, config = None, None
+    tree = _read_json(path, problems)
+    if tree is not None:
+        kind, config_problems = detect_family(tree, FAMILIES)
+        if kind is not None:
+            config, config_problems = from_hf_config(FAMILIES[kind], tree)
+        problems += config_problems
+    return kind or "", config
+
+
+def _read_json(path: Path, problems: _Problems) -> dict[str, Any] | None:
     """Read a JSON object; on an error return None and append it to ``problems``."""
     try:
         return parse_json(_read_small(path))
-    except InvalidSafetensors as error:
+    except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
-        problems.append(ConfigError(path.name, MISSING, str(error), remedy or "download it again"))
+        problems.add(path.name, error, remedy or "download it again")
         return None
 
 
 def _read_small(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise InvalidSafetensors("is not a file" if path_exists(path) else "does not exist")
+            raise CorruptData("is not a file" if path_exists(path) else "does not exist")
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidSafetensors(
-                f"has {path.stat().st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
-            )
+            raise CorruptData(f"has {path.stat().st_size:,} bytes, more than {MAX_FILE_BYTES:,}")
         return path.read_bytes()
     except OSError as error:
-        raise InvalidSafetensors(f"cannot be read: {error.strerror}") from error
+        raise CorruptData(f"cannot be read: {error.strerror}") from error
 
 
-def _check_companion(path: Path, problems: list[ConfigError]) -> None:
+def _check_companion(path: Path, problems: _Problems) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
-        except InvalidSafetensors as error:
-            problems.append(
-                ConfigError(path.name, MISSING, str(error), "download it again, or remove it")
-            )
+        except CorruptData as error:
+            problems.add(path.name, error, "download it again, or remove it")
         return
     tree = _read_json(path, problems)
     if tree and "auto_map" in tree:
         rule = "names code to run, which weft neither runs nor exports"
-        problems.append(ConfigError(f"{path.name} auto_map", MISSING, rule, "remove the field"))
+        problems.add(f"{path.name} auto_map", rule, "remove the field")
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[ConfigError]) -> str:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: _Problems) -> str:
     """Return a note if the files disagree about the token that ends a text."""
     try:
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
-    except InvalidSafetensors as error:
+    except CorruptData as error:
         remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
-        problems.append(ConfigError(path.name, MISSING, str(error), remedy))
+        problems.add(path.name, error, remedy)
     except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
         problems += [p for p in error.problems if p.key not in COMPANION_FILES]
     else:
         size = required_vocab_size(tokenizer)
         if config and size > config.vocab_size:
             rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
-            problems.append(
-                ConfigError(path.name, MISSING, rule, "use the tokenizer of this model")
-            )
+            problems.add(path.name, rule, "use the tokenizer of this model")
         elif config and not force and has_excess_padding(size, config.vocab_size):
             rule = (
                 f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
             )
             remedy = "use the model's own tokenizer, or --force if this is it"
-            problems.append(ConfigError(path.name, MISSING, rule, remedy))
+            problems.add(path.name, rule, remedy)
         return note
     return ""
 
 
-def _read_weights(
-    source: Path, model: tuple[Family, Any] | None, problems: list[ConfigError]
-) -> dict[str, tuple[Path, SafetensorsEntry]]:
-    """Return the file and entry of each tensor by name; append errors to ``problems``."""
+def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Problems) -> Contents:
+    """Return the tensors in the files of a model; append errors to ``problems``."""
+    contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
         index, files = None, [SINGLE]
     elif path_exists(source / INDEX):
         tree = _read_json(source / INDEX, problems)
         if tree is None:
-            return {}
+            return contents
         index = tree.get("weight_map")
+        key = f"{INDEX} weight_map"
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            rule = "must map every tensor to a file"
-            problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "download it again"))
-            return {}
+            problems.add(key, "must map every tensor to a file", "download it again")
+            return contents
         files = sorted(set(index.values()))
         bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
-        if bad_names:
+        for name in bad_names[:MAX_PROBLEMS]:
             rule = "is not the plain name of a .safetensors file next to the index"
-            key = f"{INDEX} weight_map"
-            problems += [
-                ConfigError(key, printable(n), rule, "do not use it")
-                for n in bad_names[:MAX_PROBLEMS]
-            ]
-            return {}
+            problems.add(key, rule, "do not use it", printable(name))
+        if bad_names:
+            return contents
     else:
         pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
+        rule, remedy = "does not exist, nor does its index", "download the weights"
         if pickles:
             rule = f"does not exist, only the pickle {printable(pickles[0])}, which may run code"
-            problems.append(ConfigError(SINGLE, MISSING, rule, SAFETENSORS_REMEDY))
-        else:
-            rule, remedy = "does not exist, nor does its index", "download the weights"
-            problems.append(ConfigError(SINGLE, MISSING, rule, remedy))
-        return {}
+            remedy = SAFETENSORS_REMEDY
+        problems.add(SINGLE, rule, remedy)
+        return contents
 
-    entries: dict[str, tuple[Path, SafetensorsEntry]] = {}
-    weight_problems: list[ConfigError] = []
+    found = _Problems()
+    files_of: dict[str, str] = {}  # the file of each tensor
     for name in files:
         try:
-            for tensor, entry in read_safetensors_header(source / name).items():
-                if tensor in entries:
-                    rule = f"has {printable(tensor)}, which is also in {entries[tensor][0].name}"
-                    weight_problems.append(ConfigError(name, MISSING, rule, "do not use it"))
-                entries[tensor] = (source / name, entry)
-        except InvalidSafetensors as error:
-            weight_problems.append(ConfigError(name, MISSING, str(error), "download it again"))
-    if not weight_problems:
-        if index is not None and index != {n: path.name for n, (path, _) in entries.items()}:
+            own = read_file_contents(source / name)
+        except CorruptData as error:
+            found.add(name, error, "download it again")
+            continue
+        for tensor in own.tensors:
+            if tensor in files_of:
+                rule = f"has {printable(tensor)}, which is also in {files_of[tensor]}"
+                found.add(name, rule, "do not use it")
+            files_of[tensor] = name
+        contents.tensors.update(own.tensors)
+        contents.files.update(own.files)
+    if not found:
+        if index not in (None, files_of):
             rule = "does not match the tensors in the files"
-            weight_problems.append(
-                ConfigError(INDEX, MISSING, rule, "download index and files again")
-            )
+            found.add(INDEX, rule, "download index and files again")
         if model is not None:
-            weight_problems += _check_shapes(entries, *model)
-    problems += weight_problems[:MAX_PROBLEMS]
-    if len(weight_problems) > MAX_PROBLEMS:
-        problems.append(
-            ConfigError(
-                "weights", MISSING, f"have {len(weight_problems) - MAX_PROBLEMS} more problems"
-            )
-        )
-    return entries
+            _check_shapes(contents, *model, found)
+    problems += found[:MAX_PROBLEMS]
+    if len(found) > MAX_PROBLEMS:
+        problems.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
+    return contents
 
 
-def _check_shapes(
-    entries: dict[str, tuple[Path, SafetensorsEntry]], family: Family, config: Any
-) -> Iterator[ConfigError]:
+def _check_shapes(contents: Contents, family: Family, config: Any, problems: _Problems) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
-    if config.num_layers > len(entries):
-        rule = f"needs more tensors than the {len(entries)} in the files"
-        yield ConfigError(
-            "config.json num_hidden_layers", config.num_layers, rule, "download both again"
-        )
+    tensors = contents.tensors
+    if config.num_layers > len(tensors):
+        rule = f"needs more tensors than the {len(tensors)} in the files"
+        key = "config.json num_hidden_layers"
+        problems.add(key, rule, "download both again", config.num_layers)
         return
     mapping = get_hf_mapping(family)
-    expected = {
-        mapping.hf_name(n): tuple(shape) for n, shape in param_shapes(family, config).items()
-    }
-    for name in entries.keys() - expected.keys():
+    shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}
+    for name in tensors.keys() - shapes.keys():
+        remedy = "use weights and config.json of one model"
+        if name == "lm_head.weight":
+            remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
         if not DERIVED.fullmatch(name):
-            remedy = "use weights and config.json of one model"
-            if name == "lm_head.weight":
-                remedy = (
-                    "set tie_word_embeddings to false in config.json if it is not the embedding"
-                )
-            yield ConfigError(
-                printable(name), MISSING, f"is not a weight of this {mapping.name}", remedy
-            )
-    for name, shape in expected.items():
-        if name not in entries:
-            yield ConfigError(name, MISSING, "is in none of the files", "download them again")
+            problems.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            problems.add(name, "is in none of the files", "download them again")
             continue
-        file, entry = entries[name]
-        if entry.shape != shape:
-            rule = f"has shape {list(entry.shape)} in {file.name}, not {list(shape)}"
-            yield ConfigError(name, MISSING, rule, "use weights and config.json of one model")
-        if entry.dtype not in DTYPES.values():
-            rule = f"is {NAMES[entry.dtype]}, which is quantized or does not fit in float32"
-            yield ConfigError(name, MISSING, rule, "save it as F32, BF16 or F16")
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            file = tensor.shards[0].file
+            rule = f"has shape {list(tensor.shape)} in {file}, not {list(shape)}"
+            problems.add(name, rule, "use weights and config.json of one model")
+        if tensor.dtype not in DTYPES.values():
+            rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
+            problems.add(name, rule, "save it as F32, BF16 or F16")

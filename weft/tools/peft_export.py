@@ -6,7 +6,7 @@ weights.  A quantized run merges into the quantized weights, which it was traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.weight_files import (
-    CheckpointWeights,
-    open_checkpoint_weights,
+    Weight,
+    open_weights,
     publish_directory,
-    read_weight,
     write_json,
-    write_safetensors_file,
+    write_weight_file,
 )
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
@@ -34,33 +33,37 @@ from weft.tools.inference_model import CheckpointRef, find_base_checkpoint
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def open_merged(
-    checkpoint: CheckpointRef, base: Path
-) -> tuple[CheckpointWeights, Callable[[str], Iterator[Tensor]]]:
-    """Open the base weights, and a reader of their rows with adapters merged."""
-    weights, adapters = open_checkpoint_weights(base), open_checkpoint_weights(checkpoint.path)
+def open_merged(checkpoint: CheckpointRef, base: Path) -> dict[str, Weight]:
+    """Open the base weights with the adapters merged."""
+    weights, adapters = open_weights(base), open_weights(checkpoint.path)
     quantized: set[str] = set()
     if checkpoint.job.lora.quantize != "none":
         linear = list_matrices(checkpoint.config, checkpoint.family)
         quantized = {f"{matrix.name}.weight" for matrix in linear}
-    return weights, partial(_merge_weight, weights, adapters, checkpoint.job.lora, quantized)
+    return {
+        name: Weight(
+            weight.shape,
+            partial(_merge, name, weight, adapters, checkpoint.job.lora, name in quantized),
+        )
+        for name, weight in weights.items()
+    }
 
 
-def _merge_weight(
-    weights: CheckpointWeights,
-    adapters: CheckpointWeights,
-    lora: LoraSection,
-    quantized: set[str],
+def _merge(
     name: str,
+    weight: Weight,
+    adapters: Mapping[str, Weight],
+    lora: LoraSection,
+    is_quantized: bool,
 ) -> Iterator[Tensor]:
     module = name.removesuffix(".weight")
     a_name, b_name = (f"{module}.lora_{which}.weight" for which in "AB")
-    has_adapter = a_name in adapters.shapes
+    has_adapter = a_name in adapters
     if has_adapter:
-        a_RI, b_OR = (torch.cat([*read_weight(adapters, n)]) for n in (a_name, b_name))
+        a_RI, b_OR = (torch.cat([*adapters[n].read()]) for n in (a_name, b_name))
     offset = 0
-    for rows in read_weight(weights, name):
-        if name in quantized:
+    for rows in weight.read():
+        if is_quantized:
             rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
         if has_adapter:
             rows = rows.float() + lora_scaling(lora) * (b_OR[offset : offset + len(rows)] @ a_RI)
@@ -89,9 +92,9 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         raise InvalidConfig(
             [ConfigError("--adapter", str(checkpoint.path), rule, "export without --adapter")]
         )
-    adapters, lora = open_checkpoint_weights(checkpoint.path), checkpoint.job.lora
+    adapters, lora = open_weights(checkpoint.path), checkpoint.job.lora
     hf_name = get_hf_mapping(checkpoint.family).hf_name
-    names = {f"base_model.model.{hf_name(name)}": name for name in adapters.shapes}
+    weights = {f"base_model.model.{hf_name(name)}": w for name, w in adapters.items()}
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -99,15 +102,13 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": sorted({name.split(".")[-3] for name in adapters.shapes}),
+        "target_modules": sorted({name.split(".")[-3] for name in adapters}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     with publish_directory(out) as directory:
-        num_bytes = write_safetensors_file(
-            directory / WEIGHTS, names, adapters.shapes, dtype, partial(read_weight, adapters)
-        )
+        num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter
-    return f"{out}: {len(names)} adapter tensors, {num_bytes:,} bytes, from {checkpoint.path}"
+    return f"{out}: {len(weights)} adapter tensors, {num_bytes:,} bytes, from {checkpoint.path}"

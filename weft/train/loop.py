@@ -42,7 +42,7 @@ from typing import NamedTuple
 from rich.console import Console
 from torch import Tensor
 
-from weft.checkpoint.replica_check import compare_replicas
+from weft.checkpoint.fingerprint import compare_replicas
 from weft.config.errors import WeftError
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch

@@ -43,11 +43,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.replica_check import ReplicaMismatch
-from weft.checkpoint.shard_files import DTYPES
+from weft.checkpoint.fingerprint import ReplicaMismatch, local_fingerprint
+from weft.checkpoint.safetensors import DTYPES, NAMES
 from weft.checkpoint.state_dict import (
     allocate_optimizer_state,
-    local_fingerprint,
     local_values,
     model_state,
     optimizer_state,
@@ -342,8 +341,7 @@ class ReplicaGroups(SingleReplica):
     ) -> None:
         optim_state = optimizer_state(model_parts, optimizer)
         shapes = {
-            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in optim_state.items()
+            name: [list(tensor.shape), NAMES[tensor.dtype]] for name, tensor in optim_state.items()
         }
         header = {
             "step": state.step,

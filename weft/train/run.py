@@ -14,8 +14,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn import Parameter
 
-from weft.checkpoint.manager import CheckpointManager
-from weft.checkpoint.save_schedule import CheckpointSchedule
+from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture

@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
+from weft.checkpoint.commit import list_quarantined, quarantine
 from weft.checkpoint.load import load_checkpoint, load_frozen_params, load_local_checkpoint
 from weft.checkpoint.local_save import list_local_steps, local_run_dir
-from weft.checkpoint.manager import CheckpointManager, list_quarantined, quarantine
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -227,7 +228,7 @@ def rewind(
         CheckpointError: if there is none after step 0: skipping samples does not cure a failure of
             the first steps.
     """
-    checkpoints.close()
+    checkpoints.release_copies()
     state = resume(directory, local_dir, model_parts, optimizer, log, load_frozen=False)
     if state.step == 0:
         rule = "there is no checkpoint after step 0 to rewind to yet"
