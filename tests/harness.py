@@ -277,7 +277,7 @@ def _call(request: dict[str, Any]) -> tuple[bytes, str]:
 
     from weft.config.errors import WeftError
 
-    log = Path(sys.stdout.name)
+    log = Path(os.readlink("/proc/self/fd/1"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ |= request["environment"] | {"GLOO_SOCKET_IFNAME": "lo"}

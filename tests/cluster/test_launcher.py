@@ -23,7 +23,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.cli.main import main
 from weft.cluster import USAGE_ERROR
 from weft.cluster.launcher import Failure, find_root_cause
-from weft.cluster.worker import write_error
+from weft.cluster.rank_exit import write_error
 
 # Each test starts several commands, which take long on a busy machine.
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up

@@ -17,7 +17,7 @@ from tests.cluster.test_launcher import TORCHRUN, reference_run, run, start_and_
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster import FAILED, REQUEUE
-from weft.cluster.worker import process_status
+from weft.cluster.rank_exit import process_status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

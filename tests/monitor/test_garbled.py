@@ -17,8 +17,8 @@ from tests.garbled import FILES, Case, cases, garbled
 from tests.harness import run_ranks
 from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
+from weft.cluster.rank_exit import log_path, read_error_reports, write_error
 from weft.cluster.start import describe_changes, last_logged_step, write_run_files
-from weft.cluster.worker import log_path, read_error_reports, write_error
 from weft.config.errors import WeftError
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset

@@ -48,7 +48,7 @@ STAGES = (
 )
 MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
 ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "tools/peft_export.py")
-DATA = ("data/loader.py", "data/packing.py", "data/order.py", "data/token_store.py")
+DATA = ("data/loader.py", "data/packing.py", "data/token_store.py")
 SAVED = (
     "checkpoint/state_dict.py",
     "checkpoint/shard_files.py",
@@ -1368,7 +1368,7 @@ FAULTS: list[Fault] = [
     Fault(
         "data order",
         "every epoch is in the same order",
-        "data/order.py",
+        "data/loader.py",
         "epoch.astype(np.uint64) * _GOLDEN",
         "(epoch * 0).astype(np.uint64) * _GOLDEN",
         DATA,
@@ -1376,7 +1376,7 @@ FAULTS: list[Fault] = [
     Fault(
         "data order",
         "a source begins again with each round",
-        "data/order.py",
+        "data/loader.py",
         "return sources, rounds * self.counts[sources] + self._num_before[offset]",
         "return sources, self._num_before[offset]",
         DATA,

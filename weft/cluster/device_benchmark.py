@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cluster.node_facts import DeviceMeasurements
 from weft.cluster.probes import query_gpus
-from weft.cluster.worker import exit_process
+from weft.cluster.rank_exit import exit_process
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.start import resume_hint
 from weft.cluster.watchdog import (
     FRAME,
@@ -37,7 +38,6 @@ from weft.cluster.watchdog import (
     diagnose_hang,
     write_evidence,
 )
-from weft.cluster.worker import log_path, read_error_reports
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
 from weft.config.schema import Job

@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from weft.cluster import REQUEUE
+from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
-from weft.cluster.worker import log_path, process_status, read_error_reports
 from weft.config.schema import flatten
 from weft.monitor.process import PYTHON, single_host_env
 from weft.monitor.signals import STOP_SIGNALS

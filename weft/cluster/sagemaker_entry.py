@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
-from weft.cluster.worker import read_error_reports
+from weft.cluster.rank_exit import read_error_reports
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.monitor.process import PYTHON, die_with_parent

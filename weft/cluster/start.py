@@ -30,14 +30,14 @@ from weft.checkpoint.manifest import (
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
-from weft.cluster.watchdog import start_watchdog
-from weft.cluster.worker import (
+from weft.cluster.rank_exit import (
     exit_process,
     log_path,
     redirect_output,
     write_error,
     write_torchrun_error,
 )
+from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
 from weft.config.reader import read_job

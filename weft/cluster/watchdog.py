@@ -37,7 +37,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.cluster.worker import error_path, log_path, process_status, write_error_report
+from weft.cluster.rank_exit import error_path, log_path, process_status, write_error_report
 from weft.config.files import write_json
 from weft.config.schema import Job
 from weft.monitor.heartbeat import (

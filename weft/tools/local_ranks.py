@@ -251,10 +251,10 @@ def _rank_main(
         os.setsid()  # a signal that a rank sends to its group must not reach the others
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        log_file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - while it lives
+        log_file = open(log, "w", encoding="utf-8")  # noqa: SIM115 - while the process lives
         os.dup2(log_file.fileno(), 1)
         os.dup2(log_file.fileno(), 2)
-        sys.stdout = sys.stderr = log_file
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", 1, "utf-8", closefd=False) for n in (1, 2))
         faulthandler.enable(log_file)
         faulthandler.dump_traceback_later(timeout, file=log_file)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
