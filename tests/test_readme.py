@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import io
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lines import lines_of_code, lines_of_packages
+from tests.lines import core_modules, lines_of_code, lines_of_packages
 from weft.cli.main import build_parser, main
 from weft.config.reader import read_job, recipe_names
 
@@ -86,25 +85,6 @@ def test_links_of_pages_have_targets(page: str) -> None:
             assert anchor.removeprefix("#") in known, f"{target}{anchor}"
 
 
-def core() -> set[Path]:
-    """Return the modules that the loop imports, directly or indirectly, also in functions."""
-    known = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in (ROOT / "weft").rglob("*.py")
-    }
-    results: set[str] = set()
-    remaining = ["weft.train.loop"]
-    while remaining:
-        name = remaining.pop()
-        if name in results or name not in known:
-            continue
-        results.add(name)
-        for node in ast.walk(ast.parse(known[name].read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                remaining += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return {known[name] for name in results} - {ROOT / "weft" / "__init__.py"}
-
-
 def test_readme_line_counts_are_true() -> None:
     match = re.search(
         r"weft is ([\d,]+) lines of Python, ([\d,]+) without docstrings\. "
@@ -115,7 +95,7 @@ def test_readme_line_counts_are_true() -> None:
     full, code, of_core, core_code = (int(number.replace(",", "")) for number in match.groups())
     assert lines_of_packages(docstrings=True).total() == pytest.approx(full, rel=0.02)
     assert lines_of_packages().total() == pytest.approx(code, rel=0.02)
-    files = list(core())
+    files = list(core_modules().values())
     documented = sum(lines_of_code(path, docstrings=True) for path in files)
     assert documented == pytest.approx(of_core, rel=0.03)
     assert sum(map(lines_of_code, files)) == pytest.approx(core_code, rel=0.03)

@@ -8,6 +8,7 @@ the file survives a power failure.  Checkpoints need more: see `weft.checkpoint.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -199,3 +200,23 @@ def check_url(key: str, url: str) -> list[ConfigError]:
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
     return [ConfigError(key, f"{scheme}://...", "has credentials in it", remedy)]
+
+
+@contextmanager
+def hold_lock(file: Path, when_busy: Callable[[], None], shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file; the system releases it if this process dies.
+
+    Args:
+        file: is created if it does not exist, with its directory.
+        when_busy: is called if another process holds the lock; unless it raises, this one waits.
+        shared: share the lock with other processes that share it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with file.open("a+") as stream:
+        try:
+            fcntl.flock(stream, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            when_busy()
+            fcntl.flock(stream, mode)
+        yield

@@ -10,7 +10,6 @@ vocabulary is an index error deep inside the model.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import write_durably
+from weft.config.files import hold_lock, write_durably
 from weft.data.token_store import (
     DATA_REMEDY,
     FORMAT,
@@ -286,26 +285,6 @@ def load_or_scan(cache: Path, key: object, adapter: TypeAdapter[T], scan: Callab
     with convert_cache_errors(cache):
         write_scans(file, adapter.dump_python(result, mode="json"))
     return result
-
-
-@contextmanager
-def hold_lock(file: Path, when_busy: Callable[[], None], shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a file; the system releases it if this process dies.
-
-    Args:
-        file: is created if it does not exist, with its directory.
-        when_busy: is called if another process holds the lock; unless it raises, this one waits.
-        shared: share the lock with other processes that share it.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with file.open("a+") as stream:
-        try:
-            fcntl.flock(stream, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            when_busy()
-            fcntl.flock(stream, mode)
-        yield
 
 
 @contextmanager

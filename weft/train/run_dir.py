@@ -15,11 +15,10 @@ import torch
 
 import weft
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
-from weft.config.files import replace_text, write_json
+from weft.config.files import hold_lock, replace_text, write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
-from weft.data.prepared_cache import hold_lock
 from weft.plan.devices import GIB
 from weft.plan.plan import DeviceType, Plan
 from weft.train.machine import detect_machine
