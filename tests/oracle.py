@@ -983,7 +983,7 @@ class _Comparison:
         members = self.reader.members
         if len(consumed_batches) < 2 or self.reader.packed:
             if len(set(consumed_batches[: len(members)])) < len(consumed_batches[: len(members)]):
-                yield Departure("data", "a document comes twice in an epoch", "data/order.py")
+                yield Departure("data", "a document comes twice in an epoch", "data/loader.py")
             return
         epochs = [
             consumed_batches[i : i + len(members)]
@@ -991,10 +991,10 @@ class _Comparison:
         ]
         for epoch in epochs:
             if len(set(epoch)) < len(epoch):
-                yield Departure("data", "a sample comes twice in an epoch", "data/order.py")
+                yield Departure("data", "a sample comes twice in an epoch", "data/loader.py")
         first = epochs[0]
         if len(first) > 6 and first == sorted(first):
-            yield Departure("data", "the first epoch is not shuffled", "data/order.py")
+            yield Departure("data", "the first epoch is not shuffled", "data/loader.py")
 
     def _references(self, mixture: Mixture) -> Iterator[Any]:
         """Yield log-probabilities under the initial model; the last is perturbed."""

@@ -142,7 +142,7 @@ def store_path() -> Path:
 
 @check("unit: order of data")
 def check_order() -> None:
-    module = "data/order.py"
+    module = "data/loader.py"
     for count in (1, 2, 37, 1000):
         epochs = [sample_index(np.arange(e * count, (e + 1) * count), count, 3) for e in range(3)]
         for epoch in epochs:
