@@ -371,11 +371,7 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
     Raises:
         InvalidConfig: the template is missing or malformed.
     """
-    try:
-        import jinja2
-    except ModuleNotFoundError:
-        rule, remedy = "needs jinja2, which is not installed", "run pip install 'weft[chat]'"
-        raise InvalidConfig([ConfigError("data.format", section.format, rule, remedy)]) from None
+    import jinja2
 
     directory = section.tokenizer_path.parent
     directories = [directory, directory / "huggingface"]

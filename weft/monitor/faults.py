@@ -40,7 +40,7 @@ SITES = {
     "checkpoint": "before a checkpoint is saved",
     "local": "after this rank has written its node-local state, before the commit",
     "checkpoint.shards": "before this rank writes its shards",
-    "checkpoint.written": "after this rank has written its shards, before fsync",
+    "checkpoint.written": "after this rank has written its shards, before the manifest is gathered",
     "checkpoint.manifest": "on rank 0, before the manifest is written",
     "checkpoint.rename": "on rank 0, before the checkpoint becomes visible",
     "checkpoint.renamed": "on rank 0, right after that",
