@@ -57,7 +57,7 @@ from weft.monitor.jsonl import read_tail
 from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
-from weft.monitor.terminal import display_path, format_duration, quiet_console
+from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages
@@ -406,14 +406,6 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
             console.print(f"{Path(manifest.source).name}: {line}")
     for warning in epoch_warnings(plan, dataset, samples):
         console.print(f"warning: {warning}")
-
-
-def format_count(count: int) -> str:
-    """Format a count with its unit: ``2_023_488`` -> ``'2.0 M'``."""
-    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f} {letter}"
-    return str(count)
 
 
 def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -> None:

@@ -82,6 +82,14 @@ class Terminal:
             self._progress.stop()
 
 
+def format_count(count: int) -> str:
+    """Format a count with its unit: ``2_023_488`` -> ``'2.0 M'``."""
+    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {letter}"
+    return str(count)
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds: ``3725`` is ``'1:02:05'``."""
     minutes, secs = divmod(round(seconds), 60)
