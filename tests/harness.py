@@ -21,9 +21,9 @@ Arguments and results are pickled.  The server never unpickles either, because t
 test modules and their imports into it.
 
 *Cleanup.*  After every world the server kills all processes that the ranks started: it is a
-subreaper, so it adopts orphans of any session.  The server gets SIGTERM at any end of the test
-process, and then kills the ranks.  If the server is killed, the ranks get the kernel's parent-death
-signal.
+subreaper, so it adopts orphans of any session.  The server looks every second whether the test
+process still exists; if not, it kills the ranks and ends.  If the server is killed, the ranks get
+the kernel's parent-death signal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -298,24 +298,25 @@ def _call(request: dict[str, Any]) -> tuple[bytes, str]:
     return result, log.read_text(errors="replace")[-OUTPUT_CHARS:].strip()
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def _main() -> None:
     """Run the server: arguments are its socket, its directory and the test process."""
     socket_number, directory, parent = sys.argv[1:]
 
-    def stop(number: int, frame: object) -> NoReturn:
-        raise SystemExit(0)
+    def stop(number: int, frame: object) -> None:
+        if number == signal.SIGTERM or os.getppid() != int(parent):
+            raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, stop)
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Not the kernel's parent-death signal: it comes when the thread ends that started the server.
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)  # a fork does not inherit it
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     tempfile.tempdir = directory
     try:
-        if os.getppid() == int(parent):
-            _serve(Connection(int(socket_number)))
+        _serve(Connection(int(socket_number)))
     finally:
         _kill_children()
         # The test process also removes the directory: either process may be killed.

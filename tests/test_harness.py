@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -211,6 +212,18 @@ def test_server_after_a_failure_runs_another_world() -> None:
     with pytest.raises(RankError):
         run_ranks(fail_on_one, 2)
     server = harness._current
+    assert [rank for rank, _, _ in run_ranks(total, 2, 0)] == [0, 1]
+    assert harness._current is server
+
+
+def test_server_outlives_the_thread_that_started_it() -> None:
+    if harness._current is not None:
+        harness._current.close()
+    thread = threading.Thread(target=run_ranks, args=(total, 1, 0))
+    thread.start()
+    thread.join()
+    server = harness._current
+    time.sleep(0.2)
     assert [rank for rank, _, _ in run_ranks(total, 2, 0)] == [0, 1]
     assert harness._current is server
 
