@@ -525,8 +525,9 @@ BLAMED = (
     (r"the loss differs \(\d\.0e\+\d\d, .*and no gradient does", "train/step.py"),
     (r"validation loss differs", "train/step.py"),
 )
-# With an equal forward pass, only these can change the local loss; train/step.py sums over ranks.
-COMPUTES_LOSS = ("parallel/tensor_parallel.py", "train/loss.py", "train/loss.py")
+# With an equal forward pass, a technique changes the local loss only in these modules: tensor
+# parallelism in the vocabulary-parallel loss.  train/step.py sums over ranks.
+COMPUTES_LOSS = {"parallel/tensor_parallel.py": "train/loss.py", "train/loss.py": "train/loss.py"}
 
 
 def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:
@@ -561,9 +562,7 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
     module = TECHNIQUES[vanishes[0]].module
     if len(vanishes) > 1 and TECHNIQUES[vanishes[0]].ranks > 1:
         module = "parallel/mesh.py"  # the axes are wrong only in combination
-    if "the loss differs" in text and module not in COMPUTES_LOSS:
-        return "train/step.py"
-    return module
+    return COMPUTES_LOSS.get(module, "train/step.py") if "the loss differs" in text else module
 
 
 def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeout: float) -> bool:

@@ -890,7 +890,7 @@ def check_mixture_loop() -> None:
         keys = [
             *LOOP,
             ("run.dir", str(home / "run")),
-            ("parallel.dp_shard", "2"),
+            ("parallel.dp_replicate", "2"),  # copies must count once in the norms of layers
             ("data.mixture", '{"a" = 0.7, "b" = 0.3}'),
             ("train.microbatch_size", "3"),
             ("train.steps", "2"),
