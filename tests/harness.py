@@ -97,10 +97,27 @@ def run_ranks(
         ValueError: if a rank cannot find ``function`` by name.
     """
     sys.audit("tests.world", function)
+    reply = _server().ask(make_request(function, world_size, timeout, args, kwargs), timeout)
+    if "error" in reply:
+        raise RankError(reply["error"], reply["rank"])
+    for rank, (_, text) in enumerate(reply["results"]):
+        if text:  # pytest shows it if the test fails later on
+            print(f"--- rank {rank} printed ---\n{text}")
+    return [pickle.loads(result) for result, _ in reply["results"]]
+
+
+def make_request(
+    function: Callable[..., Any],
+    world_size: int,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the server's request for a world; see `run_ranks`."""
     module, name = function.__module__, function.__qualname__
     if "<" in name or module == "__main__":
         raise ValueError(f"{module}.{name}: a rank's function must be at a module's top level")
-    request = {
+    return {
         "world_size": world_size,
         "timeout": timeout,
         "call": pickle.dumps((module, name, args, kwargs)),
@@ -108,13 +125,6 @@ def run_ranks(
         "directory": os.getcwd(),
         "environment": dict(os.environ),
     }
-    reply = _server().ask(request, timeout)
-    if "error" in reply:
-        raise RankError(reply["error"], reply["rank"])
-    for rank, (_, text) in enumerate(reply["results"]):
-        if text:  # pytest shows it if the test fails later on
-            print(f"--- rank {rank} printed ---\n{text}")
-    return [pickle.loads(result) for result, _ in reply["results"]]
 
 
 class _Server:
@@ -232,6 +242,7 @@ def _import_modules() -> None:
         "torchao.float8",
         "tests.fake",
         "tests.small",
+        "weft.tools.local_ranks",
     ):
         importlib.import_module(name)
     logging.disable(logging.NOTSET)

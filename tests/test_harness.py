@@ -217,15 +217,18 @@ def test_server_after_a_failure_runs_another_world() -> None:
 
 
 def test_server_outlives_the_thread_that_started_it() -> None:
-    if harness._current is not None:
-        harness._current.close()
-    thread = threading.Thread(target=run_ranks, args=(total, 1, 0))
+    servers: list[harness._Server] = []
+
+    def start() -> None:
+        servers.append(harness._Server())
+        assert "results" in servers[0].ask(harness.make_request(total, 1, 60, (0,), {}), 60)
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    server = harness._current
-    time.sleep(0.2)
-    assert [rank for rank, _, _ in run_ranks(total, 2, 0)] == [0, 1]
-    assert harness._current is server
+    time.sleep(1.5)  # longer than the server takes to check its parent
+    assert servers[0].process.poll() is None
+    servers[0].close()
 
 
 # --------------------------------------------------------------------------- cleanup

@@ -1237,7 +1237,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "counters",
-        "the norm is told once for each rank",
+        "the norm is counted once for each rank",
         "monitor/anomaly.py",
         "reduced[1] /= dist.get_world_size()",
         "reduced[1] /= 1",

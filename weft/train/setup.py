@@ -1,7 +1,7 @@
 """Build a Plan on this rank: process group, device, model and optimizer.
 
 Environment variables of a launcher are read here, in `weft.train.environment`, in
-`weft.train.job_checks` and in `weft.cluster` only.
+`weft.train.machine`, in `weft.train.job_checks` and in `weft.cluster` only.
 """
 
 from __future__ import annotations
