@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_dir
 from weft.cluster.hang import parse_flight_recorder
 from weft.cluster.submit import RECORD, SubmittedJob
-from weft.config.errors import InvalidConfig, WeftError
+from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.config.reader import read_job
 from weft.data.prepared_cache import read_scans, write_scans
@@ -105,7 +104,7 @@ def read_device_file(path: Path) -> None:
 
 
 def read_prompt_file(path: Path) -> None:
-    problems: list[Any] = []
+    problems = ConfigErrors()
     read_prompts(path, problems, chat=True)
     assert all(str(problem) for problem in problems)
 

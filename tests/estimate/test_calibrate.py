@@ -20,7 +20,6 @@ from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
 from weft.plan.devices import (
     CPU_DEVICE,
-    Cluster,
     get_device,
     load_clusters,
     parse_cluster,
@@ -46,7 +45,6 @@ def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, P
     job, _, problems = read_job(recipe, list(overrides))
     assert not problems
     cluster = parse_cluster("1x8xH100")
-    assert isinstance(cluster, Cluster)
     machine = replace(cluster_machine(cluster), device_name="NVIDIA H100 80GB HBM3")
     return job, resolve(job, machine), machine
 

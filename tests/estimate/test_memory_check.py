@@ -20,7 +20,7 @@ from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.estimate.memory_check import predict_run
 from weft.monitor.device_memory import OTHERS, PREDICTION, memory_remedies, storage_gib
-from weft.plan.devices import Cluster, parse_cluster
+from weft.plan.devices import parse_cluster
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
@@ -30,10 +30,9 @@ SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
 
 def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
     job, _, problems = read_job(recipe, list(overrides))
-    cluster_spec = parse_cluster(cluster)
     assert not problems
-    assert isinstance(cluster_spec, Cluster)
-    return job, resolve(job, cluster_machine(cluster_spec)), cluster_machine(cluster_spec)
+    machine = cluster_machine(parse_cluster(cluster))
+    return job, resolve(job, machine), machine
 
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.plan.devices import (
     BUILTIN_CLUSTERS,
     CPU_DEVICE,
@@ -68,8 +68,9 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
     ],
 )
 def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str) -> None:
-    problem = parse_cluster(text, "--cluster")
-    assert isinstance(problem, ConfigError)
+    with pytest.raises(InvalidConfig) as raised:
+        parse_cluster(text, "--cluster")
+    [problem] = raised.value.problems
     assert (problem.key, problem.value) == ("--cluster", text)
     assert problem.rule == rule
     assert remedy in problem.remedy

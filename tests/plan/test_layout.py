@@ -138,7 +138,7 @@ REFUSALS = [
      "1F1B", "pp=2 activation_checkpoint.mode=selective"),
     ("pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2,
      "pipeline.schedule", "budget does not support",
-     "activation_checkpoint.mode none", "pp=2 activation_checkpoint.mode=budget"),
+     "activation_checkpoint.mode=none", "pp=2 activation_checkpoint.mode=budget"),
     ("cp=2 compile.enable=true activation_checkpoint.mode=selective", 2,
      "activation_checkpoint.mode", "breaks the graph of a block",
      "use full, none or budget", "cp=2 compile.enable=true activation_checkpoint.mode=full"),

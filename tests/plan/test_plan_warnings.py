@@ -41,8 +41,8 @@ ALWAYS_EFFECTIVE = frozenset(
 )
 
 PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
-H100 = cluster_machine(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
-ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
+H100 = cluster_machine(parse_cluster("2x8xH100"))
+ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))
 
 # key=value; overrides and ranks with which the key has no effect; overrides and ranks with which it
 # has one.
@@ -148,7 +148,7 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     assert problems == []
     cluster = parse_cluster("3x8xcpu" if job.run.cluster == "local" else job.run.cluster)
     host = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
-    machine = host if job.run.cluster == "local" else cluster_machine(cluster)  # type: ignore[arg-type]
+    machine = host if job.run.cluster == "local" else cluster_machine(cluster)
     warnings = resolve(job, machine, recipe, base).warnings
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 

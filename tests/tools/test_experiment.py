@@ -20,7 +20,7 @@ from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli.main import main
 from weft.cluster import REQUEUE
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.plan.plan import Plan
 from weft.tools.experiment import failure_reason, trial_order
@@ -66,7 +66,7 @@ def test_split_values_brackets_and_quotes_are_not_split(text: str, parts: list[s
 
 
 def test_parse_vary_mistakes_are_problems() -> None:
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
         assert parse_vary(text, problems) == []
     assert [problem.value for problem in problems][3] == "parallel.tp=1,2,1"

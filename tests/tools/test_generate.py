@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.models.layers import use_kv_cache
 from weft.tools.generate import (
     ChatFormat,
@@ -288,7 +288,7 @@ def test_generate_command_completes_prompts_and_refuses_mistakes(
 def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n{"question": 1}\n')
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     assert read_prompts(file, problems) == ["fine"]
     assert "line 2" in str(problems[0])
     file.write_text('"a\u2028b"\n', "utf-8")  # a line separator in Unicode, but not in JSON Lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from weft.cluster import USAGE_ERROR
-from weft.config.errors import MISSING, ConfigError
+from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.reader import recipe_names
 
 RECIPE_NAMES = ", ".join(recipe_names())
@@ -70,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
         own = self._option_string_actions
         rest: list[str] = []
         overrides: list[tuple[str, str]] = []
-        problems: list[ConfigError] = []
+        problems = ConfigErrors()
         remaining = list(words)
         while remaining:
             word = remaining.pop(0)
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
                 name, value = SWITCHES[name]
             elif not equals:
                 if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
-                    problems.append(ConfigError(f"--{name}", MISSING, "needs a value"))
+                    problems.add(f"--{name}", "needs a value")
                     continue
                 value = remaining.pop(0)
             overrides.append((name, value))

@@ -29,7 +29,7 @@ from pathlib import Path
 from weft.cli.command_parser import RECIPE_NAMES, Commands, add_command
 from weft.cli.option_values import parse_integer
 from weft.cluster import FAILED, INTERRUPTED, REQUEUE
-from weft.config.errors import MISSING, ConfigError
+from weft.config.errors import ConfigErrors
 
 
 def add_compare(commands: Commands) -> None:
@@ -62,15 +62,15 @@ def run_compare(options: argparse.Namespace) -> int:
         read_variants,
     )
 
-    problems: list[ConfigError] = options.problems
+    problems: ConfigErrors = options.problems
     repeats = parse_integer("--repeat", options.repeat, 1, 1000, problems)
     margin, relative = parse_margin(options.margin, problems)
     price = parse_price(options.price, problems)
     if options.cluster and not options.plan_only:
         rule = "needs --plan-only, because runs use this machine"
-        problems.append(ConfigError("--cluster", options.cluster, rule, "add --plan-only"))
+        problems.add("--cluster", rule, "add --plan-only", value=options.cluster)
     if not options.recipes:
-        problems.append(ConfigError("RECIPE", MISSING, "is missing", "use demo"))
+        problems.add("RECIPE", "is missing", "use demo")
     vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
     log = partial(quiet_console(sys.stdout, quiet=options.json).print, soft_wrap=True)
     request = (options.recipes, vary, options.overrides, problems)

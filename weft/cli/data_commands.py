@@ -81,9 +81,8 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
-    job, _, problems = read_job(recipe, [*path, *options.overrides])
-    if problems := [*options.problems, *problems]:
-        raise InvalidConfig(problems)
+    job, _, errors = read_job(recipe, [*path, *options.overrides], options.problems)
+    errors.raise_any()
     with show_progress(quiet_console(sys.stderr)) as show:
         return prepare_data(job.data, cache_dir(job.data), show)
 
@@ -97,28 +96,20 @@ def run_data_verify(options: argparse.Namespace) -> int:
     from weft.data.prepared_cache import open_verified_store
     from weft.data.token_store import STORE_FILE
 
-    job, _, problems = read_job("demo", options.overrides)
-    problems = [*options.problems, *problems]
+    job, _, errors = read_job("demo", options.overrides, options.problems)
     rule, remedy = "has no effect on weft data verify", "remove it; it reads data.cache_dir only"
     others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
-    for problem in problems:
-        others.pop(problem.key, None)
-    problems += [ConfigError(name, value, rule, remedy) for name, value in others.items()]
+    errors.add_independent([ConfigError(*other, rule, remedy) for other in others.items()])
     stores: list[Path] = []
     for path in options.stores:
-        try:
+        with errors.collect():
             stores += list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
-        except InvalidConfig as error:
-            problems += error.problems
-    rule = f"is not a prepared store, because it has no {STORE_FILE}"
-    remedy = "create one with weft data prepare"
-    problems += [
-        ConfigError("STORE", str(path), rule, remedy)
-        for path in stores
-        if not (path / STORE_FILE).is_file()
-    ]
-    if problems:
-        raise InvalidConfig(problems)
+    for path in stores:
+        if not (path / STORE_FILE).is_file():
+            rule = f"is not a prepared store, because it has no {STORE_FILE}"
+            remedy = "create one with weft data prepare"
+            errors.add("STORE", rule, remedy, value=str(path))
+    errors.raise_any()
     damaged = 0
     with show_progress(Console(stderr=True)) as show:
         for path in stores:

@@ -22,7 +22,6 @@ import time
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cluster import FAILED
-from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 
 
@@ -41,9 +40,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     from weft.cluster.node_checks import run_checks
 
     began = time.monotonic()
-    job, _, problems = read_job(options.recipe, options.overrides)
-    if problems := [*options.problems, *problems]:
-        raise InvalidConfig(problems)
+    job, _, errors = read_job(options.recipe, options.overrides, options.problems)
+    errors.raise_any()
     facts = collect_job_facts(job, options.full)
     findings = run_checks(facts)
     result = (facts, findings, time.monotonic() - began)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import count, not_negative, positive
-from weft.config.errors import MISSING, ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.escaping import raw_stream
 
 
@@ -71,7 +71,7 @@ def run_generate(options: argparse.Namespace) -> int:
     from weft.tools.local_ranks import run_on_all_ranks
     from weft.train.setup import Rank
 
-    problems: list[ConfigError] = options.problems
+    problems: ConfigErrors = options.problems
     prompts: list[Prompt] = [
         os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
     ]
@@ -79,7 +79,7 @@ def run_generate(options: argparse.Namespace) -> int:
         prompts += read_prompts(options.prompts, problems, options.chat)
     if options.chat and not prompts and not problems:
         remedy = "add --prompt or --prompts"
-        problems.append(ConfigError("--chat", MISSING, "needs a prompt", remedy))
+        problems.add("--chat", "needs a prompt", remedy)
     values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
     sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
     problems += sampling.problems()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import check_file, write_file
 from weft.cluster import FAILED
-from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import escape_controls, raw_stream
 
 if TYPE_CHECKING:
@@ -58,16 +58,16 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.calibrate:
         calibrate_device(options)
         return 0
-    problems: list[ConfigError] = options.problems
+    problems: ConfigErrors = options.problems
     if options.recipe is None:
         raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", "use demo")])
     if options.write and not options.search:
-        problems.append(ConfigError("--write", options.write, "is for --search", "add --search"))
+        problems.add("--write", "is for --search", "add --search", value=options.write)
     if options.rank_map and options.json:
-        problems.append(ConfigError("--rank-map", True, "has no JSON form", "remove --json"))
+        problems.add("--rank-map", "has no JSON form", "remove --json", value=True)
     if options.report and (options.rank_map or options.search):
         rule, remedy = "needs a plan", "remove --rank-map and --search"
-        problems.append(ConfigError("--report", options.report, rule, remedy))
+        problems.add("--report", rule, remedy, value=options.report)
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), problems)
@@ -132,12 +132,10 @@ def calibrate_device(options: argparse.Namespace) -> None:
 
     words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
     rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
-    problems = options.problems + [
-        ConfigError(word, MISSING, rule, remedy)
-        for word in filter(None, [*words, options.report, options.write])
-    ]
-    if problems:
-        raise InvalidConfig(problems)
+    errors: ConfigErrors = options.problems
+    for word in filter(None, [*words, options.report, options.write]):
+        errors.add(word, rule, remedy)
+    errors.raise_any()
     result = calibrate(read_run(Path(options.calibrate)))
     path = save_calibration(result)
     text = render_calibration(result, path)

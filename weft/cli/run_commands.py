@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import check_file, not_negative, write_file
 from weft.cluster import FAILED
-from weft.config.errors import InvalidConfig
+from weft.config.errors import ConfigErrors
 
 
 def add_report(commands: Commands) -> None:
@@ -43,11 +43,11 @@ def run_report(options: argparse.Namespace) -> None:
     from weft.tools.report.run_report import report_page
 
     run_dirs: list[Path] = options.runs
-    problems = [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
+    problems = ConfigErrors()
+    problems += [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
     if options.out:
         check_file("--out", options.out, problems)
-    if problems:
-        raise InvalidConfig(problems)
+    problems.raise_any()
     from weft.tools.report.report_sections import prediction_sections
 
     runs = [RunReader(run) for run in run_dirs]

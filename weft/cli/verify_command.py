@@ -47,7 +47,7 @@ from pathlib import Path
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import parse_integer
 from weft.cluster import FAILED, INTERRUPTED
-from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 
 
 def add_verify(commands: Commands) -> None:
@@ -73,7 +73,7 @@ def run_verify(options: argparse.Namespace) -> int:
     from weft.plan.resolve import MAX_CPU_RANKS
     from weft.tools.verify import read_recipe, verify
 
-    problems: list[ConfigError] = options.problems
+    problems: ConfigErrors = options.problems
     ranks = parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, problems)
     default = "3" if options.fuzz is None else "2"
     steps = parse_integer("--steps", options.steps or default, 1, 1000, problems)
@@ -82,7 +82,7 @@ def run_verify(options: argparse.Namespace) -> int:
         return fuzz_jobs(options, ranks, steps, log)
     for name in ("minutes", "log"):
         if (value := getattr(options, name)) is not None:
-            problems.append(ConfigError(f"--{name}", str(value), "needs --fuzz"))
+            problems.add(f"--{name}", "needs --fuzz", value=str(value))
     if options.recipe is None:
         remedy = "use demo, or --fuzz 100"
         raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", remedy)])
@@ -104,18 +104,17 @@ def fuzz_jobs(
     options: argparse.Namespace, ranks: int, steps: int, log: Callable[[str], None]
 ) -> int:
     """Verify random jobs."""
-    problems: list[ConfigError] = options.problems
+    problems: ConfigErrors = options.problems
     count = parse_integer("--fuzz", options.fuzz, 1, 10**6, problems)
     seed = parse_integer("--seed", options.seed, 0, 10**9 - 1, problems)
     minutes = parse_integer("--minutes", options.minutes or "1", 1, 10**5, problems)
     if options.recipe not in (None, "demo"):
         rule, remedy = "cannot be used with --fuzz, which draws its jobs", "remove it"
-        problems.append(ConfigError("RECIPE", options.recipe, rule, remedy))
+        problems.add("RECIPE", rule, remedy, value=options.recipe)
     if options.resume_layout:
         rule, remedy = "cannot be used with --fuzz, which draws it", "remove it"
-        problems.append(ConfigError("--resume-layout", options.resume_layout, rule, remedy))
-    if problems:
-        raise InvalidConfig(problems)
+        problems.add("--resume-layout", rule, remedy, value=options.resume_layout)
+    problems.raise_any()
     from weft.tools.verify_fuzz import FAILURE_STATUSES, FuzzSettings, fuzz
 
     settings = FuzzSettings(seed, ranks, steps, dict(options.overrides))
@@ -128,13 +127,13 @@ def fuzz_jobs(
     return FAILED if any(result[status.replace(" ", "_")] for status in FAILURE_STATUSES) else 0
 
 
-def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]]:
+def parse_layout(text: str, problems: ConfigErrors) -> list[tuple[str, str]]:
     """Parse ``key=value,...``; a value in brackets may have commas."""
     pairs = []
     for part in re.split(r",(?=[a-z_]+\.[a-z0-9_]+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals:
             remedy = "write for example parallel.tp=2,activation_checkpoint.mode=full"
-            problems.append(ConfigError("--resume-layout", text, "is not KEY=VALUE,...", remedy))
+            problems.add("--resume-layout", "is not KEY=VALUE,...", remedy, value=text)
         pairs.append((name, value))
     return pairs

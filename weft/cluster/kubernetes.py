@@ -32,7 +32,7 @@ from weft.cluster.submit import (
     stream_cli,
     warn_unchecked,
 )
-from weft.config.errors import ConfigError, WeftError
+from weft.config.errors import ConfigErrors, WeftError
 from weft.train.environment import PORT
 
 FILE_SUFFIX = ".yaml"
@@ -57,17 +57,17 @@ GRACE_SECONDS = 600
 MAX_LOST_NODES = 6
 
 
-def find_problems(request: JobRequest) -> list[ConfigError]:
+def find_problems(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     errors = check_options(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
     errors += check_name(request, f"/runs/{request.name} in the claim")
     if request.name[:1].isdigit():
         rule = f"names the run {request.name}, but a name in Kubernetes must begin with a letter"
-        errors.append(ConfigError("run.dir", str(request.run_dir), rule, "use another --run.dir"))
+        errors.add("run.dir", rule, "use another --run.dir", value=str(request.run_dir))
     if request.job.launch.image == "auto":
         rule = "is not possible: neither Kubernetes nor Kubeflow has an image with weft"
         remedy = "name an image; see docs/kubernetes.md"
-        errors.append(ConfigError("launch.image", "auto", rule, remedy))
+        errors.add("launch.image", rule, remedy)
     return errors
 
 

@@ -35,7 +35,7 @@ from weft.cluster.submit import (
     standalone_recipe,
     warn_unchecked,
 )
-from weft.config.errors import ConfigError, WeftError
+from weft.config.errors import ConfigErrors, WeftError
 
 FILE_SUFFIX = ".json"
 OPTIONS = {
@@ -61,34 +61,30 @@ INSTALL = "pip install 'weft[sagemaker]'"
 POLL_SECONDS, LATE_MILLISECONDS = 5.0, 60_000
 
 
-def find_problems(request: JobRequest) -> list[ConfigError]:
+def find_problems(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     required = ["role", "instance_type", "bucket"]
     errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
     key = "launch.options"
     if ("subnets" in launch.options) != ("security_groups" in launch.options):
-        errors.append(
-            ConfigError(f"{key}.subnets", "", "must be given together with security_groups")
-        )
+        errors.add(f"{key}.subnets", "must be given together with security_groups", value="")
     if wait := launch.options.get("wait"):
         invalid = check_duration(wait, f"{key}.wait")
         errors += invalid
         if not (invalid or check_duration(launch.time_limit)) and parse_duration(
             wait
         ) < parse_duration(launch.time_limit):
-            errors.append(
-                ConfigError(f"{key}.wait", wait, "must not be shorter than launch.time_limit")
-            )
+            errors.add(f"{key}.wait", "must not be shorter than launch.time_limit")
         if launch.options.get("spot") != "true":
-            errors.append(ConfigError(f"{key}.wait", wait, "requires spot=true"))
+            errors.add(f"{key}.wait", "requires spot=true")
     bucket = launch.options.get("bucket", "BUCKET")
     errors += check_name(request, f"s3://{bucket}/weft/{request.name}")
     errors += check_fixed_nodes(request, "SageMaker starts a fixed number of instances")
     if launch.image == "auto":
         rule = "is not possible: SageMaker has no default image with weft"
         remedy = "name an image; see docs/sagemaker.md"
-        errors.append(ConfigError("launch.image", "auto", rule, remedy))
+        errors.add("launch.image", rule, remedy)
     return errors
 
 

@@ -34,7 +34,7 @@ from weft.cluster.submit import (
     stream_cli,
     warn_unchecked,
 )
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 
 FILE_SUFFIX = ".yaml"
 OPTIONS = {
@@ -70,7 +70,7 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 """
 
 
-def find_problems(request: JobRequest) -> list[ConfigError]:
+def find_problems(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     required = ["bucket", *(["accelerator"] if request.devices else [])]
@@ -81,7 +81,7 @@ def find_problems(request: JobRequest) -> list[ConfigError]:
     if launch.image == "auto" and not launch.setup:
         rule = "is empty, so nothing installs weft on the nodes"
         remedy = "set launch.image to an image with weft, or install weft in launch.setup"
-        errors.append(ConfigError("launch.setup", "", rule, remedy))
+        errors.add("launch.setup", rule, remedy)
     return errors
 
 

@@ -37,7 +37,7 @@ from weft.cluster.submit import (
     render_template,
     run_cli,
 )
-from weft.config.errors import ConfigError, WeftError
+from weft.config.errors import ConfigErrors, WeftError
 from weft.config.escaping import is_one_line
 
 FILE_SUFFIX = ".sh"
@@ -59,22 +59,22 @@ SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu"
 _slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's commands")
 
 
-def find_problems(request: JobRequest) -> list[ConfigError]:
+def find_problems(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
-    launch, errors = request.job.launch, []
+    launch, errors = request.job.launch, ConfigErrors(request.job)
     errors += check_duration(launch.time_limit)
     if launch.image != "auto":
         rule = "is not supported by Slurm itself"
         remedy = "start the container in launch.setup, with your cluster's plug-in"
-        errors.append(ConfigError("launch.image", launch.image, rule, remedy))
-    for name, value in launch.options.items():
+        errors.add("launch.image", rule, remedy)
+    for name in launch.options:
         key = f"launch.options.{name}"
         if not re.fullmatch("[a-z][a-z-]*[a-z]", name):
             remedy = "use a form such as partition=gpu"
-            errors.append(ConfigError(key, value, "is not a long option of sbatch", remedy))
+            errors.add(key, "is not a long option of sbatch", remedy)
         elif name in RESERVED_OPTIONS:
             remedy = f"use {RESERVED_OPTIONS[name]}" if RESERVED_OPTIONS[name] else ""
-            errors.append(ConfigError(key, value, "is an option that weft sets", remedy))
+            errors.add(key, "is an option that weft sets", remedy)
     return errors
 
 

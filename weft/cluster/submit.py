@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from weft.cluster import FAILED, REQUEUE, UNHEALTHY, USAGE_ERROR
-from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
 from weft.config.files import replace_text, write_json
 from weft.config.reader import read_job, recipe_names
@@ -128,16 +128,11 @@ def build_request(
     Raises:
         InvalidConfig: with every error.
     """
-    errors = list(problems)
+    job, base, errors = read_job(recipe, overrides, problems)
     if on not in CLUSTERS:
         rule = "is not a known cluster" if on else "is missing"
-        remedy = suggest(on or "", CLUSTERS)
-        errors.append(ConfigError("--on", on or MISSING, rule, remedy))
-    job, base, recipe_errors = read_job(recipe, overrides)
-    errors += recipe_errors
-    if any(error.key in ("recipe", "extends") for error in errors):
-        raise InvalidConfig(errors)  # further checks would only see defaults
-    bad_keys = {error.key for error in errors}
+        errors.add("--on", rule, suggest(on or "", CLUSTERS), value=on or MISSING)
+    errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     name, run_dir, nodes, devices = "", Path(), job.run.nodes_text, 0
     try:
         nodes, devices, machine = describe_nodes(job.run, detect_machine)
@@ -147,7 +142,7 @@ def build_request(
         run_dir = run_dir.expanduser().absolute()
         name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
     except InvalidConfig as error:
-        errors += (p for p in error.problems if not bad_keys.intersection((p.key, *p.depends)))
+        errors.add_independent(error.problems)
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
@@ -161,8 +156,7 @@ def build_request(
     if on in CLUSTERS:
         errors += check_paths(request)
         errors += get_cluster(on).find_problems(request)
-    if errors:
-        raise InvalidConfig(errors)
+    errors.raise_any()
     return request
 
 
@@ -176,8 +170,6 @@ def describe_nodes(
     """
     if run.cluster != "local":
         cluster = parse_cluster(run.cluster)
-        if isinstance(cluster, ConfigError):
-            raise InvalidConfig([cluster])
         nodes = str(cluster.num_nodes) if run.nodes_text == "auto" else run.nodes_text
         devices = 0 if cluster.device_name == CPU_DEVICE else cluster.devices_per_node
         machine = replace(cluster_machine(cluster), world_size=None, local_world_size=None)
@@ -189,7 +181,7 @@ def describe_nodes(
     return run.nodes_text, 0, detect_machine(run)
 
 
-def check_paths(request: JobRequest) -> Iterator[ConfigError]:
+def check_paths(request: JobRequest) -> ConfigErrors:
     """Check that paths outside the job fit into a script or manifest.
 
     The keys of a job never have control characters, but these paths may.
@@ -199,10 +191,12 @@ def check_paths(request: JobRequest) -> Iterator[ConfigError]:
         "recipe": request.recipe,
         "run.dir": str(request.run_dir),
     }
+    errors = ConfigErrors()
     for key, value in paths.items():
         if not is_one_line(value):
             rule = "has control characters or bytes that are not UTF-8, which a shell could run"
-            yield ConfigError(key, value, rule, "use another path")
+            errors.add(key, rule, "use another path", value=value)
+    return errors
 
 
 def node_overrides(
@@ -355,7 +349,7 @@ INTEGER_PATTERN, BOOLEAN_RULE = "[0-9]+", ("true|false", "must be true or false"
 
 def check_options(
     request: JobRequest, known: Mapping[str, Option], required: Sequence[str], pattern: str
-) -> list[ConfigError]:
+) -> ConfigErrors:
     """Return the errors of the launch section, for clusters with a manifest.
 
     Args:
@@ -364,23 +358,22 @@ def check_options(
         required: names of the required options.
         pattern: regular expression that all values must match.
     """
-    launch, errors = request.job.launch, []
+    launch, errors = request.job.launch, ConfigErrors(request.job)
     for name, value in launch.options.items():
         key = f"launch.options.{name}"
         if name not in known:
             rule = "is not an option of this cluster"
-            errors.append(ConfigError(key, value, rule, suggest(name, known)))
+            errors.add(key, rule, suggest(name, known))
         elif not re.fullmatch(pattern, value):
-            errors.append(
-                ConfigError(key, value, f"has invalid characters; it must match {pattern}")
-            )
+            errors.add(key, f"has invalid characters; it must match {pattern}")
         elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
-            errors.append(ConfigError(key, value, known[name].rule, known[name].remedy))
+            errors.add(key, known[name].rule, known[name].remedy)
     for name in required:
         if name not in launch.options:
             remedy = f"give --launch.options {name}=...: {known[name].meaning}"
-            errors.append(ConfigError(f"launch.options.{name}", MISSING, "is missing", remedy))
-    return errors + check_duration(launch.time_limit)
+            errors.add(f"launch.options.{name}", "is missing", remedy)
+    errors += check_duration(launch.time_limit)
+    return errors
 
 
 def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
@@ -391,7 +384,7 @@ def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
     return [ConfigError("run.nodes", f"{minimum}:{maximum}", rule, f"use {maximum}")]
 
 
-def check_name(request: JobRequest, location: str) -> Iterator[ConfigError]:
+def check_name(request: JobRequest, location: str) -> ConfigErrors:
     """Check that the cluster accepts the name of the run directory.
 
     The nodes store the run under this name, so two runs whose names the cluster maps to one name
@@ -401,11 +394,13 @@ def check_name(request: JobRequest, location: str) -> Iterator[ConfigError]:
         request: has the run directory, and the name that the cluster accepts.
         location: where the nodes store the run, for the message.
     """
+    errors = ConfigErrors()
     if request.name and request.run_dir.name != request.name:
         rule = f"ends in a name that the cluster does not accept: the run would be {location}"
         remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)} "
         remedy += "(a to z, digits and single '-', at most 40 characters)"
-        yield ConfigError(RUN_DIR, str(request.run_dir), rule, remedy)
+        errors.add(RUN_DIR, rule, remedy, value=str(request.run_dir))
+    return errors
 
 
 # --------------------------------------------------------------------------- scripts and manifests

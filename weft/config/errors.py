@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ class _Missing:
 
 
 MISSING = _Missing()
+FROM_SOURCE = object()
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,63 @@ class ConfigError:
             text += "\n" if "\n" in text else " "  # a remedy follows a list on its own line
             text += part if part[-1] in ".?!" or "\n" in part else f"{part}."
         return text
+
+
+class ConfigErrors(list[ConfigError]):
+    """Collect configuration errors; the values come from what is checked.
+
+    Args:
+        source: has the values: an object such as a `Job`, whose attributes are the keys, or a
+            mapping such as the environment.  None: errors without ``value`` have no value.
+        section: prefix of every key, if ``source`` is one section of a job.
+    """
+
+    def __init__(self, source: object = None, section: str = "") -> None:
+        super().__init__()
+        self._source, self._prefix = source, f"{section}." if section else ""
+
+    def add(
+        self,
+        key: str,
+        rule: str,
+        remedy: str = "",
+        depends: tuple[str, ...] = (),
+        *,
+        value: object = FROM_SOURCE,
+    ) -> None:
+        """Add the error of a key; without ``value``, with its value in the source."""
+        if value is FROM_SOURCE:
+            value = self._read(key)
+        self.append(ConfigError(key, value, rule, remedy, depends))
+
+    def add_independent(self, errors: Iterable[ConfigError]) -> None:
+        """Add errors, except those that may only follow from an error of the list."""
+        keys = {error.key for error in self}
+        self += [e for e in errors if keys.isdisjoint((e.key, *e.depends))]
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add the errors of an `InvalidConfig` instead of raising it."""
+        try:
+            yield
+        except InvalidConfig as error:
+            self += error.problems
+
+    def raise_any(self, *keys: str) -> None:
+        """Raise `InvalidConfig` with all errors, if there are any; of ``keys``, if given."""
+        if any(not keys or error.key in keys for error in self):
+            raise InvalidConfig(self)
+
+    def _read(self, key: str) -> object:
+        if self._source is None:
+            return MISSING
+        value, rest = self._source, key.removeprefix(self._prefix)
+        while rest and not isinstance(value, Mapping):
+            name, _, rest = rest.partition(".")
+            value = getattr(value, name)
+        if isinstance(value, Mapping):
+            value = value.get(rest, MISSING)
+        return list(value) if isinstance(value, tuple) else value
 
 
 class WeftError(Exception):

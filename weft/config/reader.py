@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from weft.config.errors import MISSING, ConfigError, capitalize, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, capitalize, suggest
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
 T = TypeVar("T")
@@ -66,54 +66,58 @@ def recipe_names() -> list[str]:
 
 
 def read_job(
-    recipe: str, overrides: Sequence[tuple[str, str]] = ()
-) -> tuple[Job, Job, list[ConfigError]]:
+    recipe: str,
+    overrides: Sequence[tuple[str, str]] = (),
+    problems: Iterable[ConfigError] = (),
+) -> tuple[Job, Job, ConfigErrors]:
     """Read a recipe and apply command-line overrides.
 
     Args:
         recipe: a shipped name, or the path of a TOML file.
         overrides: ``("section.key", "text")`` pairs; a later one wins.
+        problems: earlier errors, such as those of the command line.
 
     Returns:
         The job, the recipe without the overrides (to list the differences), and every error.
         Where a value was invalid, the jobs have the default.
     """
-    problems: list[ConfigError] = []
-    tree = _load_recipe(recipe, problems)
-    base = _validate(tree, problems)
+    errors = ConfigErrors()
+    errors += problems
+    tree = _load_recipe(recipe, errors)
+    base = _validate(tree, errors)
     for name, text in overrides:
-        _override(tree, name, text, problems)
-    return _validate(tree, problems), base, problems
+        _override(tree, name, text, errors)
+    return _validate(tree, errors), base, errors
 
 
-def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...] = ()) -> Tree:
+def _load_recipe(recipe: str, problems: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
     """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
         rule = "is not a known recipe, nor the path of a .toml file"
         remedy = suggest(recipe, recipe_names())
-        problems.append(ConfigError("extends" if seen else "recipe", recipe, rule, remedy))
+        problems.add("extends" if seen else "recipe", rule, remedy, value=recipe)
         return {}
     if str(path) in seen:
         chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
-        problems.append(ConfigError("extends", recipe, f"makes recipes extend each other: {chain}"))
+        problems.add("extends", f"makes recipes extend each other: {chain}", value=recipe)
         return {}
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(ConfigError("recipe", str(path), f"cannot be read as TOML: {error}"))
+        problems.add("recipe", f"cannot be read as TOML: {error}", value=str(path))
         return {}
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
         rule = "is not a section" if name in SECTIONS else "is not a known key"
         remedy = f"write [section] first. {capitalize(nearest_key(name))}"
-        problems.append(ConfigError(name, tree.pop(name), rule, remedy))
+        problems.add(name, rule, remedy, value=tree.pop(name))
     if parent is None:
         return tree
     if not isinstance(parent, str):
-        problems.append(ConfigError("extends", parent, "must be the name or path of a recipe"))
+        problems.add("extends", "must be the name or path of a recipe", value=parent)
         return tree
     below = _load_recipe(parent, problems, (*seen, str(path)))
     return {
@@ -132,16 +136,16 @@ def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
         return None
 
 
-def _override(tree: Tree, name: str, text: str, problems: list[ConfigError]) -> None:
+def _override(tree: Tree, name: str, text: str, problems: ConfigErrors) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in name + text):
-        problems.append(ConfigError(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
+        problems.add(ascii(name)[1:-1], "is not UTF-8 text", value=ascii(text))
         return
     section, _, last = name.partition(".")
     model = SECTIONS.get(section)
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
-        problems.append(ConfigError(name, _literal(text), "is not a known key", nearest_key(name)))
+        problems.add(name, "is not a known key", nearest_key(name), value=_literal(text))
         return
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
@@ -180,16 +184,14 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
+def _validate(tree: Tree, problems: ConfigErrors) -> Job:
     """Return the Job of ``tree``.
 
     Report each invalid entry once, and remove it from ``tree``: the Job has its default.
     """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        problems.append(
-            ConfigError(shown, MISSING, "is not a known section", suggest(name, SECTIONS))
-        )
+        problems.add(shown, "is not a known section", suggest(name, SECTIONS))
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
@@ -218,7 +220,7 @@ def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> 
 
 def _translate(
     error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
-) -> list[ConfigError]:
+) -> ConfigErrors:
     """Convert pydantic's errors to one `ConfigError` per key, with all alternatives."""
     rules: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
@@ -226,7 +228,7 @@ def _translate(
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
         for last in entry["loc"][:1] or nested:
             rules.setdefault(str(last), []).append(validation_rule(entry))
-    problems = []
+    problems = ConfigErrors()
     for last, rule in rules.items():
         field = kind.model_fields.get(last)
         if field is None:
@@ -238,7 +240,7 @@ def _translate(
             default = "" if field.is_required() else f" (default {usual})"
             remedy = f"{field.description or kind.__name__}{default}"
         shown = " or ".join(dict.fromkeys(rule))
-        problems.append(ConfigError(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
+        problems.add(f"{name}.{last}", shown, remedy, value=values.get(last, MISSING))
     return problems
 
 

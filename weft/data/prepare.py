@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import escape_controls
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
@@ -65,7 +65,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
         return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     encoder: Encoder | None = None
     corpora: list[Corpus | None] = []
     for source_section in sections:
@@ -89,9 +89,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
                 f"is a store whose documents end with token {store.manifest.separator}; those of "
                 f"the other sources end with token {encoder.separator}"
             )
-            problems.append(
-                ConfigError("data.mixture", path, rule, "prepare it again from its text")
-            )
+            problems.add("data.mixture", rule, "prepare it again from its text", value=path)
     raise_errors(problems)
     with convert_cache_errors(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
@@ -128,7 +126,7 @@ def prepare_store(
 
 def check_chat(section: DataSection) -> list[ConfigError]:
     """Return the errors of tokenizer, template and files, without reading lines."""
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     for path in () if section.is_text else section.sources:
         with collect_errors(problems, mixture=section.is_mixture):
             _detect_inputs(section.model_copy(update={"path": path}))
@@ -160,7 +158,7 @@ def _detect_inputs(section: DataSection) -> _Inputs:
     encoder: Encoder | None = None
     chat: ChatEncoder | None = None
     template: ChatTemplate | None = None
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     with collect_errors(problems):
         source = None if is_store(section.path) else detect_source(section.path)
     kind = source and source.kind
@@ -178,11 +176,11 @@ def _detect_inputs(section: DataSection) -> _Inputs:
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
         remedy = "give the tokenizer.json of a model, with its chat template in the same directory"
-        problems.append(ConfigError("data.tokenizer", "train", rule, remedy))
+        problems.add("data.tokenizer", rule, remedy, value="train")
     elif kind == "tokens":
         rule = f"cannot be trained: {section.path} already holds tokens"
         remedy = "give the tokenizer.json that encoded them"
-        problems.append(ConfigError("data.tokenizer", "train", rule, remedy))
+        problems.add("data.tokenizer", rule, remedy, value="train")
     raise_errors(problems)
     return _Inputs(source, encoder, chat)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import describe_cause, open_regular
 
 RECORD_FILE = "document_tokens.json"  # {"separator": ID, "starts_documents": BOOL}
@@ -183,11 +183,10 @@ def find_document_tokens(
     Raises:
         InvalidConfig: a file names a token that does not exist, or no separator was found.
     """
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     record = _read_record(tokenizer, directories, problems)
     named = list(_read_named_tokens(tokenizer, directories, problems))
-    if problems:
-        raise InvalidConfig(problems)
+    problems.raise_any()
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     # transformers makes the tokens of these two files special.
     special |= {id for file, ids in named if END_TOKEN_FIELDS[file] == "eos_token" for id in ids}
@@ -257,10 +256,9 @@ def find_start_token(tokenizer: Tokenizer, directory: Path) -> int | None:
     Raises:
         InvalidConfig: a file names a token that does not exist.
     """
-    problems: list[ConfigError] = []
+    problems = ConfigErrors()
     named = list(_read_named_tokens(tokenizer, [directory], problems, "bos"))
-    if problems:
-        raise InvalidConfig(problems)
+    problems.raise_any()
     return named[0].ids[0] if named else None
 
 
@@ -270,7 +268,7 @@ def find_start_token(tokenizer: Tokenizer, directory: Path) -> int | None:
 def _read_named_tokens(
     tokenizer: Tokenizer,
     directories: Sequence[Path],
-    problems: list[ConfigError],
+    problems: ConfigErrors,
     kind: str = "eos",
 ) -> Iterator[_NamedTokens]:
     for name, field in END_TOKEN_FIELDS.items():
@@ -294,7 +292,7 @@ def _read_named_tokens(
                 remedy = "use files of one model: these are of different models"
                 text = json.dumps(item)
                 text = text if len(text) <= 60 else text[:60] + "..."
-                problems.append(ConfigError(f"{name} {field}", text, rule, remedy))
+                problems.add(f"{name} {field}", rule, remedy, value=text)
             else:
                 ids.append(id)
         if ids:
@@ -302,7 +300,7 @@ def _read_named_tokens(
 
 
 def _read_record(
-    tokenizer: Tokenizer, directories: Sequence[Path], problems: list[ConfigError]
+    tokenizer: Tokenizer, directories: Sequence[Path], problems: ConfigErrors
 ) -> tuple[int, bool] | None:
     tree = _read_json(RECORD_FILE, directories, problems)
     if not tree:
@@ -316,13 +314,11 @@ def _read_record(
     ):
         return separator, starts_documents
     rule, remedy = "was not written by weft", "remove it; weft then finds the end token by name"
-    problems.append(ConfigError(RECORD_FILE, str(directories[0]), rule, remedy))
+    problems.add(RECORD_FILE, rule, remedy, value=str(directories[0]))
     return None
 
 
-def _read_json(
-    name: str, directories: Sequence[Path], problems: list[ConfigError]
-) -> dict[str, Any]:
+def _read_json(name: str, directories: Sequence[Path], problems: ConfigErrors) -> dict[str, Any]:
     """Return the JSON object in the first file of that name; empty if there is none."""
     for directory in directories:
         file = directory / name
@@ -337,7 +333,7 @@ def _read_json(
             return tree
         except (OSError, ValueError, RecursionError) as error:
             rule = f"cannot be read: {str(error)[:200]}"
-            problems.append(ConfigError(name, str(file), rule, "download it again, or remove it"))
+            problems.add(name, rule, "download it again, or remove it", value=str(file))
             return {}
     return {}
 

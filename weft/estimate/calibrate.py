@@ -121,9 +121,8 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
         (run_dir / name).is_file() for name in ("job.toml", "environment.json", "plan.json")
     ):
         raise InvalidConfig([run_dir_error(run_dir, key)])
-    job, _, problems = read_job(str(run_dir / "job.toml"))
-    if problems:
-        raise InvalidConfig(problems)
+    job, _, errors = read_job(str(run_dir / "job.toml"))
+    errors.raise_any()
     environment, saved_plan = (read_json(run_dir / f"{n}.json") for n in ("environment", "plan"))
     with reading(run_dir / "plan.json"):
         device: Literal["cpu", "cuda"] = "cuda" if saved_plan["device"] == "cuda" else "cpu"

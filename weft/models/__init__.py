@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.reader import check_section
 from weft.config.schema import Job, ModelSection, Section, replace
 from weft.models import llama, mistral, moe, qwen3
@@ -93,14 +93,11 @@ def resolve_model(
         family = load_family(kind)
     except InvalidConfig as error:
         return None, error.problems
-    problems = []
+    problems = ConfigErrors()
     base = family.presets.get(preset)
     if base is None:
-        problems.append(
-            ConfigError(
-                "model.preset", preset, "is not a known preset", suggest(preset, family.presets)
-            )
-        )
+        remedy = suggest(preset, family.presets)
+        problems.add("model.preset", "is not a known preset", remedy, value=preset)
     # Each field is validated alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}
     invalid = [

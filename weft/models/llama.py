@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.schema import Positive, Section, key
 from weft.models.family import Family, HFMapping, Init, TensorParallelSpec, UnitCost
 from weft.models.layers import (
@@ -124,9 +124,9 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 
 
-def check(config: DecoderConfig) -> list[ConfigError]:
+def check(config: DecoderConfig) -> ConfigErrors:
     """Return every reason why the model cannot be built; keys are ``model.<field>``."""
-    problems = []
+    errors = ConfigErrors(config, "model")
     dim, num_heads, num_kv_heads = config.dim, config.num_heads, config.num_kv_heads
     # Families without the field derive the head dimension from the number of heads.
     is_derived = "head_dim" not in type(config).model_fields
@@ -140,27 +140,26 @@ def check(config: DecoderConfig) -> list[ConfigError]:
         valid = [n for n in even if n % num_kv_heads == 0] or even
         multiple = f"make model.dim a multiple of {2 * num_heads}"
         remedy = f"use {_format_nearest(valid, num_heads)}, or {multiple}" if valid else multiple
-        problems.append(ConfigError("model.num_heads", num_heads, rule, remedy, ("model.dim",)))
+        errors.add("model.num_heads", rule, remedy, ("model.dim",))
     elif config.head_dim % 2:
         rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.head_dim + 1}"
-        problems.append(ConfigError("model.head_dim", config.head_dim, rule, remedy))
+        errors.add("model.head_dim", rule, remedy)
     if num_heads % num_kv_heads:
         rule = f"does not divide model.num_heads={num_heads}"
         remedy = f"use {_format_nearest(_divisors(num_heads), num_kv_heads)}"
-        problems.append(
-            ConfigError("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
-        )
-    return problems + (_check_rope(config) if isinstance(config, LlamaConfig) else [])
+        errors.add("model.num_kv_heads", rule, remedy, ("model.num_heads",))
+    if isinstance(config, LlamaConfig):
+        _check_rope(errors, config)
+    return errors
 
 
-def _check_rope(config: LlamaConfig) -> list[ConfigError]:
+def _check_rope(errors: ConfigErrors, config: LlamaConfig) -> None:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    if not config.rope_scaling or high > low:
-        return []
-    rule = f"must be greater than model.rope_low_freq_factor={low:g}"
-    remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
-    depends = ("model.rope_low_freq_factor", "model.rope_scaling")
-    return [ConfigError("model.rope_high_freq_factor", high, rule, remedy, depends)]
+    if config.rope_scaling and high <= low:
+        rule = f"must be greater than model.rope_low_freq_factor={low:g}"
+        remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
+        depends = ("model.rope_low_freq_factor", "model.rope_scaling")
+        errors.add("model.rope_high_freq_factor", rule, remedy, depends)
 
 
 def _divisors(number: int) -> list[int]:

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.schema import NonNegative, Positive, key
 from weft.models import llama
 from weft.models.family import Init, TensorParallelSpec, UnitCost
@@ -131,22 +131,18 @@ PRESETS: dict[str, MoeConfig] = {
 }
 
 
-def check(config: MoeConfig) -> list[ConfigError]:
+def check(config: MoeConfig) -> ConfigErrors:
     """Return every reason why the model cannot be built; keys are ``model.<field>``."""
-    problems = llama.check(config)
+    errors = llama.check(config)
     if config.active_experts > config.num_experts:
         rule = f"exceeds model.num_experts={config.num_experts}"
-        remedy, depends = f"use at most {config.num_experts}", ("model.num_experts",)
-        problems.append(
-            ConfigError("model.active_experts", config.active_experts, rule, remedy, depends)
-        )
+        remedy = f"use at most {config.num_experts}"
+        errors.add("model.active_experts", rule, remedy, ("model.num_experts",))
     if config.dense_layers >= config.num_layers:
         rule = f"leaves no layer with experts: model.num_layers={config.num_layers}"
-        remedy, depends = "use fewer, or another model.kind", ("model.num_layers",)
-        problems.append(
-            ConfigError("model.dense_layers", config.dense_layers, rule, remedy, depends)
-        )
-    return problems
+        remedy = "use fewer, or another model.kind"
+        errors.add("model.dense_layers", rule, remedy, ("model.num_layers",))
+    return errors
 
 
 # --------------------------------------------------------------------------- module

@@ -41,7 +41,7 @@ from pydantic import (
     ValidationError,
 )
 
-from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.reader import validation_rule
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class _ClusterTables:
             InvalidConfig: if a file cannot be read.
         """
         self.tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
-        self.errors: list[ConfigError] = []
+        self.errors = ConfigErrors()
         self._source: dict[tuple[str, str], Path] = {}  # the last file that has an entry
         for file in files:
             try:
@@ -179,7 +179,7 @@ class _ClusterTables:
         if not is_valid or not all(isinstance(entry, dict) for entry in entries.values()):
             rule = "is not a table of entries"
             remedy = "use [devices.NAME], [links.NAME] or [networks.NAME]"
-            self.errors.append(ConfigError(f"{file}: {table}", MISSING, rule, remedy))
+            self.errors.add(f"{file}: {table}", rule, remedy)
             return
         for name, entry in entries.items():
             self.tables[table][name] = {**self.tables[table].get(name, {}), **entry}
@@ -352,7 +352,7 @@ class Cluster:
         return f"{self.num_nodes}x{self.devices_per_node}x{self.device_name.replace(' ', '-')}"
 
 
-def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
+def parse_cluster(text: str, key: str = "run.cluster") -> Cluster:
     """Parse ``NODESxDEVICESxNAME``, such as ``64x8xH100``, regardless of case.
 
     Spaces, hyphens and underscores in the name are ignored: ``A100-80GB``, ``rtx4090``.
@@ -361,23 +361,26 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
         text: the cluster, as in ``run.cluster``.
         key: configuration key or option of the text, for the error.
 
-    Returns:
-        The cluster, or an error.
+    Raises:
+        InvalidConfig: if the text is not a cluster, or its device is unknown.
     """
+    errors = ConfigErrors({key: text})
     match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
         rule = "is not a cluster of the form NODESxDEVICESxNAME"
-        return ConfigError(key, text, rule, "use a cluster such as 64x8xH100")
+        errors.add(key, rule, "use a cluster such as 64x8xH100")
+        raise InvalidConfig(errors)
     num_nodes, devices_per_node = int(match[1]), int(match[2])
     num_devices = num_nodes * devices_per_node
     if not 1 <= num_devices <= MAX_DEVICES:
         rule = f"has {num_devices:,} devices, outside the supported range"
-        return ConfigError(key, text, rule, f"use 1 to {MAX_DEVICES:,} devices")
+        errors.add(key, rule, f"use 1 to {MAX_DEVICES:,} devices")
     names = {_normalize(name): name for name in load_clusters()[0]}
     name = names.get(_normalize(match[3]))
     if name is None:
-        rule = f"has an unknown device {match[3]!r}"
-        return ConfigError(key, text, rule, _suggest_device(match[3]))
+        errors.add(key, f"has an unknown device {match[3]!r}", _suggest_device(match[3]))
+    if errors or name is None:
+        raise InvalidConfig(errors)
     return Cluster(num_nodes, devices_per_node, name)
 
 

@@ -6,10 +6,9 @@ The plan counts and validates with this module; `weft.parallel.lora` builds the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weft.config.errors import ConfigError, suggest
+from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
 from weft.models.family import UnitCost
@@ -101,44 +100,41 @@ def frozen_weights(
 
 
 def check_lora(
-    job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> Iterator[ConfigError]:
-    """Yield errors if the model or the layout does not support the adapters."""
-    section = job.lora
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
+    """Check that the model and the layout support the adapters."""
+    section, key = job.lora, "lora.rank"
     if not section.rank:
-        for key, value in (("targets", section.targets), ("quantize", section.quantize)):
+        for name, value in (("targets", section.targets), ("quantize", section.quantize)):
             if value not in ((), "none"):
                 rule = "has no effect without adapters (lora.rank=0)"
-                yield ConfigError(f"lora.{key}", value, rule, "use lora.rank=16", ("lora.rank",))
+                errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
         return
     matrices = list_matrices(model, family)
     layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
     if not matrices:
         rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"
-        yield ConfigError("lora.rank", section.rank, rule, "use 0")
+        errors.add(key, rule, "use 0")
     for target in section.targets:
         if target not in layers:
-            rule = "is not a linear layer of the model's blocks"
-            remedy = suggest(target, layers)
-            yield ConfigError("lora.targets", target, rule, remedy, ("model.kind",))
+            rule, remedy = "is not a linear layer of the model's blocks", suggest(target, layers)
+            errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
     if job.precision.float8 != "none":
         rule = "does not support float8, because frozen matrices keep their dtype in every product"
         remedy = "use precision.float8=none; lora.quantize saves more memory"
-        yield ConfigError("lora.rank", section.rank, rule, remedy, ("precision.float8",))
-    if section.quantize != "none":
-        for layer in layers:
-            matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
-            tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
-            if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
-                over = f" over tp={tp} ranks" if tp > 1 else ""
-                rule = (
-                    f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "
-                    f"{matrix.in_features} inputs of {layer}{over}"
-                )
-                remedy = "use none, or another model size" + (
-                    ", or a smaller parallel.tp" if tp > 1 else ""
-                )
-                yield ConfigError("lora.quantize", section.quantize, rule, remedy, ("parallel.tp",))
+        errors.add(key, rule, remedy, ("precision.float8",))
+    for layer in layers if section.quantize != "none" else ():
+        matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
+        tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
+        if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
+            over = f" over tp={tp} ranks" if tp > 1 else ""
+            rule = (
+                f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "
+                f"{matrix.in_features} inputs of {layer}{over}"
+            )
+            smaller_tp = ", or a smaller parallel.tp" if tp > 1 else ""
+            remedy = "use none, or another model size" + smaller_tp
+            errors.add("lora.quantize", rule, remedy, ("parallel.tp",))
     if family.moe_layers is not None:
         rule = "adapts only linear layers, which a mixture of experts does not have"
-        yield ConfigError("lora.rank", section.rank, rule, "use 0", ("model.kind",))
+        errors.add(key, rule, "use 0", ("model.kind",))

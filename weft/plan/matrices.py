@@ -15,14 +15,14 @@ because their errors reach the loss directly.  Candidates are excluded if
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
 from weft.plan.placement import ParallelDims
@@ -145,9 +145,15 @@ def supports_float8(recipe: str, capability: tuple[int, int]) -> bool:
 
 
 def check_float8(
-    job: Job, model: Any, family: Family, degrees: ParallelDims, compute_dtype: str, emulated: bool
-) -> Iterator[ConfigError]:
-    """Yield errors if the job does not support float8 products."""
+    errors: ConfigErrors,
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: ParallelDims,
+    compute_dtype: str,
+    emulated: bool,
+) -> None:
+    """Check that the job supports float8 products."""
     section = job.precision
     key, recipe = "precision.float8", section.float8
     if recipe == "none":
@@ -155,11 +161,11 @@ def check_float8(
     if job.train.world_size_invariant:
         rule = "is not supported with train.world_size_invariant, which computes in float32"
         remedy = "use none, or train.world_size_invariant=false"
-        yield ConfigError(key, recipe, rule, remedy, ("train.world_size_invariant",))
+        errors.add(key, rule, remedy, ("train.world_size_invariant",))
     if compute_dtype == "float32" and not emulated:
         rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
         remedy = "use precision.compute_dtype=bfloat16, or none"
-        yield ConfigError(key, recipe, rule, remedy, ("precision.compute_dtype",))
+        errors.add(key, rule, remedy, ("precision.compute_dtype",))
 
     convertible = _convertible_matrices(recipe, model, family, degrees.tp)
     unit = required_multiple(recipe)
@@ -168,24 +174,24 @@ def check_float8(
             rule = "matches none of the matrices that support float8"
             layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in convertible)
             remedy = f"use one of {', '.join(layers)}, as in {convertible[0].name}"
-            yield ConfigError("precision.float8_exclude", pattern, rule, remedy, (key,))
+            errors.add("precision.float8_exclude", rule, remedy, (key,), value=pattern)
     if not convertible:
         rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
         rule += f" over tp={degrees.tp} ranks" if degrees.tp > 1 else ""
-        yield ConfigError(key, recipe, rule, "use none, or another model size", ("parallel.tp",))
+        errors.add(key, rule, "use none, or another model size", ("parallel.tp",))
     elif not _select_matrices(section, convertible):
         rule = (
             f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
             "precision.float8_exclude"
         )
         remedy = "use none, or precision.float8_small=true to convert small matrices too"
-        yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))
+        errors.add(key, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
     if recipe != "rowwise_with_gw_hp" and tokens % unit:
         # The product for the gradient of a weight sums over tokens.
         rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
         remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
-        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
+        errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
     if family.moe_layers is not None:
         rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
-        yield ConfigError(key, recipe, rule, "use none", ("model.kind",))
+        errors.add(key, rule, "use none", ("model.kind",))

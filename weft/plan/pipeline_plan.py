@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.lora_plan import TrainingCost
@@ -70,6 +69,7 @@ def count_microbatches(local_batch_size: int, microbatch_size: int) -> int:
 
 
 def resolve_pipeline(
+    errors: ConfigErrors,
     job: Job,
     model: Any,
     family: Family,
@@ -78,10 +78,11 @@ def resolve_pipeline(
     local_batch_size: int,
     bytes_per_param: float,
     compute_bytes: int,
-) -> tuple[PipelinePlan | None, int, list[ConfigError]]:
+) -> tuple[PipelinePlan | None, int]:
     """Resolve the pipeline and its microbatch size.
 
     Args:
+        errors: receives the errors.
         job: keys of the run.
         model: the family's configuration.
         family: the model family.
@@ -92,25 +93,24 @@ def resolve_pipeline(
         compute_bytes: bytes of one activation.
 
     Returns:
-        The pipeline (None if there are errors), the microbatch size, and the errors.
+        The pipeline (None if it has errors), and the microbatch size.
     """
-    pp = degrees.pp
-    errors = list(_check_model(job, model, family, pp))
-    spec = find_schedule(job.pipeline.schedule, pp)
-    if isinstance(spec, ConfigError):
-        return None, 1, [*errors, spec]
-    stages_per_rank, new_errors = _resolve_stages_per_rank(job, spec)
-    errors += new_errors
+    pp, num_errors = degrees.pp, len(errors)
+    _check_model(errors, job, model, family)
+    try:
+        spec = find_schedule(job.pipeline.schedule, pp)
+    except InvalidConfig as error:
+        errors += error.problems
+        return None, 1
+    stages_per_rank = _resolve_stages_per_rank(errors, job, spec)
     num_stages = pp * stages_per_rank
     if spec.actions is not None:
         num_stages = len(stage_index_to_rank(spec.actions))
-    microbatch_size, new_errors = _resolve_microbatch_size(
-        job, spec, local_batch_size, pp, num_stages
-    )
-    errors += new_errors
-    errors += _check_stage_count(job, len(cost.units) - 2, num_stages) if cost.units else []
-    if errors:
-        return None, microbatch_size, errors
+    microbatch_size = _resolve_microbatch_size(errors, job, spec, local_batch_size, pp, num_stages)
+    if cost.units:
+        _check_stage_count(errors, job, len(cost.units) - 2, num_stages)
+    if len(errors) > num_errors:
+        return None, microbatch_size
 
     num_microbatches = count_microbatches(local_batch_size, microbatch_size)
     schedule = spec.actions or build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
@@ -126,76 +126,66 @@ def resolve_pipeline(
         layers_per_stage=job.pipeline.layers_per_stage,
     )
     ranks = tuple(stage_index_to_rank(schedule))
-    return PipelinePlan(spec.name, tuple(stages), ranks, tuple(in_flight)), microbatch_size, []
+    return PipelinePlan(spec.name, tuple(stages), ranks, tuple(in_flight)), microbatch_size
 
 
-def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigError]:
+def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
     if family.unit_costs is None or family.prune_to_stage is None:
         rule = f"is not supported by the model family {job.model.kind}, which has no stages"
         remedy = "use 1, or define Family.unit_costs and Family.prune_to_stage"
-        return [ConfigError("parallel.pp", pp, rule, remedy)]
-    if getattr(model, "tied_embeddings", False):
+        errors.add("parallel.pp", rule, remedy)
+    elif getattr(model, "tied_embeddings", False):
         rule = "would put the two uses of a tied embedding on different stages"
         remedy = "use 1, or --model.tied_embeddings false"
-        depends = ("model.tied_embeddings", "model.preset")
-        return [ConfigError("parallel.pp", pp, rule, remedy, depends)]
-    return []
+        errors.add("parallel.pp", rule, remedy, ("model.tied_embeddings", "model.preset"))
 
 
-def _resolve_stages_per_rank(job: Job, spec: ScheduleSpec) -> tuple[int, list[ConfigError]]:
-    """Return the stages of each rank, and the errors of the schedule's keys."""
+def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, spec: ScheduleSpec) -> int:
+    """Return the stages of each rank; check the keys of the schedule."""
     key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
-    errors = []
-    alternatives = [s.name for s in SCHEDULES.values() if not s.splits_backward]
+    names = [s.name for s in SCHEDULES.values() if not s.splits_backward]
     mode = job.activation_checkpoint.mode
-    for conflicts, feature, feature_key, remedy_value in (
-        (job.compile.enable, "torch.compile", "compile.enable", "false"),
-        (
-            mode in ("selective", "budget"),
-            f"activation_checkpoint.mode {mode}",
-            "activation_checkpoint.mode",
-            "none",
-        ),
-    ):
-        if spec.splits_backward and conflicts:
+    unsupported = {
+        "compile.enable=false": job.compile.enable and "torch.compile",
+        "activation_checkpoint.mode=none": mode in ("selective", "budget")
+        and f"activation_checkpoint.mode {mode}",
+    }
+    for setting, feature in unsupported.items():
+        if spec.splits_backward and feature:
             rule = (
                 f"computes input and weight gradients separately, which {feature} does not support"
             )
-            names = f"{', '.join(alternatives[:-1])} or {alternatives[-1]}"
-            remedy = f"use {feature_key} {remedy_value}, or {names}"
-            name = job.pipeline.schedule
-            errors.append(ConfigError("pipeline.schedule", name, rule, remedy, (feature_key,)))
+            remedy = f"use {setting}, or {', '.join(names[:-1])} or {names[-1]}"
+            errors.add("pipeline.schedule", rule, remedy, (setting.partition("=")[0],))
     if spec.actions is not None:
         if requested != "auto":
-            rule = "is set by the CSV file of pipeline.schedule"
-            errors.append(ConfigError(key, requested, rule, "use auto"))
-        return 1, errors
+            errors.add(key, "is set by the CSV file of pipeline.schedule", "use auto")
+        return 1
     if requested == "auto":
-        return spec.stages_per_rank or 2, errors
+        return spec.stages_per_rank or 2
     if spec.stages_per_rank not in (None, requested):
         rule = f"conflicts with {spec.name}, which has {spec.stages_per_rank}"
-        remedy = "use auto, or another pipeline.schedule"
-        errors.append(ConfigError(key, requested, rule, remedy, ("pipeline.schedule",)))
-        return spec.stages_per_rank or 2, errors
+        errors.add(key, rule, "use auto, or another pipeline.schedule", ("pipeline.schedule",))
+        return spec.stages_per_rank or 2
     if spec.stages_per_rank is None and requested == 1:
         rule = f"conflicts with {spec.name}, which interleaves several stages"
-        remedy = "use 2 or more, or pipeline.schedule=1F1B"
-        errors.append(ConfigError(key, requested, rule, remedy, ("pipeline.schedule",)))
-    return requested, errors
+        errors.add(key, rule, "use 2 or more, or pipeline.schedule=1F1B", ("pipeline.schedule",))
+    return requested
 
 
 def _resolve_microbatch_size(
+    errors: ConfigErrors,
     job: Job,
     spec: ScheduleSpec,
     local_batch_size: int,
     pp: int,
     num_stages: int,
-) -> tuple[int, list[ConfigError]]:
-    """Return the microbatch size, or 1 and an error if the schedule rejects it."""
+) -> int:
+    """Return the microbatch size; if the schedule rejects it, add an error, return 1."""
     requested = job.train.microbatch_size
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
-    sizes = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}
+    sizes: set[int] = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}
     if isinstance(requested, int) and requested <= local_batch_size:
         sizes.add(requested)
     counts = {size: count_microbatches(local_batch_size, size) for size in sorted(sizes)}
@@ -204,11 +194,11 @@ def _resolve_microbatch_size(
     if requested == "auto":
         efficient = [size for size in even if counts[size] >= MIN_MICROBATCHES_PER_RANK * pp]
         if valid:
-            return (efficient or even[:1] or valid[:1])[-1], []
+            return (efficient or even[:1] or valid[:1])[-1]
     elif requested in valid:
-        return requested, []
+        return requested
     elif requested > local_batch_size:
-        return 1, []  # `check_batch` reports this for every layout
+        return 1  # `check_batch` reports this for every layout
     count = counts[requested] if isinstance(requested, int) else local_batch_size
     dp_size = job.train.global_batch_size // local_batch_size
     if spec.actions is not None:
@@ -224,35 +214,32 @@ def _resolve_microbatch_size(
         if valid
         else f"use train.global_batch_size={minimum * dp_size} {more}"
     )
-    return 1, [ConfigError("train.microbatch_size", requested, rule, remedy, depends)]
+    errors.add("train.microbatch_size", rule, remedy, depends)
+    return 1
 
 
-def _check_stage_count(job: Job, num_blocks: int, num_stages: int) -> list[ConfigError]:
+def _check_stage_count(errors: ConfigErrors, job: Job, num_blocks: int, num_stages: int) -> None:
     if job.pipeline.layers_per_stage:
-        return check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, num_blocks)
-    if num_stages <= num_blocks + 2:
-        return []
-    depends = ("parallel.pp", "model.num_layers", "model.preset")
-    rule = f"needs {num_stages} stages, but the model has only {num_blocks} layers"
-    remedy = f"use at most {max(1, (num_blocks + 2) * job.parallel.pp // num_stages)}"
-    return [ConfigError("parallel.pp", job.parallel.pp, rule, remedy, depends)]
+        errors += check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, num_blocks)
+    elif num_stages > num_blocks + 2:
+        rule = f"needs {num_stages} stages, but the model has only {num_blocks} layers"
+        remedy = f"use at most {max(1, (num_blocks + 2) * job.parallel.pp // num_stages)}"
+        errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 
-def check_adapter_stages(job: Job, pipeline: PipelinePlan) -> Iterator[ConfigError]:
-    """Yield errors if a pipeline has a rank without a trainable adapter.
+def check_adapter_stages(errors: ConfigErrors, job: Job, pipeline: PipelinePlan) -> None:
+    """Check that every rank of a pipeline has a trainable adapter.
 
     torch computes gradients of the first stage's output, so that stage needs a trainable
     parameter.  Every rank has an optimizer, which needs a parameter.
     """
     key, remedy = "pipeline.layers_per_stage", "give it at least one block"
-    value: object = list(job.pipeline.layers_per_stage)
-    if not value:
+    if not job.pipeline.layers_per_stage:
         key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
-        value = len(pipeline.stages_by_rank)
     if not pipeline.stages[0].num_blocks:
         rule = "leaves the first stage without blocks, and so without an adapter to train"
-        yield ConfigError(key, value, rule, remedy)
+        errors.add(key, rule, remedy)
     for rank, stages in enumerate(pipeline.stages_by_rank):
         if pipeline.stages[0] not in stages and not any(stage.num_blocks for stage in stages):
             rule = f"leaves pipeline rank {rank} without blocks, and so without an adapter to train"
-            yield ConfigError(key, value, rule, remedy)
+            errors.add(key, rule, remedy)

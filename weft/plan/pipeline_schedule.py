@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from weft.config.errors import ConfigError, suggest
+from weft.config.errors import ConfigError, InvalidConfig, suggest
 
 ActionKind = Literal["F", "B", "I", "W"]
 
@@ -91,19 +91,22 @@ def is_schedule_file(schedule: str) -> bool:
     return schedule.lower().endswith(".csv")
 
 
-def find_schedule(name: str, pp: int) -> ScheduleSpec | ConfigError:
-    """Return the schedule of a case-insensitive name or a CSV file, or an error."""
+def find_schedule(name: str, pp: int) -> ScheduleSpec:
+    """Return the schedule of a case-insensitive name or a CSV file.
+
+    Raises:
+        InvalidConfig: if there is none, or the first error in the file.
+    """
     if is_schedule_file(name):
         actions = read_schedule_csv(Path(name), pp)
-        if isinstance(actions, ConfigError):
-            return actions
         splits_backward = any(a.kind == "I" for order in actions.values() for a in order)
         return ScheduleSpec(name, None, splits_backward, actions)
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
             return schedule
     rule = "is not a known schedule, nor the path of a .csv file"
-    return ConfigError("pipeline.schedule", name, rule, suggest(name, SCHEDULES))
+    remedy = suggest(name, SCHEDULES)
+    raise InvalidConfig([ConfigError("pipeline.schedule", name, rule, remedy)])
 
 
 @lru_cache(maxsize=64)
@@ -212,23 +215,23 @@ def stage_index_to_rank(schedule: PipelineSchedule) -> list[int]:
     return [ranks[stage] for stage in sorted(ranks)]
 
 
-def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
+def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule:
     """Read a schedule from a CSV file and check that it is a complete training step.
 
-    Returns:
-        The schedule, or the first error in the file.
+    Raises:
+        InvalidConfig: with the first error in the file.
     """
 
-    def error(rule: str) -> ConfigError:
+    def invalid(rule: str) -> InvalidConfig:
         remedy = "write one line per rank, with cells such as 0F3, 0B3 (or 0I3 and 0W3)"
-        return ConfigError("pipeline.schedule", str(path), rule, remedy)
+        return InvalidConfig([ConfigError("pipeline.schedule", str(path), rule, remedy)])
 
     try:
         lines = [line for line in csv.reader(path.read_text("utf-8").splitlines()) if line]
     except (OSError, ValueError, csv.Error) as exception:
-        return error(f"cannot be read: {exception}")
+        raise invalid(f"cannot be read: {exception}") from exception
     if len(lines) != pp:
-        return error(f"has {len(lines)} lines for parallel.pp={pp} ranks")
+        raise invalid(f"has {len(lines)} lines for parallel.pp={pp} ranks")
     schedule: PipelineSchedule = {}
     for rank, line in enumerate(lines):
         schedule[rank] = []
@@ -237,9 +240,10 @@ def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
             if match:
                 schedule[rank].append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
             elif cell:
-                return error(f"has an invalid action {cell!r} in line {rank + 1}")
-    rule = _find_error(schedule)
-    return error(rule) if rule else schedule
+                raise invalid(f"has an invalid action {cell!r} in line {rank + 1}")
+    if rule := _find_error(schedule):
+        raise invalid(rule)
+    return schedule
 
 
 def _find_error(schedule: PipelineSchedule) -> str:

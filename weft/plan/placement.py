@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.escaping import format_columns
 from weft.config.schema import ParallelSection
 
@@ -89,13 +89,12 @@ class ParallelDims:
 
 
 def resolve_degrees(
-    parallel: ParallelSection, world_size: int
-) -> tuple[ParallelDims, list[ConfigError]]:
+    errors: ConfigErrors, parallel: ParallelSection, world_size: int
+) -> ParallelDims:
     """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
 
     If there are errors, the degrees are the nearest that other rules can check.
     """
-    errors = []
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
     unit = parallel.ranks_per_shard
     is_automatic = isinstance(parallel.dp_shard, str)
@@ -105,31 +104,23 @@ def resolve_degrees(
     degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
     above_one = {name: degree for name, degree in degrees.items() if degree > 1}
     if is_automatic and world_size % unit:
-        name, degree = next(iter(above_one.items()))
+        name = next(iter(above_one))
         others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
         valid = format_choices(divisors(world_size)) if not others else ""
         ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
         rule = f"{times}does not divide the {world_size} ranks"
-        errors.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
+        errors.add(f"parallel.{name}", rule, remedy, depends)
     elif not is_automatic and unit * dp_shard != world_size:
         valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
         others = ", ".join(f"{other}={n}" for other, n in above_one.items())
-        times = f"times {others} " if others else ""
-        errors.append(
-            ConfigError(
-                "parallel.dp_shard",
-                dp_shard,
-                f"{times}is not equal to the {world_size} ranks",
-                f"{valid}, or run.nproc_per_node={unit * dp_shard}",
-                depends,
-            )
-        )
-    dims = ParallelDims(
+        rule = f"times {others} " * bool(others) + f"is not equal to the {world_size} ranks"
+        remedy = f"{valid}, or run.nproc_per_node={unit * dp_shard}"
+        errors.add("parallel.dp_shard", rule, remedy, depends)
+    return ParallelDims(
         parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp, parallel.ep
     )
-    return dims, errors
 
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:

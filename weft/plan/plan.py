@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family, load_family
 from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
@@ -223,10 +222,7 @@ class Plan:
         if self.pipeline is None:
             return single_stage_schedule(self.num_microbatches)
         if self.pipeline.has_schedule_file:
-            schedule = read_schedule_csv(Path(self.schedule_name), self.pp)
-            if isinstance(schedule, ConfigError):
-                raise InvalidConfig([schedule])
-            return schedule
+            return read_schedule_csv(Path(self.schedule_name), self.pp)
         return build_schedule(
             self.schedule_name, self.pp, self.stages_per_rank, self.num_microbatches
         )

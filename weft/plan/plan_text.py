@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
@@ -29,7 +29,7 @@ MAX_STAGES_SHOWN = 24
 def plan_recipe(
     recipe: str,
     overrides: Sequence[tuple[str, str]],
-    errors: Sequence[ConfigError],
+    problems: Sequence[ConfigError],
     cluster: str | None,
     detect_machine: Callable[[RunSection], Machine],
 ) -> tuple[Plan, Machine]:
@@ -38,37 +38,26 @@ def plan_recipe(
     Args:
         recipe: see `read_job`.
         overrides: see `read_job`.
-        errors: errors of the command line.
+        problems: errors of the command line.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine, by ``run.device``.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
     """
-    job, base, new_errors = read_job(recipe, overrides)
-    errors = [*errors, *new_errors]
-    if any(error.key in ("recipe", "extends") for error in errors):
-        raise InvalidConfig(errors)  # without a recipe there are only defaults to check
+    job, base, errors = read_job(recipe, overrides, problems)
+    errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
+    plan_errors = ConfigErrors()
     key, text = ("--cluster", cluster) if cluster else ("run.cluster", job.run.cluster)
-    parsed = None if text == "local" else parse_cluster(text, key)
-    if isinstance(parsed, ConfigError):
-        raise InvalidConfig([*errors, parsed])
-    machine = detect_machine(job.run) if parsed is None else cluster_machine(parsed)
-    invalid_keys = {error.key for error in errors}
-    try:
-        plan = resolve(job, machine, recipe, base)
-    except InvalidConfig as invalid:
-        # Drop errors that only follow from one that is already listed.
-        plan_errors = [
-            error
-            for error in invalid.problems
-            if error.key not in invalid_keys and not invalid_keys & set(error.depends)
-        ]
-        if parsed is not None:  # the cluster sets the number of ranks
-            plan_errors = [_adapt_remedy_to_cluster(error) for error in plan_errors]
-        raise InvalidConfig([*errors, *plan_errors]) from invalid
-    if errors:
-        raise InvalidConfig(errors)
+    is_local = text == "local"
+    with errors.collect():
+        machine = detect_machine(job.run) if is_local else cluster_machine(parse_cluster(text, key))
+        with plan_errors.collect():
+            plan = resolve(job, machine, recipe, base)
+    # On a cluster, the cluster sets the number of ranks.
+    adapt = (lambda error: error) if is_local else _adapt_remedy_to_cluster
+    errors.add_independent(map(adapt, plan_errors))
+    errors.raise_any()
     return plan, machine
 
 

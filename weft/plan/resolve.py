@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, difference
 from weft.models import Family, load_family, resolve_section
@@ -91,48 +91,48 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     Raises:
         InvalidConfig: with every reason why the job cannot run on this machine.
     """
-    errors: list[ConfigError] = []
+    errors = ConfigErrors(job)
     train, parallel = job.train, job.parallel
     model, new_errors = resolve_section(job.model)
     errors += new_errors
     if model is not None:
-        errors += check_data(job, model)
+        check_data(errors, job, model)
     compute_dtype = job.precision.compute_dtype
     if compute_dtype == "auto":
         compute_dtype = "bfloat16" if machine.device == "cuda" else "float32"
     compute_bytes = 2 if compute_dtype == "bfloat16" else 4
 
-    world_size = machine.world_size or _resolve_nproc(job, machine, errors)
+    world_size = machine.world_size or _resolve_nproc(errors, job, machine)
     local_world_size = machine.local_world_size or world_size
-    degrees, new_errors = resolve_degrees(parallel, world_size)
-    errors += new_errors
+    num_errors = len(errors)
+    degrees = resolve_degrees(errors, parallel, world_size)
+    has_degrees = len(errors) == num_errors
     if model is None:
         # The other rules need the sizes of the model.
-        errors += [] if new_errors else check_batch(job, degrees)
+        if has_degrees:
+            check_batch(errors, job, degrees)
         raise InvalidConfig(errors)
     family = load_family(job.model.kind)
     cost = training_cost(job.lora, model, family, train.seq_len)
-    if new_errors:
+    if not has_degrees:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.
-        raise InvalidConfig([*errors, *check_layout(job, model, family, degrees)])
+        check_layout(errors, job, model, family, degrees)
+        raise InvalidConfig(errors)
 
     if parallel.dp_shard == "fit" and not errors:
         available = machine.memory_per_rank(local_world_size)
-        degrees, new_errors = fit_dp_shard(job, cost, degrees, compute_bytes, available)
-        errors += new_errors
-    errors += check_layout(job, model, family, degrees)
-    errors += check_device(job, machine.device, machine.peer_access, degrees, local_world_size)
-    errors += check_world_size_invariant(job, degrees, compute_dtype)
+        degrees = fit_dp_shard(errors, job, cost, degrees, compute_bytes, available)
+    check_layout(errors, job, model, family, degrees)
+    check_device(errors, job, machine.device, machine.peer_access, degrees, local_world_size)
+    check_world_size_invariant(errors, job, degrees, compute_dtype)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
-    errors += check_float8(job, model, family, degrees, compute_dtype, emulated)
-    errors += check_lora(job, model, family, degrees)
-    errors += check_state_dtype(job, model, family, degrees)
-    errors += check_sections(job, family, degrees)
-    batch, new_errors = _resolve_batch(job, model, family, cost, degrees, compute_bytes)
-    errors += new_errors
-    if errors:
-        raise InvalidConfig(errors)
+    check_float8(errors, job, model, family, degrees, compute_dtype, emulated)
+    check_lora(errors, job, model, family, degrees)
+    check_state_dtype(errors, job, model, family, degrees)
+    check_sections(errors, job, family, degrees)
+    batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes)
+    errors.raise_any()
 
     peak = peak_flops(machine.device_name) if compute_dtype == "bfloat16" else None
     adapters = cost.trainable_params if cost.lora_rank else 0
@@ -204,19 +204,17 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     Raises:
         InvalidConfig: as `resolve`, if the job can use none of them.
     """
-    errors: list[ConfigError] = []
+    errors = ConfigErrors(job)
     nodes = node_range(job)
     if not nodes:
-        rule = "is neither a number of nodes nor MIN:MAX"
-        errors.append(ConfigError("run.nodes", job.run.nodes, rule, "use 4, or 1:4"))
+        errors.add("run.nodes", "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4")
         nodes = range(1, 2)
     elif machine.world_size is not None or nodes == range(1, 2):
         return resolve(job, machine, recipe, base)
     elif job.run.rendezvous == "auto":
         rule = "names no rendezvous endpoint, which a run on several nodes needs"
-        remedy = "use HOST:PORT of one of the nodes"
-        errors.append(ConfigError("run.rendezvous", "auto", rule, remedy))
-    local_world_size = _resolve_nproc(job, machine, errors)
+        errors.add("run.rendezvous", rule, "use HOST:PORT of one of the nodes")
+    local_world_size = _resolve_nproc(errors, job, machine)
     plans: dict[int, Plan] = {}
     rejections: dict[int, InvalidConfig] = {}
     for count in nodes:
@@ -228,8 +226,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
             rejections[count] = error
     if not plans:
         errors += rejections[nodes[-1]].problems
-    if errors:
-        raise InvalidConfig(errors)
+    errors.raise_any()
     counts = tuple(plans)
     warnings = tuple(
         f"run.nodes={job.run.nodes}: of {count} nodes the run can use only "
@@ -260,16 +257,18 @@ class _BatchPlan(NamedTuple):
 
 
 def _resolve_batch(
+    errors: ConfigErrors,
     job: Job,
     model: Any,
     family: Family,
     cost: TrainingCost,
     degrees: ParallelDims,
     compute_bytes: int,
-) -> tuple[_BatchPlan, list[ConfigError]]:
+) -> _BatchPlan:
     """Resolve microbatches, pipeline and gradient synchronization.
 
     Args:
+        errors: receives the errors.
         job: keys of the run.
         model: the family's configuration.
         family: the model family.
@@ -283,8 +282,8 @@ def _resolve_batch(
     local_batch_size = max(1, train.global_batch_size // degrees.dp_size)
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
     microbatch_size = 1 if train.world_size_invariant else min(local_batch_size, size)
-    pipeline, errors = None, check_batch(job, degrees)
-    if degrees.pp > 1 and not errors:
+    pipeline = None
+    if check_batch(errors, job, degrees) and degrees.pp > 1:
         bytes_per_param = state_bytes_per_param(
             job,
             cost,
@@ -293,16 +292,24 @@ def _resolve_batch(
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
         )
-        pipeline, microbatch_size, errors = resolve_pipeline(
-            job, model, family, cost, degrees, local_batch_size, bytes_per_param, compute_bytes
+        pipeline, microbatch_size = resolve_pipeline(
+            errors,
+            job,
+            model,
+            family,
+            cost,
+            degrees,
+            local_batch_size,
+            bytes_per_param,
+            compute_bytes,
         )
-        errors += check_full_microbatches(job, family, local_batch_size, microbatch_size)
+        check_full_microbatches(errors, family, local_batch_size, microbatch_size)
         if cost.lora_rank and pipeline is not None:
-            errors += check_adapter_stages(job, pipeline)
-    return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync), errors
+            check_adapter_stages(errors, job, pipeline)
+    return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 
-def _resolve_nproc(job: Job, machine: Machine, errors: list[ConfigError]) -> int:
+def _resolve_nproc(errors: ConfigErrors, job: Job, machine: Machine) -> int:
     """Return the number of local processes; record an error above the limit."""
     nproc = job.run.nproc_per_node
     nproc = _auto_nproc(job, machine) if nproc == "auto" else nproc
@@ -315,7 +322,7 @@ def _resolve_nproc(job: Job, machine: Machine, errors: list[ConfigError]) -> int
         on_cpu = "--run.device cpu, or " if is_cuda else ""
         remedy = f"use at most {limit}, or {on_cpu}a launcher such as torchrun on several machines"
         depends = ("run.device", *DEGREE_KEYS)
-        errors.append(ConfigError("run.nproc_per_node", nproc, rule, remedy, depends))
+        errors.add("run.nproc_per_node", rule, remedy, depends, value=nproc)
     return nproc
 
 

@@ -1,17 +1,16 @@
 """Rules about parallel layouts, combinations of keys, and hardware support.
 
 weft checks every rule before it allocates anything, so that no rank of five hundred fails with a
-shape error.  Each error names the key, its value, the rule and a remedy.
+shape error.  Each function adds its errors to ``errors``, the collector of the whole job.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.schema import Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.plan.placement import (
@@ -27,39 +26,37 @@ from weft.plan.placement import (
 MAX_PROFILED_STEPS = 20
 
 
-def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[ConfigError]:
-    """Yield errors of keys that conflict with each other on every machine."""
-    yield from _check_replica_groups(job, degrees)
-    yield from _check_optimizer(job, family)
-    yield from _check_activation_checkpoint(job)
-    yield from _check_objective(job, degrees)
-    yield from _check_profile(job)
-    yield from _check_debug(job)
+def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: ParallelDims) -> None:
+    """Check keys that conflict with each other on every machine."""
+    _check_replica_groups(errors, job, degrees)
+    _check_optimizer(errors, job, family)
+    _check_activation_checkpoint(errors, job)
+    _check_objective(errors, job, degrees)
+    _check_profile(errors, job)
+    _check_debug(errors, job)
 
 
-def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
-    """Yield errors if sequences or vocabulary exceed the model's."""
+def check_data(errors: ConfigErrors, job: Job, model: Any) -> None:
+    """Check that sequences and vocabulary do not exceed the model's."""
     name = job.model.full_name
     if job.train.seq_len > model.max_seq_len:
-        yield ConfigError(
+        errors.add(
             "train.seq_len",
-            job.train.seq_len,
             f"exceeds max_seq_len={model.max_seq_len} of {name}",
             f"use at most {model.max_seq_len}, or --model.max_seq_len {job.train.seq_len}",
             ("model.preset", "model.max_seq_len"),
         )
     if job.data.trains_tokenizer and job.data.vocab_size > model.vocab_size:
-        yield ConfigError(
+        errors.add(
             "data.vocab_size",
-            job.data.vocab_size,
             f"exceeds vocab_size={model.vocab_size} of {name}",
             f"use at most {model.vocab_size}, or --model.vocab_size {job.data.vocab_size}",
             ("model.preset", "model.vocab_size"),
         )
 
 
-def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
-    """Return the errors of the global batch size and of the microbatch size."""
+def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> bool:
+    """Check the global batch size and the microbatch size; return True if valid."""
     train, dp_size = job.train, degrees.dp_size
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
     local, remainder = divmod(train.global_batch_size, dp_size)
@@ -70,44 +67,50 @@ def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
         world_sizes = [
             n * other_ranks for n in divisors(train.global_batch_size, dp_size) if n % unit == 0
         ]
-        rule = f"is not divisible by {dp_size} data-parallel ranks"
         remedy = f"use {format_choices(batch_sizes)}" + (
             f", or run.nproc_per_node={format_choices(world_sizes)}" if world_sizes else ""
         )
-        return [
-            ConfigError("train.global_batch_size", train.global_batch_size, rule, remedy, depends)
-        ]
+        rule = f"is not divisible by {dp_size} data-parallel ranks"
+        errors.add("train.global_batch_size", rule, remedy, depends)
+        return False
     if train.microbatch_size != "auto" and train.microbatch_size > local:
         rule = f"exceeds the {local} sequence{'s' * (local > 1)} of each rank"
-        remedy = f"use at most {local}, or auto"
         depends = ("train.global_batch_size", *depends)
-        return [ConfigError("train.microbatch_size", train.microbatch_size, rule, remedy, depends)]
-    return []
+        errors.add("train.microbatch_size", rule, f"use at most {local}, or auto", depends)
+        return False
+    return True
 
 
 def check_full_microbatches(
-    job: Job, family: Family, local_batch_size: int, microbatch_size: int
-) -> Iterator[ConfigError]:
-    """Yield an error if a pipeline would pad a microbatch of a mixture of experts.
+    errors: ConfigErrors, family: Family, local_batch_size: int, microbatch_size: int
+) -> None:
+    """Check that no pipeline would pad a microbatch of a mixture of experts.
 
     A pipeline pads with copies of sequences, which would count in the load of the experts.
     """
     if family.moe_layers is not None and local_batch_size % microbatch_size:
-        rule = (
+        errors.add(
+            "train.microbatch_size",
             f"does not divide the {local_batch_size} sequences of each rank, which a pipeline of "
-            "a mixture of experts requires"
+            "a mixture of experts requires",
+            f"use {format_choices(divisors(local_batch_size))}",
+            ("train.global_batch_size", *DEGREE_KEYS),
+            value=microbatch_size,
         )
-        remedy = f"use {format_choices(divisors(local_batch_size))}"
-        depends = ("train.global_batch_size", *DEGREE_KEYS)
-        yield ConfigError("train.microbatch_size", microbatch_size, rule, remedy, depends)
 
 
 def check_device(
-    job: Job, device: str, peer_access: bool, degrees: ParallelDims, local_world_size: int
-) -> Iterator[ConfigError]:
-    """Yield errors of keys that the hardware does not support.
+    errors: ConfigErrors,
+    job: Job,
+    device: str,
+    peer_access: bool,
+    degrees: ParallelDims,
+    local_world_size: int,
+) -> None:
+    """Check that the hardware supports the keys.
 
     Args:
+        errors: receives the errors.
         job: keys of the run.
         device: cpu or cuda.
         peer_access: True if the devices of a node can read each other's memory.
@@ -118,9 +121,8 @@ def check_device(
     wraps_operators = mode in ("selective", "budget") and not job.compile.enable
     if device == "cuda" and job.data.keeps_documents and wraps_operators:
         # Selective checkpointing runs FlexAttention uncompiled.
-        yield ConfigError(
+        errors.add(
             "activation_checkpoint.mode",
-            mode,
             "without torch.compile would materialize all attention scores of packed documents",
             "use compile.enable=true, or activation_checkpoint.mode=full",
             ("data.packing", "data.format", "compile.enable"),
@@ -129,103 +131,90 @@ def check_device(
         key, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
         if not peer_access:
             rule = "needs GPUs that can read each other's memory"
-            yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
+            errors.add(key, rule, "use false on this machine", ("run.device",))
         elif job.parallel.hierarchical_gather:
-            rule = f"does not support {other}"
-            yield ConfigError(key, True, rule, "enable only one of them", (other,))
+            errors.add(key, f"does not support {other}", "enable only one of them", (other,))
     if not job.parallel.async_tp:
         return
     key, order = "parallel.async_tp", MESH_ORDERS[job.parallel.mesh_order]
     if not peer_access:
         rule = "needs GPUs that can read each other's memory (SymmetricMemory over NVLink)"
-        yield ConfigError(key, True, rule, "use false on this machine", ("run.device",))
+        errors.add(key, rule, "use false on this machine", ("run.device",))
     elif crosses_nodes("tp", degrees.axis_sizes, local_world_size, order):
         rule = f"works inside a node, but tp={degrees.tp} crosses nodes of {local_world_size} ranks"
-        remedy = f"use parallel.tp={local_world_size} or less"
-        yield ConfigError(key, True, rule, remedy, DEGREE_KEYS)
+        errors.add(key, rule, f"use parallel.tp={local_world_size} or less", DEGREE_KEYS)
 
 
 def check_world_size_invariant(
-    job: Job, degrees: ParallelDims, compute_dtype: str
-) -> Iterator[ConfigError]:
-    """Yield errors of keys whose numbers depend on the number of ranks."""
+    errors: ConfigErrors, job: Job, degrees: ParallelDims, compute_dtype: str
+) -> None:
+    """Check that no key makes the numbers depend on the number of ranks."""
     if not job.train.world_size_invariant:
         return
     key, rule = "train.world_size_invariant", "supports only data parallelism in float32"
     for axis in ("tp", "pp", "cp"):
         if getattr(degrees, axis) > 1:
-            remedy = f"use parallel.{axis}=1, or train.world_size_invariant=false"
-            yield ConfigError(key, True, rule, remedy)
+            errors.add(key, rule, f"use parallel.{axis}=1, or train.world_size_invariant=false")
     if compute_dtype != "float32":
         remedy = "use precision.compute_dtype=float32, or train.world_size_invariant=false"
-        yield ConfigError(key, True, rule, remedy)
+        errors.add(key, rule, remedy)
     if job.parallel.cpu_offload:
-        yield ConfigError(
-            key, True, "does not support CPU offload", "use parallel.cpu_offload=false"
-        )
+        errors.add(key, "does not support CPU offload", "use parallel.cpu_offload=false")
     if job.train.microbatch_size not in ("auto", 1):
         rule = "must be 1 with train.world_size_invariant"
-        yield ConfigError(
-            "train.microbatch_size", job.train.microbatch_size, rule, "use 1 or auto", (key,)
-        )
+        errors.add("train.microbatch_size", rule, "use 1 or auto", (key,))
 
 
-def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
         return
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):\d{1,5}", value):
         remedy = "use the address that torchft_lighthouse listens on, or none"
-        yield ConfigError(key, value, "is not HOST:PORT", remedy)
+        errors.add(key, "is not HOST:PORT", remedy)
     rule = "is not supported with replica groups (resilience.lighthouse)"
     if degrees.pp > 1:  # a pipeline schedule has a fixed number of microbatches
-        yield ConfigError("parallel.pp", degrees.pp, rule, "use parallel.pp=1", (key,))
+        errors.add("parallel.pp", rule, "use parallel.pp=1", (key,))
     if job.train.world_size_invariant:
-        yield ConfigError(
-            "train.world_size_invariant", True, rule, "use train.world_size_invariant=false", (key,)
-        )
+        remedy = "use train.world_size_invariant=false"
+        errors.add("train.world_size_invariant", rule, remedy, (key,))
     if job.resilience.on_anomaly != "stop":
-        yield ConfigError(
-            "resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,)
-        )
+        errors.add("resilience.on_anomaly", rule, "use stop", (key,))
     if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
-        remedy = "use resilience.lighthouse=none"
-        yield ConfigError("train.objective", "dpo", rule, remedy, (key,))
+        errors.add("train.objective", rule, "use resilience.lighthouse=none", (key,))
     if job.checkpoint.is_in_run_dir:
         rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
-        remedy = "use a directory that all groups share"
-        yield ConfigError("checkpoint.dir", "auto", rule, remedy, (key,))
+        errors.add("checkpoint.dir", rule, "use a directory that all groups share", (key,))
 
 
-def _check_optimizer(job: Job, family: Family) -> Iterator[ConfigError]:
+def _check_optimizer(errors: ConfigErrors, job: Job, family: Family) -> None:
     if family.moe_layers is not None and job.optim.name == "muon":
         rule = "needs matrices, but the weights of experts are stacks of matrices"
-        yield ConfigError("optim.name", "muon", rule, "use adamw", ("model.kind",))
+        errors.add("optim.name", rule, "use adamw", ("model.kind",))
     key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
     if job.optim.name != "adamw":
         rule = f"is only for adamw, not {job.optim.name}"
-        yield ConfigError(key, value, rule, "use float32", ("optim.name",))
+        errors.add(key, rule, "use float32", ("optim.name",))
     if value == "8bit" and job.resilience.has_replica_groups:
         rule = "is not supported with replica groups (resilience.lighthouse)"
-        yield ConfigError(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+        errors.add(key, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
-def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
-    section = job.activation_checkpoint
-    if section.mode == "budget" and job.compile.enable and section.every_n_layers > 1:
-        key, rule = (
+def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
+    section, compiled = job.activation_checkpoint, job.compile.enable
+    if section.mode == "budget" and compiled and section.every_n_layers > 1:
+        errors.add(
             "activation_checkpoint.every_n_layers",
             "has no effect: the compiler applies one budget to all blocks",
+            "use 1",
+            ("activation_checkpoint.mode", "compile.enable"),
         )
-        depends = ("activation_checkpoint.mode", "compile.enable")
-        yield ConfigError(key, section.every_n_layers, rule, "use 1", depends)
-    if section.mode == "selective" and job.compile.enable and job.parallel.cp > 1:
+    if section.mode == "selective" and compiled and job.parallel.cp > 1:
         # The saved operators of forward then differ from those of the recomputation.
-        yield ConfigError(
+        errors.add(
             "activation_checkpoint.mode",
-            "selective",
             "does not work with compile.enable under context parallelism, whose communication "
             "breaks the graph of a block",
             "use full, none or budget, or compile.enable=false",
@@ -233,143 +222,127 @@ def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
         )
 
 
-def _check_objective(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_objective(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
     key, objective = "train.objective", job.train.objective
     has_preferences = job.data.has_preferences
     if objective == "dpo" and not has_preferences:
-        rule, remedy = "needs preference data", "use data.format=preferences"
-        yield ConfigError(key, objective, rule, remedy, ("data.format",))
+        errors.add(key, "needs preference data", "use data.format=preferences", ("data.format",))
     if objective == "next_token" and has_preferences:
         rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
-        yield ConfigError(key, objective, rule, remedy, ("data.format",))
+        errors.add(key, rule, remedy, ("data.format",))
     if objective != "next_token" and degrees.cp > 1:
         rule = "needs full sequences, but parallel.cp splits them over ranks"
-        yield ConfigError(key, objective, rule, "use parallel.cp=1", ("parallel.cp",))
+        errors.add(key, rule, "use parallel.cp=1", ("parallel.cp",))
 
 
-def _check_profile(job: Job) -> Iterator[ConfigError]:
-    key, value, last_step = "profile.steps", job.profile.steps, job.train.steps
-    ranges = steps_of(value)
+def _check_profile(errors: ConfigErrors, job: Job) -> None:
+    key, last_step = "profile.steps", job.train.steps
+    ranges = steps_of(job.profile.steps)
     steps = ranges[0] if ranges else range(0)
     if len(ranges) > 1:
         rule = f"has {len(ranges)} ranges, and weft profiles one"
-        yield ConfigError(key, value, rule, "use one step or range, such as 10 or 10-12")
+        errors.add(key, rule, "use one step or range, such as 10 or 10-12")
     elif steps and steps[-1] > last_step:
         rule = f"exceeds the last step, train.steps={last_step}"
-        yield ConfigError(key, value, rule, f"use steps up to {last_step}", ("train.steps",))
+        errors.add(key, rule, f"use steps up to {last_step}", ("train.steps",))
     elif len(steps) > MAX_PROFILED_STEPS:
         rule = f"has {len(steps)} steps: traces of over {MAX_PROFILED_STEPS} are too large to read"
-        yield ConfigError(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
+        errors.add(key, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
-def _check_debug(job: Job) -> Iterator[ConfigError]:
-    lighthouse, value = "resilience.lighthouse", job.debug.layer_stats_steps
-    key, ranges = "debug.layer_stats_steps", steps_of(value)
+def _check_debug(errors: ConfigErrors, job: Job) -> None:
+    lighthouse, key = "resilience.lighthouse", "debug.layer_stats_steps"
+    ranges = steps_of(job.debug.layer_stats_steps)
     if ranges and job.resilience.has_replica_groups:
         rule = "is not supported with replica groups (resilience.lighthouse)"
-        yield ConfigError(key, value, rule, "use resilience.lighthouse=none", (lighthouse,))
+        errors.add(key, rule, "use resilience.lighthouse=none", (lighthouse,))
     if ranges and min(steps[0] for steps in ranges) > job.train.steps:
         rule = f"begins after the last step, train.steps={job.train.steps}"
-        yield ConfigError(key, value, rule, "use an earlier step", ("train.steps",))
+        errors.add(key, rule, "use an earlier step", ("train.steps",))
     if job.debug.deterministic:
         key, rule = "debug.deterministic", "needs a fixed number of ranks"
         if job.resilience.has_replica_groups:
             reason = f"{rule}, but {lighthouse}={job.resilience.lighthouse}"
-            remedy = f"use false, or {lighthouse} none"
-            yield ConfigError(key, True, reason, remedy, (lighthouse,))
+            errors.add(key, reason, f"use false, or {lighthouse} none", (lighthouse,))
         if ":" in job.run.nodes_text:
             reason = f"{rule}, but run.nodes={job.run.nodes_text}"
-            yield ConfigError(
-                key, True, reason, "use false, or one value of run.nodes", ("run.nodes",)
-            )
+            errors.add(key, reason, "use false, or one value of run.nodes", ("run.nodes",))
     key = "debug.autograd_anomaly"
     if job.debug.autograd_anomaly and job.compile.enable:
         rule = "cannot inspect a compiled backward pass"
-        yield ConfigError(key, True, rule, "use compile.enable=false", ("compile.enable",))
+        errors.add(key, rule, "use compile.enable=false", ("compile.enable",))
     if job.debug.autograd_anomaly and job.parallel.tp > 1:
         # torch's anomaly mode does not support gradients that are DTensors.
         rule = "cannot inspect gradients that parallel.tp shards"
-        remedy = "use parallel.tp=1, or --debug.layer_stats_steps"
-        yield ConfigError(key, True, rule, remedy, ("parallel.tp",))
+        errors.add(key, rule, "use parallel.tp=1, or --debug.layer_stats_steps", ("parallel.tp",))
 
 
 # --------------------------------------------------------------------------- layout
 
 
 def check_layout(
-    job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> Iterator[ConfigError]:
-    """Yield the errors of the layout of a model, except those of pipelines."""
-    yield from _check_tensor_parallel(job, model, family, degrees)
-    yield from _check_context_parallel(job, model, degrees)
-    yield from _check_sharding(job, degrees)
-    yield from _check_expert_parallel(job, model, family, degrees)
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
+    """Check the layout of a model, except pipelines."""
+    _check_tensor_parallel(errors, job, model, family, degrees)
+    _check_context_parallel(errors, job, model, degrees)
+    _check_sharding(errors, job, degrees)
+    _check_expert_parallel(errors, job, model, family, degrees)
     if degrees.pp == 1 and job.pipeline.layers_per_stage:
         rule = "has no effect without a pipeline (parallel.pp=1)"
         remedy = "remove the key, or use parallel.pp above 1"
-        yield ConfigError(
-            "pipeline.layers_per_stage",
-            list(job.pipeline.layers_per_stage),
-            rule,
-            remedy,
-            ("parallel.pp",),
-        )
+        errors.add("pipeline.layers_per_stage", rule, remedy, ("parallel.pp",))
 
 
 def _check_tensor_parallel(
-    job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> Iterator[ConfigError]:
-    tp, parallel = degrees.tp, job.parallel
-    name = job.model.full_name
-    if parallel.async_tp:
-        yield from _check_async_tp(job, degrees)
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
+    tp, key, name = degrees.tp, "parallel.tp", job.model.full_name
+    if job.parallel.async_tp:
+        _check_async_tp(errors, job, degrees)
     if tp == 1:
         return
     if not family.sharding:
         rule = f"is not supported by the model family {job.model.kind}, which has no SHARDING table"
-        yield ConfigError("parallel.tp", tp, rule, "use 1, or define Family.sharding")
+        errors.add(key, rule, "use 1, or define Family.sharding")
         return
     sizes = {field: getattr(model, field) for field in family.tp_divided_fields}
     common = math.gcd(*sizes.values()) if sizes else 0
     kv = getattr(model, "num_kv_heads", 0)
     valid = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
+    use_valid = f"use {format_choices(valid)}"
     for field, size in sizes.items():
         if size % tp:
-            rule = f"does not divide {field}={size} of {name}"
+            remedy = use_valid
             if field == "vocab_size":
-                padded = -(-size // tp) * tp
-                remedy = f"use {format_choices(valid)}, or --model.vocab_size {padded}"
-            else:
-                remedy = f"use {format_choices(valid)}"
-            yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
+                remedy += f", or --model.vocab_size {-(-size // tp) * tp}"
+            rule = f"does not divide {field}={size} of {name}"
+            errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     if kv and kv % tp and tp % kv:
         rule = f"is neither a divisor nor a multiple of num_kv_heads={kv} of {name}"
-        yield ConfigError(
-            "parallel.tp", tp, rule, f"use {format_choices(valid)}", ("model.num_kv_heads",)
-        )
+        errors.add(key, rule, use_valid, ("model.num_kv_heads",))
     local_seq_len = job.train.seq_len // degrees.cp
-    if parallel.sequence_parallel and local_seq_len % tp:
+    if job.parallel.sequence_parallel and local_seq_len % tp:
         rule = f"is not divisible by tp={tp} ranks of sequence parallelism" + (
             f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
         unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
         choices = format_choices(nearest_divisors(job.train.seq_len, unit))
         remedy = f"use {choices}, or parallel.sequence_parallel=false"
-        depends = ("parallel.tp", "parallel.cp")
-        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
+        errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp"))
 
 
-def _check_async_tp(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_async_tp(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
     key = "parallel.async_tp"
     if degrees.tp == 1:
         rule = "has no effect without tensor parallelism (parallel.tp=1)"
-        yield ConfigError(key, True, rule, "use parallel.tp above 1")
+        errors.add(key, rule, "use parallel.tp above 1")
     if not job.compile.enable:
         rule = "needs torch.compile, which overlaps the communication of tensor parallelism"
-        yield ConfigError(key, True, rule, "use compile.enable=true", ("compile.enable",))
+        errors.add(key, rule, "use compile.enable=true", ("compile.enable",))
     if not job.parallel.sequence_parallel:
         rule = "overlaps the all-gathers and reduce-scatters of sequence parallelism, which is off"
-        yield ConfigError(key, True, rule, "use parallel.sequence_parallel=true")
+        errors.add(key, rule, "use parallel.sequence_parallel=true")
 
 
 def _chunks_per_rank(parallel: ParallelSection) -> int:
@@ -377,56 +350,54 @@ def _chunks_per_rank(parallel: ParallelSection) -> int:
     return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
-def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iterator[ConfigError]:
-    cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
+def _check_context_parallel(
+    errors: ConfigErrors, job: Job, model: Any, degrees: ParallelDims
+) -> None:
+    cp, key, seq_len = degrees.cp, "parallel.cp", job.train.seq_len
     if cp == 1:
         return
     if not hasattr(model, "num_heads"):
         rule = f"needs num_heads, which the model family {job.model.kind} does not define"
-        yield ConfigError("parallel.cp", cp, rule, "use 1")
+        errors.add(key, rule, "use 1")
         return
-    unit = cp * _chunks_per_rank(parallel)
+    unit = cp * _chunks_per_rank(job.parallel)
     if seq_len % unit:
         chunks = f"{unit} load-balanced chunks of cp={cp}" if unit > cp else f"cp={cp} ranks"
-        rule = f"is not divisible by {chunks}"
         remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
-        yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
-    if parallel.cp_method == "ulysses":
-        heads = model.num_heads // degrees.tp
-        valid = divisors(heads)
+        errors.add("train.seq_len", f"is not divisible by {chunks}", remedy, (key,))
+    if job.parallel.cp_method == "ulysses":
+        valid = divisors(model.num_heads // degrees.tp)
         if cp not in valid:
             per_rank = f" / tp={degrees.tp}" if degrees.tp > 1 else ""
             rule = f"does not divide num_heads={model.num_heads}{per_rank} (ulysses)"
             remedy = f"use {format_choices(valid)}, or parallel.cp_method=ring"
-            depends = ("parallel.tp", "model.num_heads")
-            yield ConfigError("parallel.cp", cp, rule, remedy, depends)
+            errors.add(key, rule, remedy, ("parallel.tp", "model.num_heads"))
 
 
-def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_sharding(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
     parallel, fsdp_size = job.parallel, degrees.fsdp_size
     key, reshard = "parallel.reshard_after_forward", parallel.reshard_after_forward
     if isinstance(reshard, int) and fsdp_size % reshard:
         rule = f"does not divide the {fsdp_size} ranks of a shard group (dp_shard x cp)"
         remedy = f"use {format_choices(divisors(fsdp_size))}, always or never"
-        yield ConfigError(key, reshard, rule, remedy, DEGREE_KEYS)
+        errors.add(key, rule, remedy, DEGREE_KEYS)
     elif isinstance(reshard, int) and degrees.tp > 1 and 1 < reshard < fsdp_size:
         rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.tp shards"
-        yield ConfigError(key, reshard, rule, "use always or never", ("parallel.tp",))
+        errors.add(key, rule, "use always or never", ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "conflicts with parallel.dp_shard=fit, which chooses the number of replicas"
-        remedy = "remove the key"
-        yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, remedy)
+        errors.add("parallel.dp_replicate", rule, "remove the key")
 
 
 def _check_expert_parallel(
-    job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> Iterator[ConfigError]:
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
     key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
     if ep == 1:
         return
     if family.moe_layers is None:
         rule = f"needs experts, which the model family {job.model.kind} does not have"
-        yield ConfigError(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
+        errors.add(key, rule, "use 1, or --model.kind moe", ("model.kind",))
         return
     num_experts = model.num_experts
     valid = [n for n in divisors(degrees.fsdp_size) if num_experts % n == 0]
@@ -435,16 +406,15 @@ def _check_expert_parallel(
         if degrees.fsdp_size % ep == 0:
             rule = f"does not divide the {num_experts} experts"
         depends = (*DEGREE_KEYS, "model.num_experts")
-        yield ConfigError(key, ep, rule, f"use {format_choices(valid)}", depends)
+        errors.add(key, rule, f"use {format_choices(valid)}", depends)
     if parallel.dp_shard == "fit":
         rule = "is not supported with parallel.dp_shard=fit"
-        yield ConfigError(key, ep, rule, "use a number for parallel.dp_shard")
+        errors.add(key, rule, "use a number for parallel.dp_shard")
     if job.train.world_size_invariant:
         rule = "is not supported with train.world_size_invariant"
         remedy = "use 1, or train.world_size_invariant=false"
-        yield ConfigError(key, ep, rule, remedy, ("train.world_size_invariant",))
+        errors.add(key, rule, remedy, ("train.world_size_invariant",))
     reshard = parallel.reshard_after_forward
     if isinstance(reshard, int) and 1 < reshard < degrees.fsdp_size:
         rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.ep shards"
-        remedy = "use always or never"
-        yield ConfigError("parallel.reshard_after_forward", reshard, rule, remedy, (key,))
+        errors.add("parallel.reshard_after_forward", rule, "use always or never", (key,))

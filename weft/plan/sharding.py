@@ -8,11 +8,11 @@ flight, with full recomputation or none.  `weft.estimate` predicts memory by tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigErrors
 from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
@@ -66,15 +66,17 @@ def local_trainable_params(
 
 
 def fit_dp_shard(
+    errors: ConfigErrors,
     job: Job,
     cost: TrainingCost,
     degrees: ParallelDims,
     compute_bytes: int,
     available: int | None,
-) -> tuple[ParallelDims, list[ConfigError]]:
+) -> ParallelDims:
     """Choose the smallest shard degree that fits the memory; replicate the model.
 
     Args:
+        errors: receives the errors.
         job: keys of the run.
         cost: of the model.
         degrees: degrees of all axes, before ``dp_shard`` is chosen.
@@ -90,7 +92,8 @@ def fit_dp_shard(
         rule = "cannot be resolved: the " + (
             "memory of the device is unknown" if units else "model family defines no units"
         )
-        return degrees, [ConfigError(key, "fit", rule, "use a number, or auto")]
+        errors.add(key, rule, "use a number, or auto")
+        return degrees
     reshard = resolve_reshard(job, degrees)
     gradient_sync = resolve_gradient_sync(job, reshard, cost.trainable_params, degrees)
     microbatch_size: int | str = job.train.microbatch_size
@@ -123,13 +126,14 @@ def fit_dp_shard(
     for dp_shard in choices:
         if required_bytes(dp_shard) <= usable:
             dp_replicate = degrees.dp_size // dp_shard
-            return replace(degrees, dp_shard=dp_shard, dp_replicate=dp_replicate), []
+            return replace(degrees, dp_shard=dp_shard, dp_replicate=dp_replicate)
     rule = (
         f"needs about {required_bytes(choices[-1]) / GIB:.1f} GiB per rank even over {choices[-1]} "
         f"ranks, but {USABLE_MEMORY:.0%} of a rank's memory is {usable / GIB:.1f} GiB"
     )
     remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch_size"
-    return degrees, [ConfigError(key, "fit", rule, remedy, DEGREE_KEYS)]
+    errors.add(key, rule, remedy, DEGREE_KEYS)
+    return degrees
 
 
 # --------------------------------------------------------------------------- memory
@@ -184,9 +188,9 @@ def state_bytes_per_param(
 
 
 def check_state_dtype(
-    job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> Iterator[ConfigError]:
-    """Yield errors if tensor parallelism splits a block of 8-bit moments.
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
+    """Check that tensor parallelism splits no block of 8-bit moments.
 
     Its scales, and so the numbers of the run, would depend on the layout.
     """
@@ -209,9 +213,7 @@ def check_state_dtype(
         )
         valid = [n for n in divisors(in_features // MOMENT_BLOCK_SIZE) if n < degrees.tp]
         remedy = f"use {format_choices(valid)}, or optim.state_dtype=bfloat16"
-        yield ConfigError(
-            "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
-        )
+        errors.add("parallel.tp", rule, remedy, ("optim.state_dtype", "model.preset"))
 
 
 def estimate_rank_bytes(

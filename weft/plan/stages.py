@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from weft.config.errors import ConfigError
+from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.escaping import format_columns
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def check_layers_per_stage(
     layers_per_stage: Sequence[int], num_stages: int, num_blocks: int
 ) -> list[ConfigError]:
     """Return the errors of ``layers_per_stage`` for a model of ``num_blocks``."""
-    errors = []
+    errors = ConfigErrors()
     depends = ("parallel.pp", "pipeline.stages_per_rank", "model.num_layers")
     even, remainder = divmod(num_blocks, num_stages)
     # Extra blocks go to the middle: the outer stages also have the embedding and the head.
@@ -268,7 +268,7 @@ def check_layers_per_stage(
 
     def add_error(rule: str) -> None:
         value = list(layers_per_stage)
-        errors.append(ConfigError("pipeline.layers_per_stage", value, rule, remedy, depends))
+        errors.add("pipeline.layers_per_stage", rule, remedy, depends, value=value)
 
     if len(layers_per_stage) != num_stages:
         add_error(f"lists {len(layers_per_stage)} stages, but the pipeline has {num_stages}")

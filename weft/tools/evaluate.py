@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import Batch, build_mixture, evaluation_batches
@@ -239,7 +239,7 @@ def read_task(path: Path) -> ChoiceTask:
         raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
     if not isinstance(tree, dict):
         raise InvalidConfig([ConfigError("--task", str(path), "is not a task: it has no keys")])
-    problems = list(_check(tree))
+    problems = _check(tree)
     documents = [] if problems else _read_documents(tree, path, problems)
     questions = []
     for number, document in enumerate(documents, 1):
@@ -247,27 +247,28 @@ def read_task(path: Path) -> ChoiceTask:
             questions.append(_make_question(tree, document))
         except Exception as error:  # templates may raise any error
             rule = f"fails at document {number}: {type(error).__name__}: {error}"
-            problems.append(ConfigError("--task", str(path), rule, "fix the template or the data"))
+            problems.add("--task", rule, "fix the template or the data", value=str(path))
             break
     if not problems and not questions:
-        problems.append(ConfigError("--task", str(path), "has no questions"))
-    if problems:
-        raise InvalidConfig(problems)
+        problems.add("--task", "has no questions", value=str(path))
+    problems.raise_any()
     return ChoiceTask(str(tree["task"]), tuple(questions))
 
 
-def _check(tree: Json) -> Iterator[ConfigError]:
+def _check(tree: Json) -> ConfigErrors:
+    errors = ConfigErrors(tree)
     for name in REQUIRED_KEYS:
         if name not in tree:
-            yield ConfigError(name, MISSING, "is missing")
-    yield from _check_values("", tree, TASK_KEYS)
-    yield from _check_values("dataset_kwargs.", tree.get("dataset_kwargs") or {}, DATASET_KEYS)
+            errors.add(name, "is missing")
+    _check_values(errors, "", tree, TASK_KEYS)
+    _check_values(errors, "dataset_kwargs.", tree.get("dataset_kwargs") or {}, DATASET_KEYS)
     for metric in tree.get("metric_list") or []:
         values = {"metric": None} | metric if isinstance(metric, dict) else {"metric": metric}
-        yield from _check_values("metric_list.", values, METRIC_KEYS)
+        _check_values(errors, "metric_list.", values, METRIC_KEYS)
+    return errors
 
 
-def _check_values(prefix: str, values: Json, allowed: AllowedValues) -> Iterator[ConfigError]:
+def _check_values(errors: ConfigErrors, prefix: str, values: Json, allowed: AllowedValues) -> None:
     remedy = "evaluate the checkpoint with the harness: docs/evaluate.md"
     for name, value in values.items():
         choices = allowed.get(name, ())
@@ -275,10 +276,10 @@ def _check_values(prefix: str, values: Json, allowed: AllowedValues) -> Iterator
             continue
         rule = f"must be {' or '.join(str(x) for x in choices if x is not None) or None}"
         rule = rule if choices else "is not supported"
-        yield ConfigError(f"{prefix}{name}", value, rule, remedy)
+        errors.add(f"{prefix}{name}", rule, remedy, value=value)
 
 
-def _read_documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json]:
+def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json]:
     """Read the documents of the test split, or else of the validation split."""
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
@@ -292,12 +293,10 @@ def _read_documents(tree: Json, path: Path, problems: list[ConfigError]) -> list
             # Not splitlines: a JSON string may contain Unicode line separators.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
-            problems.append(
-                ConfigError("dataset_kwargs.data_files", name, f"cannot be read: {error}")
-            )
+            problems.add("dataset_kwargs.data_files", f"cannot be read: {error}", value=name)
     if not files:
         rule = "must name the files of test_split, or of validation_split"
-        problems.append(ConfigError("dataset_kwargs.data_files", MISSING, rule))
+        problems.add("dataset_kwargs.data_files", rule, value=MISSING)
     return documents
 
 

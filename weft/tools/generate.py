@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
 from weft.data.tokenizer import (
     IMPORTED_DIR,
@@ -48,18 +48,18 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts that end a sequence and are not part of it
     seed: int = 0
 
-    def problems(self) -> list[ConfigError]:
+    def problems(self) -> ConfigErrors:
         """Return the errors, by command-line option."""
-        problems = []
+        problems = ConfigErrors()
         if not 0 < self.top_p <= 1:
             rule, remedy = "is not a probability", "use more than 0, up to 1"
-            problems.append(ConfigError("--top-p", self.top_p, rule, remedy))
+            problems.add("--top-p", rule, remedy, value=self.top_p)
         if self.min_p > 1:
             rule, remedy = "is not a probability", "use 0 to 1"
-            problems.append(ConfigError("--min-p", self.min_p, rule, remedy))
+            problems.add("--min-p", rule, remedy, value=self.min_p)
         if self.repetition_penalty == 0:
             rule, remedy = "must not be 0: logits are divided by it", "use 1 for no penalty, or 1.1"
-            problems.append(ConfigError("--repetition-penalty", 0, rule, remedy))
+            problems.add("--repetition-penalty", rule, remedy, value=0)
         return problems
 
 
@@ -140,7 +140,7 @@ class GeneratedSequence:
         return len(self.ids) - self.context_start
 
 
-def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) -> Sequence[Prompt]:
+def read_prompts(path: Path, problems: ConfigErrors, chat: bool = False) -> Sequence[Prompt]:
     """Read one prompt per line; append errors to ``problems``.
 
     A line of a .jsonl file is a JSON string or an object with a ``prompt``; with ``chat`` also an
@@ -150,7 +150,7 @@ def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) ->
         # Not splitlines: a JSON string may contain Unicode line separators.
         lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(ConfigError("--prompts", str(path), f"cannot be read: {error}"))
+        problems.add("--prompts", f"cannot be read: {error}", value=str(path))
         return []
     if path.suffix != ".jsonl":
         return lines
@@ -167,7 +167,7 @@ def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) ->
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
             rule += ", nor one with messages, each with role and content" if chat else ""
-            problems.append(ConfigError("--prompts", str(path), rule, 'write {"prompt": "Once"}'))
+            problems.add("--prompts", rule, 'write {"prompt": "Once"}', value=str(path))
             break
     return prompts
 

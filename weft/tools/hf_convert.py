@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from weft.checkpoint.weight_files import (
     write_weight_files,
     write_weights_checkpoint,
 )
-from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.schema import Job, replace, to_toml
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
@@ -85,37 +84,17 @@ MAX_PROBLEMS = 5
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
-class _Problems(list[ConfigError]):
-    """Reasons why an export or import is impossible, reported together."""
-
-    def add(self, key: str, rule: object, remedy: str = "", value: object = MISSING) -> None:
-        """Append an error."""
-        self.append(ConfigError(key, value, str(rule), remedy))
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Append the errors of an InvalidConfig."""
-        try:
-            yield
-        except InvalidConfig as error:
-            self.extend(error.problems)
-
-    def check_out(self, key: str, out: Path, num_bytes: int) -> None:
-        """Check that a directory can be created, with space for ``num_bytes``."""
-        if path_exists(out):
-            self.add(key, "exists already", "name a new directory", str(out))
-        elif not is_remote(out):
-            unwritable = list(check_writable(key, str(out)))
-            self.extend(unwritable)
-            above = next(parent for parent in out.parents if parent.exists())
-            if not unwritable and (free := shutil.disk_usage(above).free) < num_bytes:
-                rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
-                self.add(key, rule, "use another disk, or free space", str(out))
-
-    def raise_any(self) -> None:
-        """Raise InvalidConfig if there is an error."""
-        if self:
-            raise InvalidConfig(self)
+def _check_out(errors: ConfigErrors, key: str, out: Path, num_bytes: int) -> None:
+    """Check that a directory can be created, with space for ``num_bytes``."""
+    if path_exists(out):
+        errors.add(key, "exists already", "name a new directory", value=str(out))
+    elif not is_remote(out):
+        unwritable = check_writable(key, str(out))
+        errors += unwritable
+        above = next(parent for parent in out.parents if parent.exists())
+        if not unwritable and (free := shutil.disk_usage(above).free) < num_bytes:
+            rule = f"needs {num_bytes:,} bytes, but its disk has only {free:,} free"
+            errors.add(key, rule, "use another disk, or free space", value=str(out))
 
 
 # --------------------------------------------------------------------------- export
@@ -143,23 +122,23 @@ def export_checkpoint(
         InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
     """
-    problems = _Problems()
+    problems = ConfigErrors()
     max_bytes = _parse_size(max_shard, problems)
     if dtype not in DTYPES:
-        problems.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), dtype)
+        problems.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), value=dtype)
     checkpoint, special, num_bytes = None, None, 0
     weights: dict[str, Weight] = {}
     with problems.collect():
         checkpoint = find_checkpoint(path)
         if checkpoint.family.hf_mapping is None:
             rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
-            problems.add("model.kind", rule, remedy, checkpoint.job.model.kind)
+            problems.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
         special = _special_tokens(checkpoint, problems)
     if checkpoint and not problems and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
         num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
-    problems.check_out("out", out, num_bytes)
+    _check_out(problems, "out", out, num_bytes)
     problems.raise_any()
     assert checkpoint is not None
     assert special is not None
@@ -181,7 +160,9 @@ def export_checkpoint(
         try:
             files = write_weight_files(directory, hf_weights, DTYPES[dtype], max_bytes, progress)
         except UnrepresentableValue as error:
-            problems.add("--dtype", f"cannot be used: {error}", "use bfloat16 or float32", dtype)
+            problems.add(
+                "--dtype", f"cannot be used: {error}", "use bfloat16 or float32", value=dtype
+            )
             raise InvalidConfig(problems) from error
         config = to_hf_config(family, checkpoint.config, dtype)
         _write_companions(directory, checkpoint, config, special)
@@ -206,12 +187,12 @@ def path_exists(path: Path) -> bool:
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _parse_size(text: str, problems: _Problems) -> int:
+def _parse_size(text: str, problems: ConfigErrors) -> int:
     """Parse a size such as 5GB or 500 MB; return bytes."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        problems.add("--max-shard", "is not a size", remedy, text)
+        problems.add("--max-shard", "is not a size", remedy, value=text)
         return 1
     size: int = int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
     return size
@@ -225,7 +206,7 @@ class _SpecialTokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(checkpoint: CheckpointRef, problems: _Problems) -> _SpecialTokens:
+def _special_tokens(checkpoint: CheckpointRef, problems: ConfigErrors) -> _SpecialTokens:
     """Return the tokens that start and end a text, in transformers' format."""
     path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -304,7 +285,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         raise InvalidConfig(
             [ConfigError("directory", str(source), rule, "give a model's directory")]
         )
-    problems = _Problems()
+    problems = ConfigErrors()
     kind, config = _read_config(source / "config.json", problems)
     model = None if config is None else (FAMILIES[kind], config)
     contents = _read_contents(source, model, problems)
@@ -314,7 +295,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         _check_companion(source / name, problems)
     expected = {} if model is None or problems else param_shapes(*model)
     num_bytes = 4 * sum(shape.numel() for shape in expected.values())
-    problems.check_out("run_dir", run_dir, num_bytes)
+    _check_out(problems, "run_dir", run_dir, num_bytes)
     problems.raise_any()
     family = FAMILIES[kind]
     hf_name = get_hf_mapping(family).hf_name
@@ -355,7 +336,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     return f"{summary}\n{note}" if note else summary
 
 
-def _read_config(path: Path, problems: _Problems) -> tuple[str, Any]:
+def _read_config(path: Path, problems: ConfigErrors) -> tuple[str, Any]:
     """Return the family and the model's configuration, which is None after an error."""
     kind, config = None, None
     tree = _read_json(path, problems)
@@ -367,13 +348,13 @@ def _read_config(path: Path, problems: _Problems) -> tuple[str, Any]:
     return kind or "", config
 
 
-def _read_json(path: Path, problems: _Problems) -> dict[str, Any] | None:
+def _read_json(path: Path, problems: ConfigErrors) -> dict[str, Any] | None:
     """Read a JSON object; on an error return None and append it to ``problems``."""
     try:
         return parse_json(_read_small(path))
     except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
-        problems.add(path.name, error, remedy or "download it again")
+        problems.add(path.name, str(error), remedy or "download it again")
         return None
 
 
@@ -388,12 +369,12 @@ def _read_small(path: Path) -> bytes:
         raise CorruptData(f"cannot be read: {error.strerror}") from error
 
 
-def _check_companion(path: Path, problems: _Problems) -> None:
+def _check_companion(path: Path, problems: ConfigErrors) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
         except CorruptData as error:
-            problems.add(path.name, error, "download it again, or remove it")
+            problems.add(path.name, str(error), "download it again, or remove it")
         return
     tree = _read_json(path, problems)
     if tree and "auto_map" in tree:
@@ -401,7 +382,7 @@ def _check_companion(path: Path, problems: _Problems) -> None:
         problems.add(f"{path.name} auto_map", rule, "remove the field")
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: _Problems) -> str:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: ConfigErrors) -> str:
     """Return a note if the files disagree about the token that ends a text."""
     try:
         _read_small(path)
@@ -409,7 +390,7 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: _Problems) 
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
     except CorruptData as error:
         remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
-        problems.add(path.name, error, remedy)
+        problems.add(path.name, str(error), remedy)
     except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
         problems += [p for p in error.problems if p.key not in COMPANION_FILES]
     else:
@@ -427,7 +408,9 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: _Problems) 
     return ""
 
 
-def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Problems) -> Contents:
+def _read_contents(
+    source: Path, model: tuple[Family, Any] | None, problems: ConfigErrors
+) -> Contents:
     """Return the tensors in the files of a model; append errors to ``problems``."""
     contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
@@ -445,7 +428,7 @@ def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Pr
         bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
         for name in bad_names[:MAX_PROBLEMS]:
             rule = "is not the plain name of a .safetensors file next to the index"
-            problems.add(key, rule, "do not use it", printable(name))
+            problems.add(key, rule, "do not use it", value=printable(name))
         if bad_names:
             return contents
     else:
@@ -457,13 +440,13 @@ def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Pr
         problems.add(SINGLE, rule, remedy)
         return contents
 
-    found = _Problems()
+    found = ConfigErrors()
     files_of: dict[str, str] = {}  # the file of each tensor
     for name in files:
         try:
             own = read_file_contents(source / name)
         except CorruptData as error:
-            found.add(name, error, "download it again")
+            found.add(name, str(error), "download it again")
             continue
         for tensor in own.tensors:
             if tensor in files_of:
@@ -484,13 +467,13 @@ def _read_contents(source: Path, model: tuple[Family, Any] | None, problems: _Pr
     return contents
 
 
-def _check_shapes(contents: Contents, family: Family, config: Any, problems: _Problems) -> None:
+def _check_shapes(contents: Contents, family: Family, config: Any, problems: ConfigErrors) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
     tensors = contents.tensors
     if config.num_layers > len(tensors):
         rule = f"needs more tensors than the {len(tensors)} in the files"
         key = "config.json num_hidden_layers"
-        problems.add(key, rule, "download both again", config.num_layers)
+        problems.add(key, rule, "download both again", value=config.num_layers)
         return
     mapping = get_hf_mapping(family)
     shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}

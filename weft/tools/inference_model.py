@@ -121,17 +121,11 @@ def plan_inference(
         InvalidConfig: with every error.
     """
     given = {name for name, _ in overrides}
-    job, _, read_problems = read_job(str(checkpoint.run_dir / "job.toml"), overrides)
-    remedy = f"use one of {' '.join(allowed)}"
-    problems = [
-        *problems,
-        *(
-            ConfigError(name, text, "cannot be changed here", remedy)
-            for name, text in overrides
-            if not name.startswith(tuple(allowed))
-        ),
-        *read_problems,
-    ]
+    recipe, remedy = str(checkpoint.run_dir / "job.toml"), f"use one of {' '.join(allowed)}"
+    job, _, errors = read_job(recipe, overrides, problems)
+    for name, text in overrides:
+        if not name.startswith(tuple(allowed)):
+            errors.add(name, "cannot be changed here", remedy, value=text)
     default_job, changes = Job(), {}
     for name in DEFAULT_SECTIONS:
         section: Section = getattr(default_job, name)
@@ -148,17 +142,14 @@ def plan_inference(
             if degrees[axis] != 1:
                 rule = f"generation does not support {name} parallelism"
                 remedy = "use parallel.tp or parallel.dp_shard"
-                problems.append(ConfigError(f"parallel.{axis}", degrees[axis], rule, remedy))
+                errors.add(f"parallel.{axis}", rule, remedy, value=degrees[axis])
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
-    try:
+    with errors.collect():
         if find_base_checkpoint(checkpoint) is None:  # no adapters
             changes["lora"] = {"rank": 0}
-    except InvalidConfig as error:
-        problems += error.problems
-    if problems:
-        raise InvalidConfig(problems)
+    errors.raise_any()
     job = replace(job, **changes)
     return job, resolve(job, detect_machine(job.run))
 

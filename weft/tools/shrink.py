@@ -73,11 +73,9 @@ def plan_for_recipe(job: Job) -> Plan:
     """
     parallel, cluster = job.parallel, job.run.cluster
     if cluster != "local":
-        parsed = parse_cluster(cluster)
-        if isinstance(parsed, ConfigError):
-            raise InvalidConfig([parsed])
+        machine = cluster_machine(parse_cluster(cluster))
         # `peer_access` satisfies the rules here and below: a GPU feature is not an error.
-        return resolve(job, dataclasses.replace(cluster_machine(parsed), peer_access=True))
+        return resolve(job, dataclasses.replace(machine, peer_access=True))
     nproc = job.run.nproc_per_node
     world = parallel.num_ranks if nproc == "auto" else nproc
     machine = Machine(
@@ -206,11 +204,8 @@ def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int
     for name, text in layout:
         if not name.startswith(LAYOUT_KEYS):
             rule = "changes more than the layout"
-            problems.append(
-                ConfigError(option, f"{name}={text}", rule, f"use {', '.join(LAYOUT_KEYS)}")
-            )
-    if problems:
-        raise InvalidConfig(problems)
+            problems.add(option, rule, f"use {', '.join(LAYOUT_KEYS)}", value=f"{name}={text}")
+    problems.raise_any()
     changes: dict[str, dict[str, Any]] = {}
     for section, key in (name.split(".") for name, _ in layout):
         changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)

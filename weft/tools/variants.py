@@ -11,7 +11,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Plan
@@ -43,17 +43,17 @@ class Variant:
         return dict(json.loads(json.dumps({"label": self.label, "job": job}, default=str)))
 
 
-def parse_vary(text: str, problems: list[ConfigError]) -> list[tuple[str, list[str]]]:
+def parse_vary(text: str, problems: ConfigErrors) -> list[tuple[str, list[str]]]:
     """Parse ``parallel.tp=1,2`` into key and values; append errors."""
     key, equals, values = text.partition("=")
     key = key.removeprefix("--").replace("-", "_")
     parts = split_values(values)
     if not equals or not all(parts):
         rule, remedy = "is not a key with values", "write --vary section.key=VALUE,VALUE"
-        problems.append(ConfigError("--vary", text, rule, remedy))
+        problems.add("--vary", rule, remedy, value=text)
         return []
     if len(set(parts)) < len(parts):
-        problems.append(ConfigError("--vary", text, "names a value twice", "remove one"))
+        problems.add("--vary", "names a value twice", "remove one", value=text)
         return []
     return [(key, parts)]
 
@@ -76,14 +76,14 @@ def split_values(text: str) -> list[str]:
     return [re.sub(r"""^(["'])([^"']*)\1$""", r"\2", part) for part in stripped]
 
 
-def parse_margin(text: str, problems: list[ConfigError]) -> tuple[float, bool]:
+def parse_margin(text: str, problems: ConfigErrors) -> tuple[float, bool]:
     """Parse ``0.5%`` of the loss or nats; return (value, is a fraction)."""
     number, relative = text.removesuffix("%"), text.endswith("%")
     value = _parse_positive("--margin", number, problems, "0.5% of the loss, or 0.01 nats")
     return (value / 100 if relative else value), relative
 
 
-def parse_price(text: str | None, problems: list[ConfigError]) -> float | None:
+def parse_price(text: str | None, problems: ConfigErrors) -> float | None:
     """Parse the price of a device-hour, if given."""
     return (
         None
@@ -92,13 +92,13 @@ def parse_price(text: str | None, problems: list[ConfigError]) -> float | None:
     )
 
 
-def _parse_positive(name: str, text: str, problems: list[ConfigError], example: str) -> float:
+def _parse_positive(name: str, text: str, problems: ConfigErrors, example: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < inf:
-        problems.append(ConfigError(name, text, "is not a number above 0", f"write {example}"))
+        problems.add(name, "is not a number above 0", f"write {example}", value=text)
     return value
 
 
@@ -122,19 +122,20 @@ def read_variants(
         InvalidConfig: if there is only one variant, or all are invalid.  If some are valid, an
             invalid variant keeps its problems.
     """
-    problems = list(problems)
+    errors = ConfigErrors()
+    errors += problems
     varied = [key for key, _ in vary]
     for key in dict.fromkeys(varied):
         if varied.count(key) > 1 or any(key == name for name, _ in overrides):
             rule, remedy = "is given more than once", "give it once, with all values"
-            problems.append(ConfigError(key, MISSING, rule, remedy))
+            errors.add(key, rule, remedy)
     for name in TRIAL_KEYS:
         if any(key == name for key, _ in [*vary, *overrides]):
             rule = "cannot be set, because the comparison sets it for each trial"
-            problems.append(ConfigError(name, MISSING, rule, "use --out DIRECTORY"))
-    if len(recipes) * prod(len(values) for _, values in vary) < 2 and not problems:
+            errors.add(name, rule, "use --out DIRECTORY")
+    if len(recipes) * prod(len(values) for _, values in vary) < 2 and not errors:
         remedy = "name another recipe, or --vary section.key=VALUE,VALUE"
-        problems.append(ConfigError("RECIPE", MISSING, "is the only variant", remedy))
+        errors.add("RECIPE", "is the only variant", remedy)
     variants: list[Variant] = []
     names = _short_names(recipes)
     keys = _short_key_names(varied)
@@ -147,7 +148,7 @@ def read_variants(
             own = [(key, value) for (key, _), value in zip(vary, values, strict=True)]
             job, _, recipe_problems = read_job(recipe, [*overrides, *own])
             if missing := [p for p in recipe_problems if p.key in ("recipe", "extends")]:
-                problems += missing
+                errors += missing
                 continue
             try:
                 plan = read(recipe, [*overrides, *own])
@@ -155,9 +156,9 @@ def read_variants(
             except InvalidConfig as error:
                 variants.append(Variant(label, recipe, job, None, tuple(error.problems)))
     if variants and all(variant.plan is None for variant in variants):
-        problems += [problem for variant in variants for problem in variant.problems]
-    if problems:
-        raise InvalidConfig({str(problem): problem for problem in problems}.values())
+        errors += [problem for variant in variants for problem in variant.problems]
+    if errors:
+        raise InvalidConfig({str(error): error for error in errors}.values())
     return variants
 
 

@@ -29,7 +29,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import format_columns
 from weft.config.files import only_finite
 from weft.config.reader import read_job
@@ -143,23 +143,14 @@ def read_recipe(
     Raises:
         InvalidConfig: with every error in the recipe, the overrides and the layout.
     """
-    job, _, read_problems = read_job(recipe, overrides)
-    problems = [*problems, *read_problems]
-    if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidConfig(problems)  # without a recipe, only defaults would be checked
-    plan_problems: list[ConfigError] = []
-    try:
+    job, _, errors = read_job(recipe, overrides, problems)
+    errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
+    plan_errors = ConfigErrors()
+    with plan_errors.collect():
         plan_for_recipe(job)
-    except InvalidConfig as error:
-        plan_problems += error.problems
-    plan_problems += check_names(job)
-    bad_keys = {problem.key for problem in problems}
-    # Drop the problems that only follow from a listed one.
-    problems += [
-        p for p in plan_problems if p.key not in bad_keys and not bad_keys.intersection(p.depends)
-    ]
-    if problems:
-        raise InvalidConfig(problems)
+    plan_errors += check_names(job)
+    errors.add_independent(plan_errors)
+    errors.raise_any()
     return job
 
 

@@ -42,7 +42,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.schema import Job, replace
 
 T = TypeVar("T")
@@ -208,10 +208,9 @@ def _torchrun_options(environment: Environment, has_endpoint: bool) -> ClusterEn
         return ClusterEnvironment(source)
     endpoint = environment.get("PET_RDZV_ENDPOINT", "")
     if not endpoint and (host := environment.get("PET_MASTER_ADDR")):
-        problems: list[ConfigError] = []
-        port = _integer(environment, "PET_MASTER_PORT", problems, 1, 65535, PORT)
-        if problems:
-            raise InvalidConfig(problems)
+        errors = ConfigErrors(environment)
+        port = _integer(errors, environment, "PET_MASTER_PORT", 1, 65535, PORT)
+        errors.raise_any()
         endpoint = f"{host}:{port}"
     if not endpoint and not has_endpoint:
         rule = f"is missing, but PET_NNODES={nodes} nodes need a rendezvous endpoint"
@@ -248,26 +247,23 @@ def _sagemaker_hosts(text: str) -> list[str]:
 def _slurm(environment: Environment) -> ClusterEnvironment | None:
     if "SLURM_JOB_ID" not in environment:
         return None
-    problems: list[ConfigError] = []
+    errors = ConfigErrors(environment)
     if "SLURM_STEP_ID" not in environment:  # in the batch script, or in the shell of salloc
-        nodes = _integer(environment, "SLURM_JOB_NUM_NODES", problems, 1, MAX_HOSTS, 1)
-        if problems:
-            raise InvalidConfig(problems)
-        if nodes == 1:
-            return ClusterEnvironment("slurm")
-        rule = "needs srun: without it, only one node would train"
-        remedy = "use srun --ntasks-per-node=1 weft ..., or --nodes 1 to train on this node"
-        raise InvalidConfig([ConfigError("SLURM_JOB_NUM_NODES", nodes, rule, remedy)])
-    hosts = _expand(environment, "SLURM_STEP_NODELIST", expand_hosts, problems)
-    tasks = _expand(environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts, problems)
-    job = _integer(environment, "SLURM_JOB_ID", problems, 0)
-    step = _integer(environment, "SLURM_STEP_ID", problems, 0)
+        nodes = _integer(errors, environment, "SLURM_JOB_NUM_NODES", 1, MAX_HOSTS, 1)
+        if nodes > 1:
+            rule = "needs srun: without it, only one node would train"
+            remedy = "use srun --ntasks-per-node=1 weft ..., or --nodes 1 to train on this node"
+            errors.add("SLURM_JOB_NUM_NODES", rule, remedy)
+        errors.raise_any()
+        return ClusterEnvironment("slurm")
+    hosts = _expand(errors, environment, "SLURM_STEP_NODELIST", expand_hosts)
+    tasks = _expand(errors, environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts)
+    job = _integer(errors, environment, "SLURM_JOB_ID", 0)
+    step = _integer(errors, environment, "SLURM_STEP_ID", 0)
     if hosts and tasks and len(hosts) != len(tasks):
         rule = f"lists {len(tasks)} nodes, but SLURM_STEP_NODELIST lists {len(hosts)}"
-        value = environment["SLURM_STEP_TASKS_PER_NODE"]
-        problems.append(ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule))
-    if problems:
-        raise InvalidConfig(problems)
+        errors.add("SLURM_STEP_TASKS_PER_NODE", rule)
+    errors.raise_any()
     # Two jobs, or two steps of one job, may share a node.  Each gets its own port, below the range
     # of ephemeral ports.
     port = 10_000 + (job + 997 * step) % 20_000
@@ -275,8 +271,8 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
         return _as_nodes("slurm", environment, len(hosts), hosts[0], port)
     if len(set(tasks)) > 1:
         rule, remedy = "has unequal numbers of tasks per node", "use srun --ntasks-per-node"
-        value = environment["SLURM_STEP_TASKS_PER_NODE"]
-        raise InvalidConfig([ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule, remedy)])
+        errors.add("SLURM_STEP_TASKS_PER_NODE", rule, remedy)
+        errors.raise_any()
     variables = {
         "RANK": "SLURM_PROCID",
         "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
@@ -285,17 +281,14 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
     values = {ours: environment[name] for ours, name in variables.items() if name in environment}
     values |= {"LOCAL_WORLD_SIZE": str(tasks[0])} | _master(environment, hosts[0], port)
     found = _as_rank("slurm", values, variables)
-    node = _integer(environment, "SLURM_NODEID", problems, 0, len(hosts) - 1)
+    node = _integer(errors, environment, "SLURM_NODEID", 0, len(hosts) - 1)
     if int(values["WORLD_SIZE"]) != sum(tasks):
         rule = f"is not {sum(tasks)}, the sum of SLURM_STEP_TASKS_PER_NODE"
-        problems.append(ConfigError("SLURM_STEP_NUM_TASKS", values["WORLD_SIZE"], rule))
-    elif not problems and int(values["RANK"]) != node * tasks[0] + int(values["LOCAL_RANK"]):
-        distribution = environment.get("SLURM_DISTRIBUTION") or MISSING
+        errors.add("SLURM_STEP_NUM_TASKS", rule)
+    elif not errors and int(values["RANK"]) != node * tasks[0] + int(values["LOCAL_RANK"]):
         rule = "does not give consecutive ranks to a node"
-        remedy = "use srun -m block:block"
-        problems.append(ConfigError("SLURM_DISTRIBUTION", distribution, rule, remedy))
-    if problems:
-        raise InvalidConfig(problems)
+        errors.add("SLURM_DISTRIBUTION", rule, "use srun -m block:block")
+    errors.raise_any()
     return found
 
 
@@ -303,15 +296,13 @@ def _skypilot(environment: Environment) -> ClusterEnvironment | None:
     text = environment.get("SKYPILOT_NODE_IPS")
     if text is None:
         return None
-    addresses = text.split()
-    problems: list[ConfigError] = []
-    count = _integer(environment, "SKYPILOT_NUM_NODES", problems, 1, default=len(addresses))
-    _integer(environment, "SKYPILOT_NODE_RANK", problems, 0, max(0, count - 1))
+    addresses, errors = text.split(), ConfigErrors(environment)
+    count = _integer(errors, environment, "SKYPILOT_NUM_NODES", 1, default=len(addresses))
+    _integer(errors, environment, "SKYPILOT_NODE_RANK", 0, max(0, count - 1))
     if len(addresses) != count:
         rule = f"has {len(addresses)} addresses, but SKYPILOT_NUM_NODES is {count}"
-        problems.append(ConfigError("SKYPILOT_NODE_IPS", text, rule))
-    if problems:
-        raise InvalidConfig(problems)
+        errors.add("SKYPILOT_NODE_IPS", rule)
+    errors.raise_any()
     return _as_nodes("skypilot", environment, count, addresses[0], PORT)
 
 
@@ -349,10 +340,9 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvir
             values = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | values
         head = "localhost"
     elif "SLURM_JOB_NODELIST" in environment:
-        problems: list[ConfigError] = []
-        hosts = _expand(environment, "SLURM_JOB_NODELIST", expand_hosts, problems)
-        if problems:
-            raise InvalidConfig(problems)
+        errors = ConfigErrors(environment)
+        hosts = _expand(errors, environment, "SLURM_JOB_NODELIST", expand_hosts)
+        errors.raise_any()
         head = hosts[0]
     elif "SM_HOSTS" in environment:
         head = _sagemaker_hosts(environment["SM_HOSTS"])[0]
@@ -373,10 +363,10 @@ def _master(environment: Environment, host: str, port: int | str) -> dict[str, s
 def _as_nodes(
     source: str, environment: Environment, count: int, host: str, port: int | str
 ) -> ClusterEnvironment:
-    master, problems = _master(environment, host, port), list[ConfigError]()
-    _integer(master, "MASTER_PORT", problems, 1, 65535)
-    if problems:
-        raise InvalidConfig(problems)
+    master = _master(environment, host, port)
+    errors = ConfigErrors(master)
+    _integer(errors, master, "MASTER_PORT", 1, 65535)
+    errors.raise_any()
     return ClusterEnvironment(
         source, None, str(count), "{MASTER_ADDR}:{MASTER_PORT}".format(**master)
     )
@@ -393,12 +383,12 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Clus
     Raises:
         InvalidConfig: if a variable is missing, not an integer, or out of range.
     """
-    problems: list[ConfigError] = []
     original = {name: names.get(name) or name for name in RANK_VARIABLES}
     variables = {original[name]: value for name, value in values.items()}
+    errors = ConfigErrors(variables)
 
     def read(name: str, low: int, high: int | None) -> int:
-        return _integer(variables, original[name], problems, low, high)
+        return _integer(errors, variables, original[name], low, high)
 
     size = read("WORLD_SIZE", 1, None)
     read("RANK", 0, size - 1 if size else None)
@@ -408,16 +398,15 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Clus
     if not values.get("MASTER_ADDR"):
         rule = "is missing: every rank needs the host of rank 0"
         remedy = "set it, as in mpirun -x MASTER_ADDR=$(hostname)" if source == "mpi" else ""
-        problems.append(ConfigError("MASTER_ADDR", MISSING, rule, remedy))
-    if problems:
-        raise InvalidConfig(problems)
+        errors.add("MASTER_ADDR", rule, remedy, value=MISSING)
+    errors.raise_any()
     return ClusterEnvironment(source, {name: values[name] for name in RANK_VARIABLES})
 
 
 def _integer(
+    errors: ConfigErrors,
     environment: Environment,
     name: str,
-    problems: list[ConfigError],
     low: int,
     high: int | None = None,
     default: int | None = None,
@@ -426,39 +415,30 @@ def _integer(
     text = environment.get(name)
     if text is None:
         if default is None:
-            problems.append(ConfigError(name, MISSING, "is missing, but related variables are set"))
+            errors.add(name, "is missing, but related variables are set")
         return default or 0
     limits = f"at least {low}" if high is None else f"between {low} and {high}"
     if not re.fullmatch("[0-9]{1,18}", text):
-        problems.append(
-            ConfigError(
-                name,
-                text,
-                f"is not an integer ({limits})",
-            )
-        )
+        errors.add(name, f"is not an integer ({limits})")
         return 0
     number = int(text)
     if number < low or (high is not None and number > high):
-        problems.append(ConfigError(name, text, f"is not {limits}"))
+        errors.add(name, f"is not {limits}")
         return 0
     return number
 
 
 def _expand(
-    environment: Environment,
-    name: str,
-    expand: Callable[[str], list[T]],
-    problems: list[ConfigError],
+    errors: ConfigErrors, environment: Environment, name: str, expand: Callable[[str], list[T]]
 ) -> list[T]:
     text = environment.get(name)
     if text is None:
-        problems.append(ConfigError(name, MISSING, "is missing, but related variables are set"))
+        errors.add(name, "is missing, but related variables are set")
         return []
     try:
         return expand(text)
     except ValueError as error:
-        problems.append(ConfigError(name, text, str(error)))
+        errors.add(name, str(error))
         return []
 
 

@@ -10,10 +10,9 @@ import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace as changed
-from itertools import chain
 from pathlib import Path
 
 from weft.checkpoint.manifest import (
@@ -23,7 +22,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.storage import open_directory
-from weft.config.errors import ConfigError, InvalidConfig, lookup, suggest
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
@@ -80,31 +79,25 @@ def prepare_job(
     Raises:
         InvalidConfig: with every mistake in the recipe, the overrides, the plan and the files.
     """
-    job, base, read_problems = read_job(recipe, overrides)
-    problems = [*problems, *read_problems]
-    if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidConfig(problems)  # other checks would judge defaults
+    job, base, errors = read_job(recipe, overrides, problems)
+    errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     job, base = _absolute_paths(job), _absolute_paths(base)
-    bad = {problem.key for problem in problems}
     plan = None
-    later: list[ConfigError] = []
-    try:
+    later = ConfigErrors(job)
+    with later.collect():
         plan = resolve_nodes(apply_environment(job), detect_machine(job.run), recipe, base)
-    except InvalidConfig as error:
-        later += error.problems
-    found = chain(_check_files(job), _check_tokenizer(job.data.tokenizer, plan))
-    later += {str(problem): problem for problem in found}.values()
+    _check_files(later, job)
+    _check_tokenizer(later, job.data.tokenizer, plan)
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
-    later += _check_restarts(job.resilience.time_limit)
-    unreachable = list(_check_checkpoint_dir(job.checkpoint.dir))
-    later += unreachable
+    _check_restarts(later, job.resilience.time_limit)
+    is_reachable = _check_checkpoint_dir(later, job.checkpoint.dir)
     if job.run.dir != "auto" and "://" not in job.run.dir:
-        later += _check_run_dir(job, bool(unreachable))
+        later += _check_run_dir(job, is_reachable)
     # Leave out errors that only follow from a reported one.
-    problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
-    if problems or plan is None:
-        raise InvalidConfig(problems)
+    errors.add_independent({str(error): error for error in later}.values())
+    if errors or plan is None:
+        raise InvalidConfig(errors)
     return base, dataclasses.replace(plan, job=job)
 
 
@@ -141,48 +134,45 @@ def _absolute_paths(job: Job) -> Job:
     )
 
 
-def _check_files(job: Job) -> Iterator[ConfigError]:
-    if not job.data.is_mixture:
-        yield from check_path(job.data.path)
-    elif job.data.path != STDLIB:
+def _check_files(errors: ConfigErrors, job: Job) -> None:
+    data = job.data
+    if not data.is_mixture:
+        errors += check_path(data.path)
+    elif data.path != STDLIB:
         remedy = "list all sources in data.mixture, or set one data.path"
-        yield ConfigError("data.path", job.data.path, "is ignored if data.mixture is set", remedy)
-    for path in job.data.mixture:
-        yield from (changed(p, key="data.mixture") for p in check_path(path))
-    yield from check_chat(job.data)
-    if job.data.cache_dir != "auto":
-        yield from check_writable("data.cache_dir", job.data.cache_dir)
+        errors.add("data.path", "is ignored if data.mixture is set", remedy)
+    for path in data.mixture:
+        errors += [changed(error, key="data.mixture") for error in check_path(path)]
+    errors += check_chat(data)
+    if data.cache_dir != "auto":
+        errors += check_writable("data.cache_dir", data.cache_dir)
     if job.compile.enable:
-        yield from check_writable(
-            "compile.cache_dir", str(Path(job.compile.cache_dir).expanduser())
-        )
+        compile_cache = str(Path(job.compile.cache_dir).expanduser())
+        errors += check_writable("compile.cache_dir", compile_cache)
     if job.checkpoint.saves_locally:
-        yield from check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
+        errors += check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
     for key, value in (
         ("run.dir", job.run.dir),
-        ("data.cache_dir", job.data.cache_dir),
+        ("data.cache_dir", data.cache_dir),
         ("checkpoint.local_dir", job.checkpoint.local_dir),
     ):
         if "://" in value:
             remedy = "use a local directory; only checkpoint.dir may be s3://bucket/prefix"
-            yield ConfigError(key, value, "is not a directory", remedy)
-    yield from check_names(job)
+            errors.add(key, "is not a directory", remedy)
+    errors += check_names(job)
 
 
-def _check_tokenizer(value: str, plan: Plan | None) -> Iterator[ConfigError]:
-    """Yield errors of ``data.tokenizer``, and of the vocabulary if there is a plan."""
+def _check_tokenizer(errors: ConfigErrors, value: str, plan: Plan | None) -> None:
+    """Check ``data.tokenizer``, and the vocabulary if there is a plan."""
     if value == "train":
         return
-    try:
+    with errors.collect():
         tokenizer, _ = load_tokenizer(value)
-    except InvalidConfig as error:
-        yield from error.problems
-    else:
         if plan is not None:
-            yield from _check_vocabulary(plan, required_vocab_size(tokenizer))
+            _check_vocabulary(errors, plan, required_vocab_size(tokenizer))
 
 
-def _check_restarts(limit: float) -> Iterator[ConfigError]:
+def _check_restarts(errors: ConfigErrors, limit: float) -> None:
     """Refuse a time limit that torchrun would answer by a restart.
 
     torchrun takes every status but 0 for a failure, and 0 means that all steps are done.
@@ -190,67 +180,66 @@ def _check_restarts(limit: float) -> Iterator[ConfigError]:
     if limit and is_launched_rank() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         rule = "makes torchrun restart the ranks when they have saved and exited"
         remedy = "use torchrun --max-restarts 0, or start the ranks with weft train"
-        yield ConfigError("resilience.time_limit", limit, rule, remedy)
+        errors.add("resilience.time_limit", rule, remedy)
 
 
-def _check_checkpoint_dir(value: str) -> Iterator[ConfigError]:
-    key = "checkpoint.dir"
+def _check_checkpoint_dir(errors: ConfigErrors, value: str) -> bool:
+    """Check ``checkpoint.dir``; return True if it can be used."""
+    key, num_errors = "checkpoint.dir", len(errors)
     if "://" not in value:
-        if value != "auto":
-            yield from check_writable(key, value)
+        errors += check_writable(key, value) if value != "auto" else []
     elif problems := check_url(key, value):
-        yield from problems
+        errors += problems
     else:
         try:
             open_directory(value).exists()
         except Exception as error:  # the client of the object store may raise anything
             rule = f"cannot be reached: {type(error).__name__}: {error}"
-            yield ConfigError(key, value, rule, "check AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws")
+            errors.add(key, rule, "check AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws")
+    return len(errors) == num_errors
 
 
-def check_names(job: Job) -> Iterator[ConfigError]:
+def check_names(job: Job) -> ConfigErrors:
     """Check that every optimizer, schedule, objective, tracker and fault site exists."""
+    errors = ConfigErrors(job)
     if job.resilience.has_replica_groups and importlib.util.find_spec("torchft") is None:
-        rule, remedy = "needs torchft", "run pip install 'weft[torchft]'"
-        yield ConfigError("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
-    if importlib.util.find_spec("torchao") is None:
-        rule, remedy = "needs torchao", "run pip install 'weft[torchao]'"
-        if (recipe := job.precision.float8) != "none":
-            yield ConfigError("precision.float8", recipe, rule, remedy)
+        errors.add("resilience.lighthouse", "needs torchft", "run pip install 'weft[torchft]'")
+    if job.precision.float8 != "none" and importlib.util.find_spec("torchao") is None:
+        errors.add("precision.float8", "needs torchao", "run pip install 'weft[torchao]'")
+    key = "monitor.trackers"
     for name in TRACKERS:
         if name in job.monitor.trackers and importlib.util.find_spec(name) is None:
-            yield ConfigError(
-                "monitor.trackers", name, f"needs {name}", f"run pip install 'weft[{name}]'"
-            )
+            errors.add(key, f"needs {name}", f"run pip install 'weft[{name}]'", value=name)
+    key = "resilience.faults"
     for fault in job.resilience.faults:
         if fault.site not in SITES:
-            rule, remedy = "is not a fault site", suggest(fault.site, SITES)
-            yield ConfigError("resilience.faults", fault.site, rule, remedy)
+            remedy = suggest(fault.site, SITES)
+            errors.add(key, "is not a fault site", remedy, value=fault.site)
         elif fault.kind in ("corrupt", "nan", "flip") and fault.site != "gradients":
             rule = f"has no tensors for kind {fault.kind}"
-            yield ConfigError("resilience.faults", fault.site, rule, "use site gradients")
+            errors.add(key, rule, "use site gradients", value=fault.site)
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.name", job.optim.name, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
         ("train.objective", job.train.objective, OBJECTIVES),
         *(("monitor.trackers", sink, SINKS) for sink in job.monitor.trackers),
     ]
-    for name, value, table in named:
+    for key, value, table in named:
         try:
             lookup(value, table)
         except LookupError as error:
-            yield ConfigError(name, value, str(error), suggest(value, table))
+            errors.add(key, str(error), suggest(value, table), value=value)
+    return errors
 
 
-def _check_vocabulary(plan: Plan, entries: int) -> Iterator[ConfigError]:
-    job = plan.job
+def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
     if entries > plan.model.vocab_size:
         rule = f"has {entries} entries, but model.vocab_size is {plan.model.vocab_size}"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
-        yield ConfigError("data.tokenizer", job.data.tokenizer, rule, remedy)
+        errors.add("data.tokenizer", rule, remedy)
 
 
-def check_writable(key: str, value: str) -> Iterator[ConfigError]:
+def check_writable(key: str, value: str) -> list[ConfigError]:
     """Check that a path can be written, with a hidden file in its nearest parent."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -259,41 +248,40 @@ def check_writable(key: str, value: str) -> Iterator[ConfigError]:
         tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         rule = f"cannot be written: {error.strerror}: {error.filename or value}"
-        yield ConfigError(key, value, rule, "use another directory")
+        return [ConfigError(key, value, rule, "use another directory")]
+    return []
 
 
-def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
+def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
     """Check that the run directory is writable, and that a run in it is this run."""
-    folder = Path(job.run.dir)
-    wrong = list(check_writable("run.dir", job.run.dir))
-    yield from wrong
+    folder, errors = Path(job.run.dir), ConfigErrors(job)
+    errors += check_writable("run.dir", job.run.dir)
+    if errors or not has_checkpoint_dir:
+        return errors
     before = folder / "job.toml"
-    if wrong or unreachable:
-        return
     if not (found := list_checkpoints(checkpoint_dir(job.checkpoint, folder))):
         here = list_checkpoints(checkpoint_dir(CheckpointSection(), folder))
         if here and before.is_file():  # else the run would start from random weights
             rule = f"has no checkpoint of the run; they are in {here[0].parent}"
-            remedy = "copy them to checkpoint.dir, or remove the key"
-            yield ConfigError("checkpoint.dir", job.checkpoint.dir, rule, remedy)
-        return
+            errors.add("checkpoint.dir", rule, "copy them to checkpoint.dir, or remove the key")
+        return errors
     if not before.is_file() and job.resilience.has_replica_groups:
-        return  # the checkpoints are another replica group's
+        return errors  # the checkpoints are another replica group's
     if not before.is_file():
         rule = "has checkpoints but no job.toml, so they may belong to another run"
-        yield ConfigError("run.dir", job.run.dir, rule, "use another run.dir, or restore job.toml")
-        return
+        errors.add("run.dir", rule, "use another run.dir, or restore job.toml")
+        return errors
     old, _, problems = read_job(str(before))
     if problems:
         rule = f"has a damaged job.toml: {changed(problems[0], remedy='')}"
-        yield ConfigError("run.dir", job.run.dir, rule, "use another run.dir, or repair the file")
-        return
+        errors.add("run.dir", rule, "use another run.dir, or repair the file")
+        return errors
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     for name, (ours, theirs) in difference(expand_preset(job), expand_preset(old)).items():
         if name.startswith(fixed):
             rule = f"differs from the run in {folder}, which was started with {theirs}"
-            remedy = f"use another run.dir, or {name}={theirs}"
-            yield ConfigError(name, ours, rule, remedy)
+            errors.add(name, rule, f"use another run.dir, or {name}={theirs}", value=ours)
+    return errors
 
 
 def check_text(plan: Plan, text: Dataset) -> None:
@@ -304,7 +292,8 @@ def check_text(plan: Plan, text: Dataset) -> None:
             small, or if the newest checkpoint was trained on other data.
     """
     job = plan.job
-    problems = list(_check_vocabulary(plan, text.vocab_size))
+    problems = ConfigErrors(job)
+    _check_vocabulary(problems, plan, text.vocab_size)
     for source in text.sources:
         what = f"the training set of {source.name}" if job.data.is_mixture else "the training set"
         tokens = source.store.manifest.train.tokens
@@ -319,8 +308,6 @@ def check_text(plan: Plan, text: Dataset) -> None:
         if data not in (None, text.fingerprint):  # imported weights have no fingerprint of data
             rule = f"is not the data that {path} was trained on, or has changed since"
             key = "mixture" if job.data.is_mixture else "path"
-            value = getattr(job.data, key)
-            problems.append(ConfigError(f"data.{key}", value, rule, "use another run.dir"))
+            problems.add(f"data.{key}", rule, "use another run.dir")
         break
-    if problems:
-        raise InvalidConfig(problems)
+    problems.raise_any()
