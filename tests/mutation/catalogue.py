@@ -2008,8 +2008,8 @@ FAULTS: list[Fault] = [
         "accumulation dtype",
         "squares of a long tensor are added up one after the other",
         "parallel/dtensor.py",
-        'if tensors[0].device.type != "cpu":',
-        'if tensors[0].device.type == "cpu":',
+        'is_cpu = tensors[0].device.type == "cpu"',
+        'is_cpu = tensors[0].device.type != "cpu"',
         ("optim/optimizer.py",),
     ),
 ]

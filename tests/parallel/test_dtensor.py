@@ -8,7 +8,7 @@ import torch
 from weft.parallel.dtensor import NORM_CHUNK, l2_norms
 
 
-@pytest.mark.parametrize("size", [0, 5, NORM_CHUNK, NORM_CHUNK + 1, 4_000_000])
+@pytest.mark.parametrize("size", [0, 5, NORM_CHUNK, NORM_CHUNK + 1, 3 * NORM_CHUNK, 4_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_l2_norms_of_tensors_of_any_length_are_exact_to_rounding(
     size: int, dtype: torch.dtype

@@ -45,18 +45,25 @@ def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
     4 million random numbers is off by 8e-5, of 100 million by 1e-2 (torch 2.13).  So this function
     sums long CPU tensors in chunks.
     """
-    if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32))
-    return torch.stack([_norm_on_cpu(tensor) for tensor in tensors])
+    is_cpu = tensors[0].device.type == "cpu"
+    is_long = [is_cpu and tensor.numel() > NORM_CHUNK for tensor in tensors]
+    short = [tensor for tensor, long in zip(tensors, is_long, strict=True) if not long]
+    norms = iter(torch._foreach_norm(short, dtype=torch.float32) if short else ())
+    return torch.stack(
+        [
+            _chunked_norm(tensor) if long else next(norms)
+            for tensor, long in zip(tensors, is_long, strict=True)
+        ]
+    )
 
 
-def _norm_on_cpu(tensor: Tensor) -> Tensor:
+def _chunked_norm(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     cut = len(flat) // NORM_CHUNK * NORM_CHUNK
-    if cut == 0:
-        return _last_dim_norm(flat)
-    chunks = (flat[:cut].view(-1, NORM_CHUNK), flat[cut:].view(1, -1))
-    return _last_dim_norm(torch.cat([_last_dim_norm(chunk) for chunk in chunks]))
+    norms = _last_dim_norm(flat[:cut].view(-1, NORM_CHUNK))
+    if cut < len(flat):
+        norms = torch.cat([norms, _last_dim_norm(flat[cut:].view(1, -1))])
+    return _last_dim_norm(norms)
 
 
 def _last_dim_norm(x: Tensor) -> Tensor:
