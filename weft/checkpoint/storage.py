@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from weft.config.errors import InvalidConfig, WeftError
-from weft.config.files import check_url, sync_directory
+from weft.config.files import MAX_ATTEMPTS, check_url, storage_options, sync_directory
 
 # os.posix_fallocate would write all blocks on a file system without support.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -37,9 +37,6 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 class CorruptData(Exception):
     """Stored bytes are not what was written; the message is a clause."""
-
-
-ATTEMPTS = 8  # per request, for transient errors, with exponential backoff: about 30 s
 
 
 def open_directory(location: str | Path) -> Path:
@@ -55,10 +52,7 @@ def open_directory(location: str | Path) -> Path:
     try:
         from upath import UPath
 
-        options: dict[str, Any] = {"use_listings_cache": False}  # it would hide others' writes
-        if str(location).startswith("s3://"):
-            options["config_kwargs"] = {"retries": {"max_attempts": ATTEMPTS, "mode": "standard"}}
-        directory: Any = UPath(location, **options)
+        directory: Any = UPath(location, **storage_options(str(location)))
         assert directory.fs  # imports the file system's package
     except ImportError as error:
         raise WeftError(f"{location}: needs {error.name}: pip install 'weft[s3]'") from error
@@ -262,7 +256,9 @@ def _amazon_client(fs: Any) -> Any:
     fs.connect()
     client = fs.s3.meta
     is_amazon = "amazonaws.com" in client.endpoint_url
-    config = S3ClientConfig(unsigned=fs.anon, force_path_style=not is_amazon, max_attempts=ATTEMPTS)
+    config = S3ClientConfig(
+        unsigned=fs.anon, force_path_style=not is_amazon, max_attempts=MAX_ATTEMPTS
+    )
     endpoint = None if is_amazon else client.endpoint_url
     return S3Client(client.region_name or "us-east-1", endpoint=endpoint, s3client_config=config)
 

@@ -23,6 +23,8 @@ from typing import IO, Any
 from weft.config.errors import ConfigError, WeftError
 
 MAX_BYTES = 64 << 20  # of a file that is read at once
+# Per request to a store, for transient errors, with exponential backoff: about 30 s.
+MAX_ATTEMPTS = 8
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -200,6 +202,15 @@ def check_url(key: str, url: str) -> list[ConfigError]:
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
     return [ConfigError(key, f"{scheme}://...", "has credentials in it", remedy)]
+
+
+def storage_options(url: str) -> dict[str, Any]:
+    """Return the options of fsspec for a URL: fresh listings, and repeated requests to S3."""
+    options: dict[str, Any] = {"use_listings_cache": False}  # it would hide what others write
+    if url.startswith("s3://"):
+        retries = {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}
+        options["config_kwargs"] = {"retries": retries}
+    return options
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Literal, NoReturn, cast
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig, lookup, truncate_list
-from weft.config.files import check_url
+from weft.config.files import check_url, storage_options
 from weft.data.token_store import STORE_FILE, is_store
 
 STDLIB = "python-stdlib"
@@ -40,7 +40,6 @@ _SKIPPED_LIBRARY_DIRS = _SKIPPED_DIRS | {
 }
 _PATH_REMEDY = f"give a readable file, a directory, a prepared store, or {STDLIB}"
 
-MAX_ATTEMPTS = 8  # per request, if the error is transient
 READ_BYTES = 8 << 20  # per request to an object store
 # Limit of a compressed file: this multiple of its size, and at least the second number.
 MAX_EXPANSION, MIN_CONTENT_LIMIT = 1000, 256 << 20
@@ -377,13 +376,10 @@ def stat_local_file(path: Path, name: str) -> File:
 
 @cache
 def _filesystem(scheme: str) -> Any:
-    options: dict[str, Any] = {"use_listings_cache": False}  # a cache hides new files
-    if scheme == "s3":
-        options["config_kwargs"] = {"retries": {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}}
     try:
         import fsspec
 
-        return fsspec.filesystem(scheme, **options)
+        return fsspec.filesystem(scheme, **storage_options(f"{scheme}://"))
     except ImportError as error:
         rule = f"cannot be read without another package: {error}"
         remedy = "run pip install 'weft[s3]' for s3://; for others, the package that fsspec names"
