@@ -328,8 +328,9 @@ def peer(tiny: bool) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from weft.models import load_family, resolve_model
+    from weft.models import load_family
     from weft.plan.devices import peak_flops
+    from weft.plan.model_config import resolve_model
 
     layers = 1 if tiny else probe(tiny)["layers"]
     shape = shape_of(tiny, layers)

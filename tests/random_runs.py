@@ -14,8 +14,9 @@ from tests.small import Overrides, small_job
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.weight_files import Weight, write_weights_checkpoint
 from weft.config.schema import replace, to_toml
-from weft.models import load_family, resolve_model
+from weft.models import load_family
 from weft.models.hf_mapping import param_shapes
+from weft.plan.model_config import resolve_model
 
 
 def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Path:

@@ -12,7 +12,7 @@ from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
-from weft.models import resolve_model
+from weft.plan.model_config import resolve_model
 from weft.train.loop import train
 
 LOCAL = """

@@ -28,7 +28,7 @@ ORDER = (
     "cluster",
     "cli",
 )
-MAX_CORE_LINES = 13_600  # without docstrings; a ratchet
+MAX_CORE_LINES = 12_000  # without docstrings; a ratchet
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 

@@ -226,7 +226,7 @@ PARTS = {"told": "reported", "tells": "reports", "folder": "dir", "folders": "di
 EXCEPTIONS = {
     ("weft/data/token_store.py", "Split"): "the train or validation split of a dataset",
     ("weft/optim/lean.py", "_update"): "an optimizer updates parameters",
-    ("weft/plan/stages.py", "units"): "a pipeline stage consists of units: blocks, embedding, head",
+    ("weft/plan/plan.py", "units"): "a pipeline stage consists of units: blocks, embedding, head",
     ("weft/tools/trials.py", "Trial"): "a trial of an experiment",
 }
 

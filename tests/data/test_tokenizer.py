@@ -10,13 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import InvalidConfig
-from weft.data.tokenizer import (
-    END_OF_TEXT,
-    find_separator,
-    load_tokenizer,
-    required_vocab_size,
-    train_tokenizer,
-)
+from weft.data.document_tokens import find_separator
+from weft.data.tokenizer import END_OF_TEXT, load_tokenizer, required_vocab_size, train_tokenizer
 
 TEXTS = [Path(__file__).read_text(), "Ein Satz, und noch einer. " * 50, "日本語のテキスト " * 20]
 

@@ -27,7 +27,7 @@ from weft.estimate.cost import (
     work_seconds,
 )
 from weft.models import llama
-from weft.plan.devices import Network, get_device, load_clusters, read_clusters
+from weft.plan.devices import Network, find_device, get_device, load_clusters, read_clusters
 from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
 from weft.plan.plan import Machine
 from weft.plan.plan_text import plan_recipe
@@ -176,8 +176,9 @@ def test_formulas_read_the_plan(changes: dict[str, str], layout: dict[str, Any])
     plan, machine = plan_recipe(
         "llama3-8b", list(overrides.items()), [], "2x8xH100", lambda section: Machine("cpu", 1)
     )
-    assert machine.spec is not None
-    formulas = DecoderFormulas(plan, machine.spec)
+    device = find_device(machine)
+    assert device is not None
+    formulas = DecoderFormulas(plan, device)
     written = replace(LAYOUT, global_batch_size=64, kernel="attention", chunked_loss=True, **layout)
     assert formulas.estimate_step() == estimate_step(written)
     assert formulas.estimate_memory() == estimate_memory(written)

@@ -33,6 +33,7 @@ from weft.estimate.search import (
     search,
     trace_candidate,
 )
+from weft.plan.devices import find_device
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import resolve
@@ -170,7 +171,7 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     assert result.winner is not None
     expected = flatten(result.winner.candidate.plan.job) | {"run.cluster": "1x2xH100"}
     assert flatten(reread) == expected
-    prediction = forecast(resolve(reread, machine), machine, machine.spec)
+    prediction = forecast(resolve(reread, machine), machine, find_device(machine))
     assert (prediction.step_seconds, prediction.needed_bytes) == (
         result.winner.prediction.step_seconds,
         result.winner.prediction.needed_bytes,
@@ -265,11 +266,12 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
 def test_candidate_chunks_its_loss_by_its_own_logits() -> None:
     """A small microbatch under tensor parallelism needs no chunks, even if the recipe does."""
     _job, plan, machine = planned("1x4xH100", ("train.microbatch_size", "2"))
-    assert machine.spec is not None
+    device = find_device(machine)
+    assert device is not None
     by_logits = {}
     for candidate in enumerate_candidates(plan, machine):
         key = candidate.plan.tp, candidate.plan.microbatch_size
-        by_logits[key] = DecoderFormulas(candidate.plan, machine.spec).logit_bytes
+        by_logits[key] = DecoderFormulas(candidate.plan, device).logit_bytes
     assert by_logits[4, 1] > by_logits[1, 2]
 
 
@@ -369,7 +371,7 @@ def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path:
     path = tmp_path / "best.toml"
     path.write_text(render_recipe(result, plan.job, "llama3-405b", "64x8xH100"), "utf-8")
     reread = plan_recipe(str(path), [], [], None, lambda device: local_machine)
-    prediction = forecast(*reread, reread[1].spec)
+    prediction = forecast(*reread, find_device(reread[1]))
     assert prediction.step_seconds == result.winner.prediction.step_seconds
     assert prediction.needed_bytes == result.winner.prediction.needed_bytes
 

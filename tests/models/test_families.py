@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.test_layouts import MODEL, check
 from weft.config.schema import RunSection
-from weft.models import FAMILIES, resolve_model
+from weft.models import FAMILIES
 from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes, to_hf_config
 from weft.models.llama import INIT, num_matmul_params
+from weft.plan.model_config import resolve_model
 from weft.plan.plan import Machine
 
 # Grouped heads, wider than dim / num_heads as in Qwen3 0.6B.

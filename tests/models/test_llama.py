@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import run_ranks
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.models import FAMILIES, Family, load_family, resolve_model
+from weft.models import FAMILIES, Family, load_family
 from weft.models.family import hf_name
 from weft.models.hf_mapping import to_hf_config
 from weft.models.layers import rope_frequencies
@@ -36,6 +36,7 @@ from weft.models.llama import (
     num_matmul_params,
     num_params,
 )
+from weft.plan.model_config import resolve_model
 
 SMALL = LlamaConfig(
     num_layers=2,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models import FAMILIES, resolve_model
+from weft.models import FAMILIES
 from weft.models.layers import group_sizes, grouped_linear
 from weft.models.moe import (
     INIT,
@@ -26,6 +26,7 @@ from weft.models.moe import (
     num_params,
     unit_costs,
 )
+from weft.plan.model_config import resolve_model
 
 TINY: dict[str, Any] = {
     "num_layers": 3,

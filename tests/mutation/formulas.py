@@ -64,8 +64,9 @@ from weft.data.loader import (
 )
 from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
-from weft.models import load_family, resolve_model
+from weft.models import load_family
 from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, set_learning_rate
+from weft.plan.model_config import resolve_model
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.tools.local_ranks import run_ranks

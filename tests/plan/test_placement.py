@@ -12,20 +12,20 @@ import time
 import numpy as np
 import pytest
 
-from weft.plan import placement
+from weft.plan import rank_map
 from weft.plan.placement import (
     AXES,
     MESH_ORDERS,
     coordinates_to_rank,
     count_ranks,
     crosses_nodes,
-    format_rank_map,
     max_nodes_per_group,
-    placement_warnings,
     rank_groups,
     rank_to_coordinates,
     ranks_per_node,
 )
+from weft.plan.plan_warnings import placement_warnings
+from weft.plan.rank_map import format_rank_map
 
 REPLICA_OUTER = MESH_ORDERS["replica-outer"]
 WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of eight
@@ -281,7 +281,7 @@ def unspan(text: str) -> range:
 
 def test_rank_map_every_line_has_the_ranks_of_its_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line has exactly the ranks of its node with the indices that the line shows."""
-    monkeypatch.setattr(placement, "MAX_NODES_SHOWN", 10**6)  # every node is shown
+    monkeypatch.setattr(rank_map, "MAX_NODES_SHOWN", 10**6)  # every node is shown
     for sizes, order in layouts():
         for count in (1, 4, 8, 24):
             columns = [axis for axis in order if axis != "tp" and sizes[axis] > 1]

@@ -11,8 +11,8 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
+from weft.plan.degrees import divisors, format_choices
 from weft.plan.devices import peak_flops
-from weft.plan.placement import divisors, format_choices
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 

@@ -13,10 +13,9 @@ import pytest
 from weft.models.family import UnitCost
 from weft.models.llama import PRESETS, unit_costs
 from weft.plan.devices import GIB
-from weft.plan.pipeline_plan import PipelinePlan
+from weft.plan.plan import PipelinePlan, Stage
 from weft.plan.stages import (
     Objective,
-    Stage,
     check_layers_per_stage,
     format_stage_table,
     imbalance,

@@ -14,17 +14,15 @@ from tokenizers import AddedToken, Tokenizer, processors
 from tests.random_runs import random_run
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.prepare import prepare_store
-from weft.data.prepared_cache import Progress
-from weft.data.tokenizer import (
+from weft.data.document_tokens import (
     RECORD_FILE,
     find_document_tokens,
     format_record,
     load_document_tokens,
-    load_tokenizer,
-    required_vocab_size,
-    train_tokenizer,
 )
+from weft.data.prepare import prepare_store
+from weft.data.prepared_cache import Progress
+from weft.data.tokenizer import load_tokenizer, required_vocab_size, train_tokenizer
 from weft.tools.evaluate import encode_pair
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint, import_model

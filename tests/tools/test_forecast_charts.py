@@ -21,7 +21,7 @@ from weft.config.schema import Job
 from weft.estimate.cost import Span, simulate_pipeline
 from weft.estimate.forecast import GIB, Forecast, forecast
 from weft.plan.devices import parse_cluster
-from weft.plan.pipeline_schedule import build_schedule
+from weft.plan.pipeline_schedule import build_schedule, planned_schedule
 from weft.plan.placement import rank_to_coordinates
 from weft.plan.plan import Plan
 from weft.plan.plan_text import cluster_machine
@@ -122,7 +122,7 @@ def scale_of(chart: dict[str, Any]) -> float:
 def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
     _, plan, _ = predicted(layout)
     boxes = actions(draw_pipeline(layout))
-    table = plan.pipeline_schedule
+    table = planned_schedule(plan)
     assert all(len(positions) == 1 for positions in boxes.values())
     assert {key: positions[0].rank for key, positions in boxes.items()} == {
         tuple(action): rank for rank, order in table.items() for action in order

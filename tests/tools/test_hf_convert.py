@@ -48,10 +48,11 @@ from weft.config.errors import WeftError
 from weft.config.schema import replace, to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
-from weft.models import FAMILIES, resolve_model
+from weft.models import FAMILIES
 from weft.models.family import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.models.llama import LlamaConfig
+from weft.plan.model_config import resolve_model
 from weft.tools.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_local_model, load_unsharded

@@ -22,6 +22,7 @@ from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
 from weft.monitor.run_reader import RunReader
 from weft.plan.devices import GIB
+from weft.plan.pipeline_schedule import planned_schedule
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.tools.report.page import REPORT_FILE
@@ -94,7 +95,7 @@ def test_report_predicted_memory_is_of_the_runs_plan(
 def spans(plan: Plan, steps: list[int], directory: Path, cut: int = 0) -> None:
     """Write spans: action n of rank r begins at 1000 step + 10 n + r milliseconds."""
     (directory / "spans").mkdir(exist_ok=True)
-    for rank, order in plan.pipeline_schedule.items():
+    for rank, order in planned_schedule(plan).items():
         events: list[dict[str, Any]] = []
         for step in steps:
             events.append({"name": "waiting for data", "ph": "X", "ts": 0, "args": {"step": step}})
@@ -119,7 +120,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
     result = measured_timeline(directory, plan)
     assert result is not None
     assert result[0] == 6
-    for rank, order in plan.pipeline_schedule.items():
+    for rank, order in planned_schedule(plan).items():
         spans_of_rank = sorted(
             (s for s in result[1] if s.rank == rank), key=lambda span: span.start
         )
@@ -131,7 +132,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
     assert result is not None
     step, drawn = result
     assert step == 5
-    table = plan.pipeline_schedule
+    table = planned_schedule(plan)
     expected = {
         (rank, *action): pytest.approx((0.01 * n + 0.001 * rank, 0.01 * n + 0.001 * rank + 0.005))
         for rank, order in table.items()

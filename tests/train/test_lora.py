@@ -20,9 +20,10 @@ from weft.checkpoint.weight_files import write_json
 from weft.config.errors import InvalidConfig
 from weft.config.schema import to_toml
 from weft.data.prepared_cache import Progress
-from weft.models import FAMILIES, resolve_model
+from weft.models import FAMILIES
 from weft.models.family import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
+from weft.plan.model_config import resolve_model
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_unsharded
 

@@ -43,14 +43,14 @@ from weft.config.files import replace_bytes, replace_text
 from weft.config.reader import read_job
 from weft.config.schema import Job, difference, to_toml
 from weft.data.dataset import Dataset, open_dataset
+from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.loader import build_mixture
 from weft.data.packing import describe_packing
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.source import STDLIB
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from weft.data.tokenizer import IMPORTED_DIR, RECORD_FILE, format_record, has_excess_padding
+from weft.data.tokenizer import has_excess_padding
 from weft.estimate.memory_check import RunPrediction, predict_run, save_prediction
-from weft.models import expand_preset
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import read_tail
@@ -58,6 +58,7 @@ from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
+from weft.plan.model_config import expand_preset
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages

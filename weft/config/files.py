@@ -205,7 +205,7 @@ def check_url(key: str, url: str) -> list[ConfigError]:
 
 
 def storage_options(url: str) -> dict[str, Any]:
-    """Return the options of fsspec for a URL: fresh listings, and repeated requests to S3."""
+    """Return fsspec's options for a URL: fresh listings, repeated requests to S3."""
     options: dict[str, Any] = {"use_listings_cache": False}  # it would hide what others write
     if url.startswith("s3://"):
         retries = {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}

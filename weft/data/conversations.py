@@ -35,6 +35,7 @@ from weft.data.chat import (
     InvalidConversation,
     parse_line,
 )
+from weft.data.document_tokens import find_separator
 from weft.data.fragments import FileFragment, list_fragments
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
@@ -49,7 +50,6 @@ from weft.data.token_store import (
     Split,
     SplitName,
 )
-from weft.data.tokenizer import find_separator
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
 UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split

@@ -28,6 +28,7 @@ from weft.config.schema import DataSection
 from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
 from weft.data.dataset import Dataset, dataset_from_store, write_mixture
+from weft.data.document_tokens import RECORD_FILE, format_record
 from weft.data.documents import read_record_corpus
 from weft.data.foreign_tokens import TokenCorpus, read_headers
 from weft.data.prepared_cache import (
@@ -45,7 +46,7 @@ from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
 from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.tokenizer import RECORD_FILE, format_record, train_tokenizer
+from weft.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
+from weft.data.document_tokens import find_separator
 from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
-from weft.data.tokenizer import find_separator, load_tokenizer, required_vocab_size
+from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.data.workers import Advance
 
 BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores

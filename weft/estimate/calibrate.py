@@ -38,6 +38,7 @@ from weft.plan.devices import (
     CPU_DEVICE,
     GIB,
     Device,
+    find_device,
     load_clusters,
     read_clusters,
     user_cluster_files,
@@ -143,7 +144,7 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
         local_world_size=local_world_size,
         memory_bytes=memory,
     )
-    if spec := machine.spec:
+    if spec := find_device(machine):
         machine = replace(
             machine,
             memory_bytes=memory or int(spec.memory_gib * GIB) or None,
@@ -179,7 +180,7 @@ def read_run(run_dir: Path) -> FinishedRun:
     if len(last) < MIN_RECORDS:
         rule = f"has {len(last)} records after the first {WARMUP_RECORDS} of its last start"
         raise missing(rule, f"train until it has {MIN_RECORDS}, or lower monitor.log_interval")
-    if machine.spec is None:
+    if find_device(machine) is None:
         rule = f"ran on {machine.device_name!r}, a device of unknown speed"
         raise missing(rule, "add it to clusters.toml; benchmarks/device.py measures it")
     environment = read_json(run_dir / "environment.json")
@@ -201,7 +202,7 @@ def calibrate(run: FinishedRun) -> Calibration:
         InvalidConfig: if no value predicts the measured time.
     """
     plan, rank_traces = run.plan, trace_ranks(run.plan)
-    device = run.machine.spec
+    device = find_device(run.machine)
     assert device is not None, "read_run refuses unknown devices"
     prediction = price_traces(plan, run.machine, device, rank_traces)
     seconds_before = prediction.step_seconds

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.plan.devices import Device
+from weft.plan.devices import Device, find_device
 from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
 from weft.plan.plan import Machine, Plan
 
@@ -403,7 +403,7 @@ def _exposed_sync(
 
 def device_spec(plan: Plan, machine: Machine) -> Device | None:
     """Return the machine's device; None for a CPU that was not calibrated."""
-    device = machine.spec
+    device = find_device(machine)
     measured = device is not None and device.calibrated
     return device if plan.device == "cuda" or measured else None
 

@@ -38,14 +38,13 @@ from weft.estimate.advice import can_use_float8
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
-from weft.plan.devices import GIB, Device
-from weft.plan.pipeline_plan import PipelinePlan
+from weft.plan.degrees import divisors
+from weft.plan.devices import GIB, Device, find_device
 from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.placement import ParallelDims, divisors
-from weft.plan.plan import Machine, Plan
+from weft.plan.placement import ParallelDims
+from weft.plan.plan import Machine, PipelinePlan, Plan, Stage
 from weft.plan.resolve import resolve
 from weft.plan.sharding import resolve_reshard
-from weft.plan.stages import Stage
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the
 # recipe's, fitting or not.
@@ -191,7 +190,7 @@ def searched_device(plan: Plan, machine: Machine) -> Device:
     Raises:
         InvalidConfig: if the device or the model is not supported.
     """
-    job, device = plan.job, machine.spec
+    job, device = plan.job, find_device(machine)
     if device is None or plan.device == "cpu":
         rule, remedy = "is a device of unknown speed", "use --cluster, such as 64x8xH100"
         raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
@@ -338,7 +337,7 @@ def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
     """Trace a candidate on a machine; never raise."""
     candidate, machine = task
     try:
-        prediction = forecast(resolve(candidate.plan.job, machine), machine, machine.spec)
+        prediction = forecast(resolve(candidate.plan.job, machine), machine, find_device(machine))
     except InvalidConfig as error:
         return RejectedCandidate(candidate, "rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others

@@ -56,11 +56,11 @@ from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
     max_pending_backwards,
+    planned_schedule,
     stage_indices,
 )
 from weft.plan.placement import coordinates_to_rank
-from weft.plan.plan import Plan
-from weft.plan.stages import Stage
+from weft.plan.plan import Plan, Stage
 from weft.train import setup
 from weft.train.run import manual_gc
 from weft.train.setup import Built, Rank, build
@@ -404,11 +404,11 @@ def record_rank(
             and (
                 has_fewer_microbatches
                 or small_plan.pipeline.stage_ranks != plan.pipeline.stage_ranks
-                or has_mixed_backward(plan.pipeline_schedule)
+                or has_mixed_backward(planned_schedule(plan))
             )
         ):
             small_plan = use_sequential_schedule(
-                small_plan, "W" in action_kinds(plan.pipeline_schedule), Path(directory)
+                small_plan, "W" in action_kinds(planned_schedule(plan)), Path(directory)
             )
         built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
         op_trace = record_step(built, small_plan, mode, group_size, plan.device)
@@ -523,7 +523,7 @@ def rank_actions(plan: Plan, pp: int) -> dict[Segment, Action]:
     Keys: stage index, kind, number of earlier actions of that kind.  Values: the schedule's action,
     of which the key may be a half.
     """
-    schedule = plan.pipeline_schedule
+    schedule = planned_schedule(plan)
     is_mixed = has_mixed_backward(schedule)
     stages = stage_indices(schedule[pp])
     counts: Counter[tuple[int, str]] = Counter()

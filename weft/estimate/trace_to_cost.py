@@ -29,6 +29,7 @@ from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpCall
 from weft.estimate.trace import RankTrace, collective_bytes
 from weft.plan.devices import Device
+from weft.plan.pipeline_schedule import planned_schedule
 from weft.plan.plan import Plan
 
 # Index of the first factor among the inputs.
@@ -269,7 +270,7 @@ def build_step(plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> 
         rank_work = pricer.price_optimizer()
         optimizer_work = max(optimizer_work, rank_work, key=lambda work: work.traffic_bytes)
     schedule, p2p = (
-        (plan.pipeline_schedule, find_p2p(rank_traces)) if plan.pipeline else (None, None)
+        (planned_schedule(plan), find_p2p(rank_traces)) if plan.pipeline else (None, None)
     )
     stages = tuple(works[stage_index] for stage_index in sorted(works))
     return Step(stages, plan.num_microbatches, plan.tokens_per_step, optimizer_work, schedule, p2p)

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from weft.config.errors import WeftError
 from weft.config.files import read_json
 from weft.parallel.private import dump_memory_snapshot
-from weft.plan.devices import GIB
 from weft.plan.plan import Plan
 
 PREDICTION = "expected.json"  # in the run directory; `weft.estimate.memory_check` writes it
@@ -32,9 +31,9 @@ class OutOfMemory(WeftError):
 def memory_peak_gib(device: torch.device) -> float:
     """Return the peak GiB of this rank: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / GIB
+        return torch.cuda.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
 
 def read_prediction(run_dir: Path) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def out_of_memory(
     """
     peak = memory_peak_gib(device)
     sizes = {name: storage_gib(tensors, device) for name, tensors in tensors_by_category.items()}
-    used = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else peak
+    used = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else peak
     rest = max(0.0, used - sum(sizes.values()))
     sizes[OTHERS if tensors_by_category else "parameters"] = rest
     if used < peak:
@@ -101,7 +100,7 @@ def storage_gib(tensors: Iterable[Tensor], device: torch.device) -> float:
             if plain.device.type == device.type:
                 storage = plain.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values()) / GIB
+    return sum(sizes.values()) / 2**30
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from weft.parallel.compile import compile_label
 from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
 from weft.parallel.private import disable_recompile_limit
-from weft.plan.sharding import MOMENT_BLOCK_SIZE
+from weft.plan.matrices import MOMENT_BLOCK_SIZE
 
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
 MAX_OCTAVES = 40  # of the second moment that a block can span

@@ -43,6 +43,7 @@ from pydantic import (
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.reader import validation_rule
+from weft.plan.plan import Machine
 
 T = TypeVar("T")
 
@@ -292,6 +293,13 @@ def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of a driver's device name; None if unknown."""
     device = match_device(device_name)
     return device.bf16 or None if device else None
+
+
+def find_device(machine: Machine) -> Device | None:
+    """Return the entry of a machine's devices in the device table; None if unknown."""
+    if machine.device == "cpu":
+        return get_device(CPU_DEVICE)
+    return match_device(machine.device_name, machine.memory_bytes)
 
 
 BOARD_WORDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d"}

@@ -14,6 +14,7 @@ from weft.models import Family
 from weft.models.family import UnitCost
 from weft.plan.matrices import list_matrices, weight_split
 from weft.plan.placement import ParallelDims
+from weft.plan.plan import Plan
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
 # Bytes of a block and its scale: see `weft.parallel.lora`.
@@ -72,6 +73,11 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
     change = 6.0 * params - family.flops_per_token(model, 0) / 3
     return TrainingCost(*common, params, quantized, full + change, causal + change)
+
+
+def plan_cost(plan: Plan) -> TrainingCost:
+    """Return the `training_cost` of a plan."""
+    return training_cost(plan.job.lora, plan.model, plan.family, plan.seq_len)
 
 
 class FrozenWeights(NamedTuple):

@@ -27,6 +27,9 @@ from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
 from weft.plan.placement import ParallelDims
 
+# Neighbors in a row of a matrix that share two scale bytes, with optim.state_dtype 8bit.
+MOMENT_BLOCK_SIZE = 32
+
 
 class Matrix(NamedTuple):
     """The weight of a linear layer of a block."""

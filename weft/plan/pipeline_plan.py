@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
+from weft.plan.degrees import format_choices
 from weft.plan.lora_plan import TrainingCost
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     ScheduleSpec,
     build_schedule,
     find_schedule,
-    is_schedule_file,
     max_in_flight,
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.placement import ParallelDims, format_choices
-from weft.plan.stages import Stage, check_layers_per_stage, split_into_stages
+from weft.plan.placement import ParallelDims
+from weft.plan.plan import PipelinePlan
+from weft.plan.stages import check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
 MIN_MICROBATCHES_PER_RANK = 4
 MAX_AUTO_MICROBATCH_SIZE = 4096
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """The schedule of a pipeline and its stages.
-
-    Attributes:
-        schedule: a key of `SCHEDULES`, or the path of a CSV file.
-        stage_ranks: pipeline rank of each stage.
-        in_flight: peak number of microbatches whose activations each stage keeps.
-    """
-
-    schedule: str
-    stages: tuple[Stage, ...]
-    stage_ranks: tuple[int, ...]
-    in_flight: tuple[int, ...]
-
-    @property
-    def has_schedule_file(self) -> bool:
-        """Return True if a CSV file has the schedule."""
-        return is_schedule_file(self.schedule)
-
-    def stages_on_rank(self, rank: int) -> list[int]:
-        """Return the stage indices of one pipeline rank, in order."""
-        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
-
-    @property
-    def stages_by_rank(self) -> list[list[Stage]]:
-        """The stages of each pipeline rank."""
-        ranks = range(max(self.stage_ranks) + 1)
-        return [[self.stages[stage] for stage in self.stages_on_rank(rank)] for rank in ranks]
-
-    @property
-    def stage_names(self) -> list[str]:
-        """The units of each pipeline rank, such as ``layers 0-3; layers 16-19``."""
-        return ["; ".join(stage.name for stage in stages) for stages in self.stages_by_rank]
 
 
 def count_microbatches(local_batch_size: int, microbatch_size: int) -> int:

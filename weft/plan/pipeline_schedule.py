@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.plan.plan import Plan
 
 ActionKind = Literal["F", "B", "I", "W"]
 
@@ -144,6 +145,19 @@ def build_schedule(
     ]
     schedule = get_schedule_class(name)(stages, num_microbatches)
     return {rank: list(_flatten_actions(order)) for rank, order in schedule.pipeline_order.items()}
+
+
+def planned_schedule(plan: Plan) -> PipelineSchedule:
+    """Return the actions of each pipeline rank; of a single stage without a pipeline.
+
+    Raises:
+        InvalidConfig: if the CSV file of the schedule has become invalid.
+    """
+    if plan.pipeline is None:
+        return single_stage_schedule(plan.num_microbatches)
+    if plan.pipeline.has_schedule_file:
+        return read_schedule_csv(Path(plan.schedule_name), plan.pp)
+    return build_schedule(plan.schedule_name, plan.pp, plan.stages_per_rank, plan.num_microbatches)
 
 
 def single_stage_schedule(num_microbatches: int) -> PipelineSchedule:

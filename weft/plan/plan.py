@@ -13,15 +13,6 @@ from typing import Any, Literal
 
 from weft.config.schema import Job
 from weft.models import Family, load_family
-from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
-from weft.plan.lora_plan import TrainingCost, training_cost
-from weft.plan.pipeline_plan import PipelinePlan
-from weft.plan.pipeline_schedule import (
-    PipelineSchedule,
-    build_schedule,
-    read_schedule_csv,
-    single_stage_schedule,
-)
 from weft.plan.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
 
 DeviceType = Literal["cpu", "cuda"]
@@ -49,18 +40,79 @@ class Machine:
     peer_access: bool = False
     capability: tuple[int, int] = (0, 0)
 
-    @property
-    def spec(self) -> Device | None:
-        """The entry of its devices in the device table; None if unknown."""
-        if self.device == "cpu":
-            return get_device(CPU_DEVICE)
-        return match_device(self.device_name, self.memory_bytes)
-
     def memory_per_rank(self, local_world_size: int) -> int | None:
         """Return the bytes of memory of each rank; CPU ranks share their host's memory."""
         if self.memory_bytes is None:
             return None
         return self.memory_bytes // (local_world_size if self.device == "cpu" else 1)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive units of a model that one rank computes.
+
+    Attributes:
+        first_unit, end_unit: index of the first unit, and one past the last.
+        name: its units, for people.
+        time_fraction: fraction of the time of all stages.
+        activation_bytes: bytes saved for backward per microbatch.
+        in_flight: peak number of microbatches whose activations it keeps.
+    """
+
+    first_unit: int
+    end_unit: int
+    name: str
+    num_blocks: int
+    time_fraction: float
+    state_bytes: float
+    activation_bytes: float
+    in_flight: int
+
+    @property
+    def units(self) -> range:
+        """Indices of its units, as the family's ``prune_to_stage`` takes them."""
+        return range(self.first_unit, self.end_unit)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak bytes of state and activations."""
+        return self.state_bytes + self.in_flight * self.activation_bytes
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The schedule of a pipeline and its stages.
+
+    Attributes:
+        schedule: a name of `weft.plan.pipeline_schedule`, or the path of a CSV file.
+        stage_ranks: pipeline rank of each stage.
+        in_flight: peak number of microbatches whose activations each stage keeps.
+    """
+
+    schedule: str
+    stages: tuple[Stage, ...]
+    stage_ranks: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def has_schedule_file(self) -> bool:
+        """Return True if a CSV file has the schedule."""
+        return self.schedule.lower().endswith(".csv")
+
+    def stages_on_rank(self, rank: int) -> list[int]:
+        """Return the stage indices of one pipeline rank, in order."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+
+    @property
+    def stages_by_rank(self) -> list[list[Stage]]:
+        """The stages of each pipeline rank."""
+        ranks = range(max(self.stage_ranks) + 1)
+        return [[self.stages[stage] for stage in self.stages_on_rank(rank)] for rank in ranks]
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The units of each pipeline rank, such as ``layers 0-3; layers 16-19``."""
+        return ["; ".join(stage.name for stage in stages) for stages in self.stages_by_rank]
 
 
 @dataclass(frozen=True)
@@ -117,11 +169,6 @@ class Plan:
     def family(self) -> Family:
         """The model family."""
         return load_family(self.job.model.kind)
-
-    @property
-    def cost(self) -> TrainingCost:
-        """Trainable parameters, and cost of the unsharded model."""
-        return training_cost(self.job.lora, self.model, self.family, self.seq_len)
 
     @property
     def seed(self) -> int:
@@ -211,21 +258,6 @@ class Plan:
     def stages_per_rank(self) -> int:
         """Pipeline stages of each rank; 1 without a pipeline."""
         return 1 if self.pipeline is None else len(self.pipeline.stages) // self.pp
-
-    @property
-    def pipeline_schedule(self) -> PipelineSchedule:
-        """Ordered actions of each pipeline rank; a single stage without a pipeline.
-
-        Raises:
-            InvalidConfig: if the CSV file of the schedule has become invalid.
-        """
-        if self.pipeline is None:
-            return single_stage_schedule(self.num_microbatches)
-        if self.pipeline.has_schedule_file:
-            return read_schedule_csv(Path(self.schedule_name), self.pp)
-        return build_schedule(
-            self.schedule_name, self.pp, self.stages_per_rank, self.num_microbatches
-        )
 
     @property
     def shard_ranks_per_node(self) -> int | None:

@@ -16,8 +16,9 @@ from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
-from weft.plan.placement import format_rank_map
+from weft.plan.lora_plan import plan_cost
 from weft.plan.plan import Machine, Plan
+from weft.plan.rank_map import format_rank_map
 from weft.plan.resolve import resolve
 from weft.plan.sharding import estimate_rank_bytes, state_bytes_per_param
 from weft.plan.stages import format_stage_table
@@ -196,7 +197,7 @@ def _describe_pipeline(plan: Plan) -> str:
 
 def estimate_memory_bytes(plan: Plan) -> float | None:
     """Estimate the bytes on the fullest rank; None if the family has no units."""
-    cost = plan.cost
+    cost = plan_cost(plan)
     if not cost.units:
         return None
     compute_bytes = 2 if plan.compute_dtype == "bfloat16" else 4

@@ -11,12 +11,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.config.schema import Job, flatten
+from weft.plan.degrees import divisors, format_choices
+from weft.plan.lora_plan import plan_cost
 from weft.plan.pipeline_schedule import SCHEDULES
+from weft.plan.placement import (
+    AXES,
+    Sizes,
+    count_ranks,
+    group_array,
+    max_nodes_per_group,
+    nodes_per_group,
+)
 from weft.plan.plan import Plan
 
 DEFAULTS = flatten(Job())
@@ -266,7 +276,7 @@ def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
     if section.offload:
         stages = plan.pipeline.stages if plan.pipeline else ()
         owner = "the largest stage" if stages else "the model"
-        num_blocks = max((s.num_blocks for s in stages), default=len(plan.cost.units) - 2)
+        num_blocks = max((s.num_blocks for s in stages), default=len(plan_cost(plan).units) - 2)
         remedy = (
             f"Use activation_checkpoint.offload_prefetch={num_blocks - 1} or less"
             if num_blocks > 1
@@ -320,3 +330,30 @@ def _is_node_count_allowed(nodes: str, num_nodes: int) -> bool:
     """Return True if ``run.nodes`` includes ``num_nodes`` or is not a number or range."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
     return match is None or int(match[1]) <= num_nodes <= int(match[2] or match[1])
+
+
+def placement_warnings(
+    sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
+) -> list[str]:
+    """Return warnings about a placement that is certain to be slow.
+
+    Every axis except tp may cross nodes, and in a large run must.
+    """
+    warnings = []
+    world_size, tp = count_ranks(sizes), sizes.get("tp", 1)
+    if (num_nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
+        groups = group_array("tp", sizes, order)
+        group = groups[nodes_per_group(groups, local_world_size).argmax()]
+        warnings.append(
+            f"parallel.tp={tp}: the group of ranks {group.min()}-{group.max()} spans {num_nodes} "
+            f"nodes of {local_world_size} ranks. Tensor parallelism communicates several times in "
+            "every layer, with nothing to compute meanwhile. Use a degree that divides the ranks "
+            f"of a node: {format_choices(divisors(local_world_size))}."
+        )
+    if world_size > local_world_size and (remainder := world_size % local_world_size):
+        warnings.append(
+            f"{world_size} ranks do not fill nodes of {local_world_size}: the last node has "
+            f"{remainder}, and groups do not align with nodes. Use a multiple of "
+            f"{local_world_size} ranks."
+        )
+    return warnings

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, difference
-from weft.models import Family, load_family, resolve_section
+from weft.models import Family, load_family
+from weft.plan.degrees import resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
 from weft.plan.matrices import (
@@ -25,17 +26,14 @@ from weft.plan.matrices import (
     find_float8_matrices,
     supports_float8,
 )
-from weft.plan.pipeline_plan import (
-    PipelinePlan,
-    check_adapter_stages,
-    count_microbatches,
-    resolve_pipeline,
-)
-from weft.plan.placement import DEGREE_KEYS, ParallelDims, placement_warnings, resolve_degrees
-from weft.plan.plan import Machine, Plan
+from weft.plan.model_config import resolve_section
+from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
+from weft.plan.placement import DEGREE_KEYS, ParallelDims
+from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
     float8_warnings,
+    placement_warnings,
     unused_key_warnings,
     warmup_warnings,
 )

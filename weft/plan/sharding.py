@@ -16,15 +16,15 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
+from weft.plan.degrees import divisors, format_choices
 from weft.plan.devices import GIB
 from weft.plan.lora_plan import TrainingCost, frozen_weights, is_target
-from weft.plan.matrices import list_matrices, weight_split
-from weft.plan.placement import DEGREE_KEYS, ParallelDims, divisors, format_choices
+from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, weight_split
+from weft.plan.placement import DEGREE_KEYS, ParallelDims
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
 # the remainder.
 USABLE_MEMORY = 0.9
-MOMENT_BLOCK_SIZE = 32  # neighbors in a row of a matrix that share two scale bytes
 # Bytes of both AdamW moments of a parameter; 8bit applies to the matrices of the blocks.
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
 # With parallel.gradient_sync = auto, unsharded float32 gradients up to this size are reduced once

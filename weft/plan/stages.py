@@ -25,12 +25,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.escaping import format_columns
+from weft.plan.plan import Stage
 
 if TYPE_CHECKING:
     from weft.models.family import UnitCost
@@ -168,38 +168,6 @@ def _prefix_sums(values: Sequence[int]) -> list[int]:
 
 
 # --------------------------------------------------------------------------- stages of a model
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive units of a model that one rank computes.
-
-    Attributes:
-        first_unit, end_unit: index of the first unit, and one past the last.
-        name: its units, for people.
-        time_fraction: fraction of the time of all stages.
-        activation_bytes: bytes saved for backward per microbatch.
-        in_flight: peak number of microbatches whose activations it keeps.
-    """
-
-    first_unit: int
-    end_unit: int
-    name: str
-    num_blocks: int
-    time_fraction: float
-    state_bytes: float
-    activation_bytes: float
-    in_flight: int
-
-    @property
-    def units(self) -> range:
-        """Indices of its units, as the family's ``prune_to_stage`` takes them."""
-        return range(self.first_unit, self.end_unit)
-
-    @property
-    def memory_bytes(self) -> float:
-        """Peak bytes of state and activations."""
-        return self.state_bytes + self.in_flight * self.activation_bytes
 
 
 def split_into_stages(

@@ -36,17 +36,15 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.schema import Job, replace, to_toml
-from weft.data.prepared_cache import Progress, Report
-from weft.data.token_store import TEMPLATE_FILE
-from weft.data.tokenizer import (
+from weft.data.document_tokens import (
     IMPORTED_DIR,
     find_document_tokens,
-    has_excess_padding,
     json_with_start_token,
     load_document_tokens,
-    load_tokenizer,
-    required_vocab_size,
 )
+from weft.data.prepared_cache import Progress, Report
+from weft.data.token_store import TEMPLATE_FILE
+from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size
 from weft.models import FAMILIES, Family
 from weft.models.hf_mapping import (
     detect_family,

@@ -21,10 +21,11 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_man
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, Section, replace
-from weft.models import Family, load_family, resolve_section
+from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
+from weft.plan.model_config import resolve_section
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve

@@ -34,9 +34,8 @@ from weft.models import FAMILIES
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.optimizer import SCHEDULES as RATES
 from weft.plan.lora_plan import QUANT_BLOCK_SIZE
-from weft.plan.matrices import required_multiple
+from weft.plan.matrices import MOMENT_BLOCK_SIZE, required_multiple
 from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.sharding import MOMENT_BLOCK_SIZE
 from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify import format_layout, read_recipe
 from weft.train.loss import OBJECTIVES

@@ -32,10 +32,10 @@ from weft.data.packing import check_conversations
 from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
-from weft.models import expand_preset
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
+from weft.plan.model_config import expand_preset
 from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve_nodes

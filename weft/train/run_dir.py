@@ -19,7 +19,6 @@ from weft.config.files import hold_lock, replace_text, write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
-from weft.plan.devices import GIB
 from weft.plan.plan import DeviceType, Plan
 from weft.train.machine import detect_machine
 
@@ -79,7 +78,7 @@ def _memory_gib(device: DeviceType) -> float | None:
     """Return the memory of one GPU or of the host; None if there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
-    return (detect_machine(RunSection(device=device)).memory_bytes or 0) / GIB
+    return (detect_machine(RunSection(device=device)).memory_bytes or 0) / 2**30
 
 
 def _git_commit() -> str | None:

@@ -18,15 +18,9 @@ from weft.estimate.forecast_text import verdict
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.trace import rank_actions
 from weft.plan.devices import GIB
-from weft.plan.placement import (
-    AXES,
-    describe_repetition,
-    format_ranges,
-    num_nodes_shown,
-    rank_groups,
-    rank_to_coordinates,
-)
+from weft.plan.placement import AXES, rank_groups, rank_to_coordinates
 from weft.plan.plan import Plan
+from weft.plan.rank_map import describe_repetition, format_ranges, num_nodes_shown
 from weft.tools.report.page import Part, Section, bar_part, render_page, table_part, text_part
 
 PIPELINE_WIDTH = 1100  # pixels of a row of the pipeline chart

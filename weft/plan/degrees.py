@@ -1,0 +1,65 @@
+"""Resolve the degrees of a layout, and suggest valid numbers."""
+
+from __future__ import annotations
+
+import math
+
+from weft.config.errors import ConfigErrors
+from weft.config.schema import ParallelSection
+from weft.plan.placement import DEGREE_KEYS, ParallelDims
+
+
+def resolve_degrees(
+    errors: ConfigErrors, parallel: ParallelSection, world_size: int
+) -> ParallelDims:
+    """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
+
+    If there are errors, the degrees are the nearest that other rules can check.
+    """
+    depends = ("run.nproc_per_node", *DEGREE_KEYS)
+    unit = parallel.ranks_per_shard
+    is_automatic = isinstance(parallel.dp_shard, str)
+    dp_shard = (
+        max(1, world_size // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
+    )
+    degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
+    above_one = {name: degree for name, degree in degrees.items() if degree > 1}
+    if is_automatic and world_size % unit:
+        name = next(iter(above_one))
+        others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
+        times = f"times {others} ({unit} in all) " if others else ""
+        valid = format_choices(divisors(world_size)) if not others else ""
+        ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
+        rule = f"{times}does not divide the {world_size} ranks"
+        errors.add(f"parallel.{name}", rule, remedy, depends)
+    elif not is_automatic and unit * dp_shard != world_size:
+        valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
+        others = ", ".join(f"{other}={n}" for other, n in above_one.items())
+        rule = f"times {others} " * bool(others) + f"is not equal to the {world_size} ranks"
+        remedy = f"{valid}, or run.nproc_per_node={unit * dp_shard}"
+        errors.add("parallel.dp_shard", rule, remedy, depends)
+    return ParallelDims(
+        parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp, parallel.ep
+    )
+
+
+def divisors(n: int, at_most: int | None = None) -> list[int]:
+    """Return the divisors of ``n`` in ascending order, up to ``at_most``."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    all_divisors = sorted({*small, *(n // d for d in small)})
+    return [d for d in all_divisors if d <= (at_most or n)]
+
+
+def nearest_divisors(n: int, unit: int) -> list[int]:
+    """Return the nonzero multiples of ``unit`` nearest to ``n``, one on each side."""
+    below = n // unit * unit
+    return [m for m in (below, below + unit) if m]
+
+
+def format_choices(values: list[int]) -> str:
+    """Format ``[1, 2, 4]`` as ``1, 2 or 4``; abbreviate a long list in the middle."""
+    words = [str(value) for value in values]
+    if len(words) > 8:
+        words = [*words[:4], "...", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
