@@ -332,15 +332,42 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
 def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
     """The manifest has a valid hash, which anybody can compute."""
     path = list_checkpoints(saved)[-1]
-    content = read_manifest(path)
-    change_of(content, name, value)
-    del content["hash"]
-    (path / "manifest.json").write_text(manifest_text(content))
+    rewrite_manifest(path, lambda content: change_of(content, name, value))
     with pytest.raises(shards.CorruptData):
         shards.parse_contents(read_manifest(path), path)
     if name == "file":
         with pytest.raises(RankError, match="step-00000002: its table of contents"):
             run_ranks(load_newest, 1, str(saved))
+
+
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and give it a valid hash."""
+    content = read_manifest(path)
+    del content["hash"]
+    change(content)
+    (path / "manifest.json").write_text(manifest_text(content))
+
+
+def test_load_exchanged_tensors_in_the_table_are_refused(saved: Path) -> None:
+    """Shape and fingerprint fit the other tensor; only the header of the file tells them apart."""
+
+    def exchange(content: dict[str, Any]) -> None:
+        table = content["tensors"]
+        first, second = (f"optim.embed_tokens.weight.exp_avg{end}" for end in ("", "_sq"))
+        table[first], table[second] = table[second], table[first]
+
+    rewrite_manifest(list_checkpoints(saved)[-1], exchange)
+    with pytest.raises(RankError, match="has other tensors than its table of contents"):
+        run_ranks(load_newest, 1, str(saved))
+
+
+def test_load_deeply_nested_table_is_refused(saved: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(900):
+        nested = [nested]
+    rewrite_manifest(list_checkpoints(saved)[-1], lambda content: content["files"].append(nested))
+    with pytest.raises(RankError, match=r"DamagedCheckpoint: .*nested too deeply"):
+        run_ranks(load_newest, 1, str(saved))
 
 
 def test_load_damaged_header_is_refused(saved: Path) -> None:

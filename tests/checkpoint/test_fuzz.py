@@ -1,7 +1,7 @@
 """Random damage to a checkpoint: the load is exact, falls back or is refused.
 
-Mutated manifests get a valid hash, which anybody can compute. A wrong position in such a
-manifest cannot be detected, but an invalid one can.
+Mutated manifests get a valid hash, which anybody can compute.  Positions and shapes in them are
+compared with the headers of the files.
 """
 
 from __future__ import annotations

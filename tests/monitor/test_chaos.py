@@ -90,7 +90,9 @@ def check(directory: Path, reference_run: Path) -> None:
     assert [(r["tokens"], r["loss"]) for r in ours] == [(r["tokens"], r["loss"]) for r in theirs]
     # Each position had the same sample as in the undisturbed run, in every start.
     assert read_notes(directory / "seen") == read_notes(reference_run / "seen")
-    assert not list((directory / "run/checkpoints").glob(".tmp-*"))
+    # A kill after the last commit may leave an old checkpoint half deleted, until the next save.
+    leftovers = (directory / "run/checkpoints").glob(".tmp-*")
+    assert not [path for path in leftovers if not path.name.endswith("-deleted")]
 
 
 def chaos(source: random.Random, kills: int, directory: Path, store: Path) -> int:

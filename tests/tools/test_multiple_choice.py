@@ -189,6 +189,10 @@ def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
         (("  data_files:", "  field: x\n  data_files:"), "dataset_kwargs.field"),
         (("[first, second, third]", "[first, '', third]"), "a choice is empty"),
         (("test_split: test", "test_split: other"), "data_files"),
+        (("test_split: test", "test_split: [test]"), "data_files"),
+        (("    test: ", "    test: 7  # "), "data_files=7 must"),
+        (("dataset_kwargs:\n  data_files:", "dataset_kwargs: data\nother:"), "dataset_kwargs="),
+        (("metric_list:\n  - metric", "metric_list: 3\nother:\n  - metric"), "metric_list=3 must"),
     ],
 )
 def test_read_task_unknown_fields_are_refused(

@@ -133,7 +133,12 @@ def read_header(path: Path, size: int) -> dict[str, StoredTensor]:
         length <= MAX_HEADER_BYTES,
         f"has a header of {length:,} bytes, more than {MAX_HEADER_BYTES:,}",
     )
-    tree = parse_json(bytes(read_range(path, 8, 8 + length)))
+    return parse_header(bytes(read_range(path, 8, 8 + length)), size)
+
+
+def parse_header(text: bytes, size: int) -> dict[str, StoredTensor]:
+    """Parse the JSON of a header, without the length before it; see `read_header`."""
+    length, tree = len(text), parse_json(text)
     _check(isinstance(tree.pop("__metadata__", {}), dict), "has __metadata__ that is not an object")
     tensors: list[tuple[int, int, str, StoredTensor]] = []
     for name, value in tree.items():

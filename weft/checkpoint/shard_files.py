@@ -39,7 +39,9 @@ from weft.checkpoint.safetensors import (
     DTYPES,
     MAX_HEADER_BYTES,
     NAMES,
+    StoredTensor,
     lay_out_file,
+    parse_header,
     read_header,
     tensor_bytes,
 )
@@ -444,21 +446,30 @@ def check_files(contents: Contents, rank: int = 0, num_ranks: int = 1) -> None:
     Memory that is then allocated by the table is bounded by the size of the files.
 
     Raises:
-        CorruptData: if a file is missing, not regular, of another size, or has another header.
+        CorruptData: if a file is missing, not regular, of another size, or has another header; or
+            if the table gives a tensor another position or shape than the header of its file.
         OSError: if a file cannot be read.
     """
+    files = list(contents.files)[rank::num_ranks]
+    shards: dict[str, dict[str, StoredTensor]] = {name: {} for name in files}
+    for name, tensor in contents.tensors.items():
+        for shard in tensor.shards:
+            if shard.file in shards:
+                stored = StoredTensor(shard.dtype, shard.sizes, shard.position)
+                shards[shard.file][name] = stored
 
     def check(file: StoredFile) -> None:
         file.check_size()
-        header = read_range(file.path, 0, file.header_bytes)
+        name, header = file.path.name, bytes(read_range(file.path, 0, file.header_bytes))
         if xxhash.xxh3_128_hexdigest(header) != file.header_digest:
-            name = file.path.name
             raise CorruptData(
                 f"{name} differs from what was written: the hash of its header does not match"
             )
+        if parse_header(header[8:], file.num_bytes) != shards[name]:
+            raise CorruptData(f"{name} has other tensors than its table of contents")
 
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        for _ in pool.map(check, [*contents.files.values()][rank::num_ranks]):
+        for _ in pool.map(check, (contents.files[name] for name in files)):
             pass
 
 

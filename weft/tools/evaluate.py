@@ -261,8 +261,15 @@ def _check(tree: Json) -> ConfigErrors:
         if name not in tree:
             errors.add(name, "is missing")
     _check_values(errors, "", tree, TASK_KEYS)
-    _check_values(errors, "dataset_kwargs.", tree.get("dataset_kwargs") or {}, DATASET_KEYS)
-    for metric in tree.get("metric_list") or []:
+    kwargs, metrics = tree.get("dataset_kwargs") or {}, tree.get("metric_list") or []
+    if isinstance(kwargs, dict):
+        _check_values(errors, "dataset_kwargs.", kwargs, DATASET_KEYS)
+    else:
+        errors.add("dataset_kwargs", "must be keys with values")
+    if not isinstance(metrics, list):
+        errors.add("metric_list", "must be a list")
+        metrics = []
+    for metric in metrics:
         values = {"metric": None} | metric if isinstance(metric, dict) else {"metric": metric}
         _check_values(errors, "metric_list.", values, METRIC_KEYS)
     return errors
@@ -284,9 +291,13 @@ def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
         split = tree.get("test_split") or tree.get("validation_split")
-        files = files.get(split)
+        files = files.get(str(split))
+    names = [files] if isinstance(files, str) else files or []
     documents: list[Json] = []
-    for name in [files] if isinstance(files, str) else files or []:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problems.add("dataset_kwargs.data_files", "must be paths of files", value=names)
+        return documents
+    for name in names:
         relative = path.parent / name
         try:
             text = (relative if relative.exists() else Path(name)).read_text("utf-8")
@@ -294,7 +305,7 @@ def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
             problems.add("dataset_kwargs.data_files", f"cannot be read: {error}", value=name)
-    if not files:
+    if not names:
         rule = "must name the files of test_split, or of validation_split"
         problems.add("dataset_kwargs.data_files", rule, value=MISSING)
     return documents
