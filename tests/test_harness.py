@@ -216,6 +216,7 @@ def test_server_after_a_failure_runs_another_world() -> None:
     assert harness._current is server
 
 
+@pytest.mark.slow
 def test_server_outlives_the_thread_that_started_it() -> None:
     servers: list[harness._Server] = []
 
@@ -260,6 +261,7 @@ def wait_for_children(pid: int, number: int) -> list[int]:
     return children(pid)
 
 
+@pytest.mark.slow  # tests/tools/test_verify.py has the same for `weft verify`
 def test_run_ranks_failed_world_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="and then this"):
         run_ranks(leave_processes_behind, 1, str(tmp_path))
@@ -270,6 +272,7 @@ def test_run_ranks_failed_world_leaves_no_process(tmp_path: Path) -> None:
     assert children(harness._current.process.pid) == []
 
 
+@pytest.mark.slow
 def test_ranks_of_a_killed_parent_die(tmp_path: Path) -> None:
     program = "import time; from tests.harness import run_ranks; run_ranks(time.sleep, 2, 600)"
     above = [  # both at once: each starts its own server

@@ -349,7 +349,7 @@ def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> No
 
 
 def test_load_exchanged_tensors_in_the_table_are_refused(saved: Path) -> None:
-    """Shape and fingerprint fit the other tensor; only the header of the file tells them apart."""
+    """Shape and fingerprint fit the other tensor; only the header of the file names them."""
 
     def exchange(content: dict[str, Any]) -> None:
         table = content["tensors"]

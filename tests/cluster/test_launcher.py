@@ -281,6 +281,7 @@ def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None
     assert (cause.rank, cause.message) == (2, "the process exited with status 7")
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_train_closed_output_pipe_the_run_completes(arguments: list[str], tmp_path: Path) -> None:
     """A closed terminal does not end the run; log files have all output."""

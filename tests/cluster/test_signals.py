@@ -135,10 +135,11 @@ TIMES = (0.0, 0.3, 1.0, 2.0, 3.0, 4.0)
     ("seconds", "number"),
     [
         (1.5, TERM),
-        pytest.param(1.5, INT, marks=pytest.mark.slow),
-        *(pytest.param(s, n, marks=pytest.mark.slow) for s in TIMES for n in (TERM, INT)),
+        (1.5, INT),
+        *((seconds, number) for seconds in TIMES for number in (TERM, INT)),
     ],
 )
+@pytest.mark.slow
 def test_signal_before_the_first_step_ends_a_run_that_can_restart(
     seconds: float,
     number: signal.Signals,

@@ -118,7 +118,13 @@ def scale_of(chart: dict[str, Any]) -> float:
 # --------------------------------------------------------------------------- the pipeline
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "DualPipeV" else name
+        for name in PIPELINES
+    ],
+)
 def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
     _, plan, _ = predicted(layout)
     boxes = actions(draw_pipeline(layout))

@@ -115,6 +115,9 @@ class Browser:
     def set_dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        # The page redraws its charts in the next frame.
+        frames = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        self.driver.execute_async_script(frames)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
