@@ -344,7 +344,7 @@ def parse_manifest(text: bytes) -> Json:
     without_hash = {name: value for name, value in manifest.items() if name != "hash"}
     try:
         canonical = manifest_text(without_hash).encode()
-        pickle.dumps(manifest)  # rank 0 sends it to the others
+        pickle.dumps(manifest)  # as rank 0 sends it to the others
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if text != canonical:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, is_schedule_file
 
 ActionKind = Literal["F", "B", "I", "W"]
 
@@ -85,11 +85,6 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec("DualPipeV", 2, splits_backward=True),
     )
 }
-
-
-def is_schedule_file(schedule: str) -> bool:
-    """Return True if ``pipeline.schedule`` names a CSV file."""
-    return schedule.lower().endswith(".csv")
 
 
 def find_schedule(name: str, pp: int) -> ScheduleSpec:

@@ -79,6 +79,11 @@ class Stage:
         return self.state_bytes + self.in_flight * self.activation_bytes
 
 
+def is_schedule_file(schedule: str) -> bool:
+    """Return True if ``pipeline.schedule`` names a CSV file."""
+    return schedule.lower().endswith(".csv")
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """The schedule of a pipeline and its stages.
@@ -97,7 +102,7 @@ class PipelinePlan:
     @property
     def has_schedule_file(self) -> bool:
         """Return True if a CSV file has the schedule."""
-        return self.schedule.lower().endswith(".csv")
+        return is_schedule_file(self.schedule)
 
     def stages_on_rank(self, rank: int) -> list[int]:
         """Return the stage indices of one pipeline rank, in order."""

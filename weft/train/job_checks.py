@@ -36,8 +36,7 @@ from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.plan.model_config import expand_preset
-from weft.plan.pipeline_schedule import is_schedule_file
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
 from weft.train.loss import OBJECTIVES
