@@ -60,8 +60,8 @@ def build_model(megabytes: int) -> tuple[Built, int]:
         "train.global_batch_size": "2",
         "run.dir": "/nonexistent",
     }
-    job, _, problems = read_job("demo", list(overrides.items()))
-    assert not problems, problems
+    job, _, errors = read_job("demo", list(overrides.items()))
+    assert not errors, errors
     plan = resolve(job, Machine("cpu", devices=len(os.sched_getaffinity(0)), world_size=1))
     torch.set_num_threads(plan.num_threads)
     built = build(plan, Rank(0, 0, 1, torch.device("cpu")))

@@ -190,15 +190,15 @@ def refusals(overrides: Overrides) -> list[str]:
     """Return why weft refuses a job; empty if it accepts it."""
     try:
         plan_for_recipe(read_recipe(RECIPE, list(overrides.items())))
-    except InvalidConfig as error:
-        return [str(problem) for problem in error.problems]
+    except InvalidConfig as invalid:
+        return [str(error) for error in invalid.errors]
     return []
 
 
 def run_pair(overrides: Overrides) -> dict[str, Any]:
     """Verify one job; return outcome (works, refused, wrong, failed) and reason."""
-    if problems := refusals(overrides):
-        return {"outcome": "refused", "reason": " ".join(problems)}
+    if errors := refusals(overrides):
+        return {"outcome": "refused", "reason": " ".join(errors)}
     try:
         job = read_recipe(RECIPE, list(overrides.items()))
         report = verify(job, ranks=RANKS, steps=STEPS, keep=list(overrides))

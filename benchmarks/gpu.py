@@ -301,8 +301,8 @@ def probe(tiny: bool) -> dict[str, Any]:
     def needs(layers: int, **extra: str) -> float:
         pairs = shape_of(False, layers) | {key.replace("__", "."): v for key, v in extra.items()}
         pairs |= {"precision.compute_dtype": "bfloat16", "run.dir": "/nonexistent"}
-        job, _, problems = read_job("demo", list(pairs.items()))
-        assert not problems, problems
+        job, _, errors = read_job("demo", list(pairs.items()))
+        assert not errors, errors
         return estimate_memory_bytes(resolve(job, machine)) or 0.0
 
     room = USABLE_MEMORY * (machine.memory_bytes or 0)
@@ -339,8 +339,8 @@ def peer(tiny: bool) -> dict[str, Any]:
         for key, value in shape.items()
         if key.startswith("model.") and value.isdigit()
     }
-    model_config, problems = resolve_model("llama", shape.get("model.preset", "toy"), fields)
-    assert model_config is not None, problems
+    model_config, errors = resolve_model("llama", shape.get("model.preset", "toy"), fields)
+    assert model_config is not None, errors
     ours: Any = model_config
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

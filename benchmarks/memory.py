@@ -73,8 +73,8 @@ def planned(options: argparse.Namespace, variant: dict[str, str]) -> tuple[Plan,
         "run.dir": "/nonexistent",
         **variant,
     }
-    job, _, problems = read_job("demo", list(overrides.items()))
-    assert not problems, problems
+    job, _, errors = read_job("demo", list(overrides.items()))
+    assert not errors, errors
     machine = replace(detect_machine(RunSection()), world_size=1, local_world_size=1)
     return resolve(job, machine), machine
 

@@ -79,8 +79,8 @@ def _rank(
         "run.dir": "/nonexistent",
         **variant,
     }
-    job, _, problems = read_job("demo", list(overrides.items()))
-    assert not problems, problems
+    job, _, errors = read_job("demo", list(overrides.items()))
+    assert not errors, errors
     machine = replace(
         detect_machine(RunSection()), world_size=options.ranks, local_world_size=options.ranks
     )

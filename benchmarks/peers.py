@@ -575,8 +575,8 @@ def jobs(options: argparse.Namespace, directory: Path) -> tuple[Job, Plan]:
         **MODELS[options.model],
     }
     overrides["train.global_batch_size"] = 2 * options.ranks
-    job, _, problems = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
-    assert not problems, problems
+    job, _, errors = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
+    assert not errors, errors
     devices = options.threads * options.ranks
     return job, resolve(job, Machine("cpu", devices=devices, world_size=options.ranks))
 

@@ -94,8 +94,8 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         "parallel.dp_replicate": ranks // shards,
         "run.dir": "/nonexistent",
     }
-    job, _, problems = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
-    assert not problems, problems
+    job, _, errors = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
+    assert not errors, errors
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     plan = resolve(job, Machine("cpu", devices=1, world_size=ranks, local_world_size=1))
     _, parts, mesh, train_step, optimizer, _ = build(plan, Rank(0, 0, ranks, torch.device("cpu")))

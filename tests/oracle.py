@@ -620,8 +620,8 @@ class Case:
 
     @property
     def job(self) -> Job:
-        job, _, problems = read_job("demo", SMALL + self.overrides)
-        assert not problems, problems
+        job, _, errors = read_job("demo", SMALL + self.overrides)
+        assert not errors, errors
         return job
 
 

@@ -27,8 +27,8 @@ def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Pat
         ("run.dir", str(directory)),
     ]
     job = replace(small_job(*all_overrides), data={"path": str(store)})
-    config, problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
-    assert not problems
+    config, errors = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    assert not errors
     generator = torch.Generator().manual_seed(1)
 
     def random_rows(name: str, shape: torch.Size) -> Iterator[torch.Tensor]:

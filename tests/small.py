@@ -53,8 +53,8 @@ SMALL: Overrides = [
 
 
 def small_job(*overrides: tuple[str, str]) -> Job:
-    job, _, problems = read_job("demo", SMALL + list(overrides))
-    assert not problems, problems
+    job, _, errors = read_job("demo", SMALL + list(overrides))
+    assert not errors, errors
     return job
 
 

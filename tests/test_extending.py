@@ -68,8 +68,8 @@ class Lines:
 
 
 def train_mine(recipe: str, directory: str, store: str) -> None:
-    job, _, problems = read_job(recipe, [("run.dir", directory)])
-    assert problems == []
+    job, _, errors = read_job(recipe, [("run.dir", directory)])
+    assert errors == []
     train(plan_here(job), open_dataset(Path(store)), this_rank(), Console(quiet=True))
 
 
@@ -104,9 +104,9 @@ def test_user_family_trains_the_same_on_two_ranks(
 
 
 def test_user_family_mistakes_are_reported_like_those_of_weft(recipe: Path) -> None:
-    config, problems = resolve_model("mine:FAMILY", "small", {"widht": 3, "vocab_size": "x"})
+    config, errors = resolve_model("mine:FAMILY", "small", {"widht": 3, "vocab_size": "x"})
     assert config is None
-    assert [str(problem) for problem in problems] == [
+    assert [str(error) for error in errors] == [
         'model.vocab_size="x" must be a whole number. Token ids (default 512).',
         "model.widht=3 is not a known key. Did you mean 'model.width'?",
     ]

@@ -95,8 +95,8 @@ DUMP = {
 
 
 def read_recipe_file(path: Path) -> None:
-    _, _, problems = read_job(str(path), [])
-    assert all(str(problem) for problem in problems)
+    _, _, errors = read_job(str(path), [])
+    assert all(str(error) for error in errors)
 
 
 def read_device_file(path: Path) -> None:
@@ -104,9 +104,9 @@ def read_device_file(path: Path) -> None:
 
 
 def read_prompt_file(path: Path) -> None:
-    problems = ConfigErrors()
-    read_prompts(path, problems, chat=True)
-    assert all(str(problem) for problem in problems)
+    errors = ConfigErrors()
+    read_prompts(path, errors, chat=True)
+    assert all(str(error) for error in errors)
 
 
 def read_launch_record(path: Path) -> None:

@@ -15,8 +15,8 @@ from weft.config.schema import SECTIONS, Job, difference, flatten, keys, schema,
 
 
 def read(recipe: str, *overrides: tuple[str, str]) -> Job:
-    job, _, problems = read_job(recipe, overrides)
-    assert problems == []
+    job, _, errors = read_job(recipe, overrides)
+    assert errors == []
     return job
 
 
@@ -60,17 +60,17 @@ def test_text_is_read_by_the_type_of_its_key(key: str, text: str, value: object)
 
 def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:
     assert read("demo", ("train.steps", "1"), ("train.steps", "2")).train.steps == 2
-    job, _, problems = read_job("demo", [("train.steps", "x")])
+    job, _, errors = read_job("demo", [("train.steps", "x")])
     assert job.train.steps == Job().train.steps
-    assert [problem.key for problem in problems] == ["train.steps"]
+    assert [error.key for error in errors] == ["train.steps"]
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_job_toml_is_complete(recipe: str, tmp_path: Path) -> None:
     """The written job reads back equal without the recipe, and lists its differences."""
     changes = [("train.steps", "9"), ("model.dim", "64"), ("data.path", 'a "quoted" \\ path')]
-    job, base, problems = read_job(recipe, changes)
-    assert problems == []
+    job, base, errors = read_job(recipe, changes)
+    assert errors == []
     path = tmp_path / "job.toml"
     path.write_text(to_toml(job, recipe, base))
     assert read(str(path)) == job
@@ -120,9 +120,9 @@ def test_step_ranges_are_parsed() -> None:
     for text in ("x", "5-", "-5", "1,,2", "9-3", "0", "1.5", "0-3"):
         with pytest.raises(ValueError, match="must be steps"):
             steps_of(text)
-    _, _, problems = read_job("demo", [("debug.layer_stats_steps", "5-")])
-    (problem,) = problems
-    assert (problem.key, problem.rule) == (
+    _, _, errors = read_job("demo", [("debug.layer_stats_steps", "5-")])
+    (error,) = errors
+    assert (error.key, error.rule) == (
         "debug.layer_stats_steps",
         "must be steps such as 7 or 7,20-30",
     )
@@ -131,5 +131,5 @@ def test_step_ranges_are_parsed() -> None:
 def test_read_job_odd_values_are_refused_without_a_crash() -> None:
     nested = "[" * 250 + "]" * 250
     for name, text in (("lora.targets", "[2024-01-01]"), ("data.mixture", nested)):
-        _, _, problems = read_job("demo", [(name, text)])
-        assert [problem.key for problem in problems] == [name]
+        _, _, errors = read_job("demo", [(name, text)])
+        assert [error.key for error in errors] == [name]

@@ -57,8 +57,8 @@ def test_commands_of_pages_parse(
         recipe = next(
             (word for word in words[1:] if word in (*recipe_names(), "mine.toml")), "demo"
         )
-        _, _, problems = read_job(recipe, getattr(options, "overrides", []))
-        wrong = [str(problem) for problem in problems if problem.key not in MISTAKES]
+        _, _, errors = read_job(recipe, getattr(options, "overrides", []))
+        wrong = [str(error) for error in errors if error.key not in MISTAKES]
         assert wrong == [], words
 
 

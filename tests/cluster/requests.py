@@ -22,16 +22,16 @@ def request(
     all_overrides = list(overrides)
     if options:
         all_overrides.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
-    job, _, problems = read_job(recipe, all_overrides)
-    assert not problems
+    job, _, errors = read_job(recipe, all_overrides)
+    assert not errors
     directory = Path("/fsx/small-run")
     requested = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
     pairs = node_overrides(all_overrides, directory, requested, "auto")
     return JobRequest("small-run", recipe, pairs, job, nodes, devices, directory)
 
 
-def format_problems(problems: list[ConfigError]) -> str:
-    return "\n".join(str(problem) for problem in problems)
+def format_errors(errors: list[ConfigError]) -> str:
+    return "\n".join(str(error) for error in errors)
 
 
 def own_recipe(directory: Path) -> str:

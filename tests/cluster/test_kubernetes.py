@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.requests import fake_tool, format_problems, own_recipe, request
+from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from weft.cluster import kubernetes, submit
 from weft.cluster.submit import is_active
 from weft.config.errors import WeftError
@@ -62,7 +62,7 @@ KINDS = {
 def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
     launch_request = (REQUESTS | KINDS)[name]
-    assert kubernetes.find_problems(launch_request) == []
+    assert kubernetes.find_errors(launch_request) == []
     assert kubernetes.check(kubernetes.render(launch_request)) == []
 
 
@@ -170,8 +170,8 @@ def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
 
 
 def test_problems_each_mistake_is_reported() -> None:
-    text = format_problems(
-        kubernetes.find_problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"}))
+    text = format_errors(
+        kubernetes.find_errors(request(options={"kind": "pod", "efa": "x", "gpu": "8"}))
     )
     for part in ("claim is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
@@ -179,7 +179,7 @@ def test_problems_each_mistake_is_reported() -> None:
 
 def test_problems_name_with_a_leading_digit_is_refused() -> None:
     launch_request = replace(REQUESTS["cpu"], name="405b")
-    assert "must begin with a letter" in format_problems(kubernetes.find_problems(launch_request))
+    assert "must begin with a letter" in format_errors(kubernetes.find_errors(launch_request))
 
 
 @pytest.mark.system
@@ -251,8 +251,8 @@ def test_problems_directory_that_the_cluster_would_rename_is_refused(cluster: st
     module = submit.get_cluster(cluster)
     requested = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
     expected = "Use another --run.dir, such as /fsx/small-run"
-    assert expected in format_problems(module.find_problems(requested))
-    assert expected not in format_problems(module.find_problems(request(IMAGE, options=OPTIONS)))
+    assert expected in format_errors(module.find_errors(requested))
+    assert expected not in format_errors(module.find_errors(request(IMAGE, options=OPTIONS)))
 
 
 def test_render_names_the_run_directory() -> None:

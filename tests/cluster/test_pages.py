@@ -75,11 +75,11 @@ def test_page_of_a_gpu_machine_names_existing_recipes_and_keys(
         assert words[0] == "weft"
         if not needs or words[1] == "train":
             options = build_parser().parse_args(words[1:])
-            assert options.problems == []
+            assert options.errors == []
             recipes = options.recipes if words[1] == "compare" else [options.recipe]
             for recipe in recipes:
-                _, _, problems = read_job(recipe, options.overrides)
-                assert problems == []
+                _, _, errors = read_job(recipe, options.overrides)
+                assert errors == []
             planned += not needs
     assert planned >= 3
 

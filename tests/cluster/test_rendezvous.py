@@ -181,9 +181,9 @@ def test_rendezvous_node_of_another_job_is_refused(nodes: Callable[..., Node]) -
     nodes(1, 2, **{"optim.lr": 1e-3, "train.seed": 0})
     with pytest.raises(InvalidConfig) as caught:
         nodes(1, 2, **{"optim.lr": 2e-3, "train.seed": 0})
-    (problem,) = caught.value.problems
-    assert (problem.key, problem.value) == ("optim.lr", 2e-3)
-    assert "0.001" in problem.rule
+    (error,) = caught.value.errors
+    assert (error.key, error.value) == ("optim.lr", 2e-3)
+    assert "0.001" in error.rule
 
 
 @pytest.mark.slow
@@ -245,8 +245,8 @@ def test_node_range_invalid_numbers_are_refused() -> None:
             ("train.global_batch_size", "8"),
             *extra,
         ]
-        job, _, problems = read_job("demo", [("run.rendezvous", "here"), *overrides])
-        assert not problems
+        job, _, errors = read_job("demo", [("run.rendezvous", "here"), *overrides])
+        assert not errors
         return resolve_nodes(job, Machine("cpu", devices=2))
 
     four = plan("1:4")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.requests import format_problems, own_recipe, request
+from tests.cluster.requests import format_errors, own_recipe, request
 from weft.cluster import sagemaker
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.config.errors import WeftError
@@ -43,7 +43,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_is_valid_for_the_service_model(name: str) -> None:
-    assert sagemaker.find_problems(REQUESTS[name]) == []
+    assert sagemaker.find_errors(REQUESTS[name]) == []
     assert sagemaker.check(sagemaker.render(REQUESTS[name])) == []
 
 
@@ -144,14 +144,12 @@ def test_request_mistake_is_reported_for_its_own_key() -> None:
     launch_request = replace(
         launch_request, job=launch_request.job.model_copy(update={"launch": launch})
     )
-    assert [problem.key for problem in sagemaker.find_problems(launch_request)] == [
-        "launch.time_limit"
-    ]
+    assert [error.key for error in sagemaker.find_errors(launch_request)] == ["launch.time_limit"]
 
 
 def test_request_each_mistake_is_reported() -> None:
     options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
-    text = format_problems(sagemaker.find_problems(request(options=options, nodes=(1, 2))))
+    text = format_errors(sagemaker.find_errors(request(options=options, nodes=(1, 2))))
     for part in ("role is missing", "instance_type", "bucket", "spot", "volume", "wait"):
         assert f"launch.options.{part}" in text
     for part in ("security_groups", "run.nodes", "launch.image", "gpu"):

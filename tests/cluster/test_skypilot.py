@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.requests import fake_tool, format_problems, own_recipe, request
+from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from weft.cluster import skypilot
 from weft.train.environment import detect_environment
 
@@ -41,7 +41,7 @@ def task(text: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_task_is_valid_for_the_schemas(name: str) -> None:
-    assert skypilot.find_problems(REQUESTS[name]) == []
+    assert skypilot.find_errors(REQUESTS[name]) == []
     assert skypilot.check(skypilot.render(REQUESTS[name])) == []
 
 
@@ -143,7 +143,7 @@ def test_task_each_mistake_is_reported() -> None:
     launch_request = request(
         options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
     )
-    text = format_problems(skypilot.find_problems(launch_request))
+    text = format_errors(skypilot.find_errors(launch_request))
     for part in ("accelerator is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
         assert part in text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.requests import format_problems, own_recipe, request
+from tests.cluster.requests import format_errors, own_recipe, request
 from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
@@ -337,8 +337,8 @@ def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_pat
     command = text[text.index("weft train") : text.index("status=$?")]
     words = shlex.split(command.replace("\\\n", ""))
     pairs = [(k.removeprefix("--"), v) for k, v in zip(words[3::2], words[4::2], strict=True)]
-    job, _, problems = read_job(str(recipe), pairs)
-    assert problems == list[ConfigError]()
+    job, _, errors = read_job(str(recipe), pairs)
+    assert errors == list[ConfigError]()
     assert job.run.cluster == "4x2xH200"
 
 
@@ -446,7 +446,7 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
         "role": Option("who"),
         "disk": Option("", INTEGER_PATTERN, "no"),
     }
-    text = format_problems(check_options(launch_request, known, ["bucket"], r"\w+"))
+    text = format_errors(check_options(launch_request, known, ["bucket"], r"\w+"))
     assert (
         "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
         in text
@@ -484,9 +484,9 @@ def test_own_recipe_is_self_contained(tmp_path: Path) -> None:
     text = standalone_recipe(request(recipe=recipe))
     assert text is not None
     (tmp_path / "alone.toml").write_text(text)
-    job, _, problems = read_job(str(tmp_path / "alone.toml"))
+    job, _, errors = read_job(str(tmp_path / "alone.toml"))
     before, _, _ = read_job(recipe)
-    assert not problems
+    assert not errors
     assert job.train == before.train
     assert job.data == before.data
     assert (job.run.dir, job.launch.image) == ("auto", "auto")
@@ -529,7 +529,7 @@ def test_check_name_directory_that_would_be_renamed_is_refused(name: str) -> Non
     renamed = replace(
         launch_request, run_dir=launch_request.run_dir.with_name(name), name="renamed"
     )
-    assert "Use another --run.dir, such as /fsx/renamed" in format_problems(
+    assert "Use another --run.dir, such as /fsx/renamed" in format_errors(
         list(check_name(renamed, "there"))
     )
     assert list(check_name(launch_request, "there")) == []

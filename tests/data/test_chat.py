@@ -263,8 +263,8 @@ def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> Non
     (tmp_path / "bad.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InvalidConfig) as caught:
         prepare_data(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
-    [problem] = caught.value.problems
-    lines = problem.rule.splitlines()
+    [error] = caught.value.errors
+    lines = error.rule.splitlines()
     assert lines[0] == f"has {len(BAD)} lines that are not conversations:"
     for number, (line, what) in enumerate(list(BAD.items())[:10], 3):
         assert lines[number - 2].startswith(f"  bad.jsonl:{number}: "), line
@@ -296,7 +296,7 @@ def test_chat_error_raised_by_a_template_has_its_location(tmp_path: Path) -> Non
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
     with pytest.raises(InvalidConfig, match=r"a\.jsonl:2: .*must alternate") as caught:
         prepare_data(section(file, tokenizer), tmp_path / "cache")
-    assert "tokenizer_config.json" in caught.value.problems[0].remedy
+    assert "tokenizer_config.json" in caught.value.errors[0].remedy
     files = {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()}
     assert files == {"lock", "tokenizer.json", "document_tokens.json"}
 
@@ -347,17 +347,17 @@ def test_chat_mistakes_in_keys_are_found_before_reading(
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
     assert check_chat(section(file, tokenizer)) == []
     chosen = section(file, tokenizer).model_copy(update=changes)
-    [problem] = check_chat(chosen)
-    assert problem.key == key
-    assert rule in problem.rule
+    [error] = check_chat(chosen)
+    assert error.key == key
+    assert rule in error.rule
 
 
 def test_chat_mistakes_in_a_mixture_name_its_key(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path, LLAMA)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
     mixed = {"mixture": {"/nowhere.jsonl": 1.0, str(file): 1.0, "python-stdlib": 1.0}}
-    problems = check_chat(section("python-stdlib", tokenizer, **mixed))
-    assert [(p.key, p.value) for p in problems] == [
+    errors = check_chat(section("python-stdlib", tokenizer, **mixed))
+    assert [(p.key, p.value) for p in errors] == [
         ("data.mixture", "/nowhere.jsonl"),
         ("data.mixture", "python-stdlib"),
     ]
@@ -370,8 +370,8 @@ def test_chat_mistakes_in_a_mixture_name_its_key(tmp_path: Path) -> None:
 def test_chat_without_a_template_is_refused(template: str, rule: str, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "m", template)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    [problem] = check_chat(section(file, tokenizer))
-    assert (problem.key, rule in problem.rule) == ("data.chat_template", True)
+    [error] = check_chat(section(file, tokenizer))
+    assert (error.key, rule in error.rule) == ("data.chat_template", True)
 
 
 # --------------------------------------------------------------------------- the store

@@ -248,10 +248,10 @@ def test_documents_of_a_row_are_separate() -> None:
 
 def test_check_length_short_text_is_a_problem_of_seq_len() -> None:
     assert check_length(9, 8) == []
-    [problem] = check_length(8, 8)
-    assert problem.key == "train.seq_len"
-    assert "8 tokens" in problem.rule
-    assert "at most 7" in problem.remedy
+    [error] = check_length(8, 8)
+    assert error.key == "train.seq_len"
+    assert "8 tokens" in error.rule
+    assert "at most 7" in error.remedy
 
 
 def test_loader_dp_size_that_does_not_divide_the_batch_is_refused() -> None:

@@ -217,7 +217,7 @@ def test_mixture_mistakes_of_all_sources_are_reported_at_once(
     texts[0].write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidConfig) as caught:
         prepare_data(section((texts[0], nowhere)), tmp_path / "c")
-    assert [problem.key for problem in caught.value.problems] == ["data.mixture"] * 2
+    assert [error.key for error in caught.value.errors] == ["data.mixture"] * 2
     assert not (tmp_path / "c" / "mixtures").exists()
 
 
@@ -235,15 +235,15 @@ def test_mixture_names_are_shortened() -> None:
 
 def test_mixture_on_the_command_line_is_parsed(tmp_path: Path) -> None:
     for text in ("web.txt=0.7,a=b/c=2", '{"web.txt" = 0.7, "a=b/c" = 2}'):
-        job, _, problems = read_job("demo", [("data.mixture", text)])
-        assert not problems
+        job, _, errors = read_job("demo", [("data.mixture", text)])
+        assert not errors
         assert job.data.mixture == {"web.txt": 0.7, "a=b/c": 2.0}
     file = tmp_path / "r.toml"
     file.write_text('extends = "demo"\n[data.mixture]\n"web.txt" = 1\n"x" = 3\n', "utf-8")
     assert read_job(str(file))[0].data.mixture == {"web.txt": 1.0, "x": 3.0}
     for text in ("web.txt", "web.txt=0", "web.txt=-1", "web.txt=much", "a=1,b=nan"):
-        [problem] = read_job("demo", [("data.mixture", text)])[2]
-        assert problem.key == "data.mixture"
+        [error] = read_job("demo", [("data.mixture", text)])[2]
+        assert error.key == "data.mixture"
 
 
 def test_mixture_beside_data_path_is_refused(texts: tuple[Path, Path]) -> None:
@@ -251,6 +251,6 @@ def test_mixture_beside_data_path_is_refused(texts: tuple[Path, Path]) -> None:
     larger = [("data.mixture", f"{web}=1,{code}=1,/nowhere/x=1"), ("data.path", web)]
     with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", larger)
-    result = [(p.key, p.value) for p in caught.value.problems]
+    result = [(p.key, p.value) for p in caught.value.errors]
     assert ("data.path", web) in result
     assert ("data.mixture", "/nowhere/x") in result

@@ -156,8 +156,8 @@ def test_packing_line_has_the_correct_numbers(data_dir: Path) -> None:
 def test_packing_too_long_conversation_is_reported_by_file_and_line(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
-    [problem] = check_conversations(store, 100, chosen)
-    assert problem.key == "train.seq_len"
+    [error] = check_conversations(store, 100, chosen)
+    assert error.key == "train.seq_len"
     writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
     lines = (data_dir / "chat.jsonl").read_bytes().splitlines()
     long = {}
@@ -167,8 +167,8 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(data_dir: Pa
         if len(result.tokens) > 101:
             long[number] = len(result.tokens) - 1
     number, size = next(iter(long.items()))
-    assert f"{len(long)} conversations:\n  chat.jsonl:{number}: {size} tokens\n" in problem.rule
-    assert f"use {max(long.values())}" in problem.remedy
+    assert f"{len(long)} conversations:\n  chat.jsonl:{number}: {size} tokens\n" in error.rule
+    assert f"use {max(long.values())}" in error.remedy
     assert check_conversations(store, max(long.values()), chosen) == []
 
     skip = chosen.model_copy(update={"overlong": "skip"})
@@ -186,15 +186,15 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(data_dir: Pa
     assert len(rows.document_order) == len(index)
     batch = full_batch(build_mixture(text, "train", 100, truncate, 0))
     assert sum(len(tokens) == 100 for tokens, _ in documents(batch)) >= len(local)
-    [problem] = check_conversations(store, 5, skip)
-    assert "all" in problem.rule
+    [error] = check_conversations(store, 5, skip)
+    assert "all" in error.rule
 
 
 def test_packing_store_of_another_format_is_refused(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "chat.jsonl")
     store = text.sources[0].store
-    [problem] = check_conversations(store, 1024, DataSection(path=str(store.path)))
-    assert (problem.key, problem.remedy) == ("data.format", "use chat")
+    [error] = check_conversations(store, 1024, DataSection(path=str(store.path)))
+    assert (error.key, error.remedy) == ("data.format", "use chat")
     assert check_conversations(store, 1024, chosen) == []
 
 
@@ -218,13 +218,13 @@ def test_packing_pairs_are_rows_of_two_answers(data_dir: Path) -> None:
             assert batch.tokens_BT[row, mask].tolist() == result.tokens[:-1].tolist()
             targets = np.where(result.loss_mask, result.tokens, IGNORE_INDEX)[1:]
             assert batch.targets_BT[row, mask].tolist() == targets.tolist()
-    [problem] = check_conversations(store, 60, chosen)
-    assert "pairs" in problem.rule
+    [error] = check_conversations(store, 60, chosen)
+    assert "pairs" in error.rule
     skip = chosen.model_copy(update={"overlong": "skip"})
     rows = pack_split(store, "train", 60, skip, 0)
     assert rows.num_skipped == store.manifest.train.documents // 2 - len(rows) > 0
-    [problem] = check_conversations(store, 60, chosen.model_copy(update={"overlong": "truncate"}))
-    assert problem.key == "data.overlong"
+    [error] = check_conversations(store, 60, chosen.model_copy(update={"overlong": "truncate"}))
+    assert error.key == "data.overlong"
 
 
 def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:

@@ -226,9 +226,9 @@ def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfig) as caught:
         prepare_store(section(text), tmp_path / "file")
-    [problem] = caught.value.problems
-    assert (problem.key, problem.value) == ("data.cache_dir", str(tmp_path / "file"))
-    assert os.strerror(20) in problem.rule  # ENOTDIR
+    [error] = caught.value.errors
+    assert (error.key, error.value) == ("data.cache_dir", str(tmp_path / "file"))
+    assert os.strerror(20) in error.rule  # ENOTDIR
 
 
 def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) -> None:
@@ -252,9 +252,9 @@ def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> Non
         (tmp_path / "x").write_bytes(data)
         with pytest.raises(InvalidConfig) as caught:
             prepare_store(section(tmp_path / "x", invalid_utf8=invalid), tmp_path / "cache")
-        [problem] = caught.value.problems
-        assert problem.key == "data.path"
-        assert "too little text" in problem.rule
+        [error] = caught.value.errors
+        assert error.key == "data.path"
+        assert "too little text" in error.rule
 
 
 def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path
 def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
         prepare_store(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
-    assert [p.key for p in caught.value.problems] == ["data.path", "data.tokenizer"]
+    assert [p.key for p in caught.value.errors] == ["data.path", "data.tokenizer"]
 
 
 def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) ->
     assert contents(store.path) == before
     with pytest.raises(InvalidConfig, match="does not match the store") as caught:
         prepare_store(section(store.path, tokenizer=str(other)), tmp_path / "unused")
-    assert caught.value.problems[0].key == "data.tokenizer"
+    assert caught.value.errors[0].key == "data.tokenizer"
 
 
 def test_prepare_large_vocabulary_takes_four_bytes(text: Path, tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ def test_bad_paths_are_problems_of_data_path(tmp_path: Path) -> None:
         "pipe": "neither a file nor a directory",
     }
     for name, rule in expected.items():
-        [problem] = check_path(str(tmp_path / name))
-        assert problem.key == "data.path"
-        assert rule in problem.rule, name
-        assert problem.remedy
+        [error] = check_path(str(tmp_path / name))
+        assert error.key == "data.path"
+        assert rule in error.rule, name
+        assert error.remedy
     (tmp_path / "folder" / "a.txt").write_text("x")
     assert check_path(str(tmp_path / "folder")) == []
     assert check_path("python-stdlib") == []
@@ -82,8 +82,8 @@ def test_bad_paths_are_problems_of_data_path(tmp_path: Path) -> None:
 def test_find_documents_unreadable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "a.txt").chmod(0)
-    [problem] = check_path(str(tmp_path))
-    assert "a.txt" in problem.rule
+    [error] = check_path(str(tmp_path))
+    assert "a.txt" in error.rule
 
 
 def test_runs_and_stores_below_the_text_are_not_text(tmp_path: Path) -> None:

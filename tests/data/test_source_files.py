@@ -75,10 +75,10 @@ def test_detect_source_glob_lists_its_matches(tmp_path: Path) -> None:
         "b/*.json": ["y.json"],
     }
     assert check_path(str(tmp_path / "b/*.txt")) == []
-    [problem] = check_path(str(tmp_path / "*.parquet"))
-    assert problem.rule == "matches no file"
-    [problem] = check_path("hf://")
-    assert "is not the name of a dataset" in problem.rule
+    [error] = check_path(str(tmp_path / "*.parquet"))
+    assert error.rule == "matches no file"
+    [error] = check_path("hf://")
+    assert "is not the name of a dataset" in error.rule
 
 
 def test_format_of_known_endings_is_jsonl() -> None:
@@ -156,9 +156,9 @@ def test_check_path_each_mistake_of_a_url_is_reported(tmp_path: Path) -> None:
         ("nothing://x", "Protocol not known"),
         (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "must be on a local disk"),
     ):
-        [problem] = check_path(position)
-        assert problem.key == "data.path"
-        assert rule in problem.rule
+        [error] = check_path(position)
+        assert error.key == "data.path"
+        assert rule in error.rule
 
 
 def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_prepare_from_own_s3_server_equals_local_files(
     s3_at(server.server_address[1], monkeypatch)
     try:
         check_remote("s3://data/prefix", every_format, tmp_path)
-        [problem] = check_path("s3://data/nothing")
-        assert "holds no files" in problem.rule or "cannot be listed" in problem.rule
+        [error] = check_path("s3://data/nothing")
+        assert "holds no files" in error.rule or "cannot be listed" in error.rule
     finally:
         _filesystem.cache_clear()
         server.shutdown()
@@ -312,6 +312,6 @@ def test_check_path_missing_package_names_the_extra_to_install(
 
     known = {"class": "nothing_of_this_name.X", "err": "install it"}
     monkeypatch.setitem(known_implementations, "other", known)
-    [problem] = check_path("other://bucket/x")
-    assert "without another package: install it" in problem.rule
-    assert "weft[s3]" in problem.remedy
+    [error] = check_path("other://bucket/x")
+    assert "without another package: install it" in error.rule
+    assert "weft[s3]" in error.remedy

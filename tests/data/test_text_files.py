@@ -99,7 +99,7 @@ def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
         select_text(scan_all(tmp_path), "error", str(tmp_path))
     message = str(caught.value)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.errors) == 1
     assert "14 files" in message
     assert "bad00: byte 4, line 2" in message
     assert "bad09" in message

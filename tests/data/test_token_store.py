@@ -85,7 +85,7 @@ def test_open_store_damage_is_named(store: Store) -> None:
     tokenizer.write_text(tokenizer.read_text() + "\n")
     with pytest.raises(InvalidConfig) as caught:
         open_store(store.path)
-    rules = [problem.rule for problem in caught.value.problems]
+    rules = [error.rule for error in caught.value.errors]
     assert len(rules) == 3
     for rule, name in zip(
         rules, ("train-00000.bin has", "train-00001.bin is", "tokenizer.json"), strict=True
@@ -107,8 +107,8 @@ def open_copy(store: Store, cache: Path, force: bool = False) -> Store:
 def rules(store: Store, cache: Path, force: bool = False) -> list[str]:
     with pytest.raises(InvalidConfig) as caught:
         open_copy(store, cache, force)
-    assert all(problem.value == str(store.path) for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
+    assert all(error.value == str(store.path) for error in caught.value.errors)
+    return [str(error) for error in caught.value.errors]
 
 
 def flip_a_bit(file: Path, path: int) -> None:

@@ -86,9 +86,9 @@ def test_load_broken_tokenizer_is_a_problem(tmp_path: Path, data: bytes | None) 
         file.write_bytes(data)
     with pytest.raises(InvalidConfig) as caught:
         load_tokenizer(file)
-    [problem] = caught.value.problems
-    assert (problem.key, problem.value) == ("data.tokenizer", str(file))
-    assert ("does not exist" in problem.rule) == (data is None)
+    [error] = caught.value.errors
+    assert (error.key, error.value) == ("data.tokenizer", str(file))
+    assert ("does not exist" in error.rule) == (data is None)
 
 
 def test_separator_must_be_a_special_token() -> None:
@@ -97,6 +97,6 @@ def test_separator_must_be_a_special_token() -> None:
     tokenizer.add_tokens(["<eos>"])  # an added token that text can contain
     with pytest.raises(InvalidConfig, match="no special token") as caught:
         find_separator(tokenizer, "mine.json")
-    assert caught.value.problems[0].value == "mine.json"
+    assert caught.value.errors[0].value == "mine.json"
     tokenizer.add_special_tokens(["<pad>", "[EOS]", "<|end_of_text|>"])
     assert find_separator(tokenizer, "") == tokenizer.token_to_id("<|end_of_text|>")

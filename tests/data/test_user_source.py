@@ -78,8 +78,8 @@ def test_own_function_that_cannot_be_called_is_refused(
     body: str, rule: str, module: Callable[[str], None]
 ) -> None:
     module(body)
-    (problem,) = check_path("mine:rows")
-    assert rule in str(problem)
+    (error,) = check_path("mine:rows")
+    assert rule in str(error)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_workers_refusal_stops_the_others_and_keeps_its_problems() -> None:
     start_time = time.monotonic()
     with pytest.raises(InvalidConfig) as caught:
         parallel_map(fail_at_3, [1, 3], lambda size: None, 2)
-    assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
+    assert [error.rule for error in caught.value.errors] == ["is the third", "and more"]
     assert time.monotonic() - start_time < 50
 
 

@@ -42,8 +42,8 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, Plan, Machine]:
-    job, _, problems = read_job(recipe, list(overrides))
-    assert not problems
+    job, _, errors = read_job(recipe, list(overrides))
+    assert not errors
     cluster = parse_cluster("1x8xH100")
     machine = replace(cluster_machine(cluster), device_name="NVIDIA H100 80GB HBM3")
     return job, resolve(job, machine), machine
@@ -143,21 +143,21 @@ def test_save_calibration_preserves_other_entries(tmp_path: Path) -> None:
 
 
 def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
-    def problem(directory: Path) -> str:
+    def error(directory: Path) -> str:
         with pytest.raises(InvalidConfig) as caught:
             calibrate(read_run(directory))
-        return str(caught.value.problems[0])
+        return str(caught.value.errors[0])
 
     job, plan, _ = h100(*FEW)
-    assert "is not a run directory" in problem(tmp_path)
+    assert "is not a run directory" in error(tmp_path)
     short = finished(tmp_path / "short", job, plan, [1.0, 1.0, 1.0])
-    assert "has 1 records after the first 2" in problem(short)
+    assert "has 1 records after the first 2" in error(short)
     unknown = finished(tmp_path / "unknown", job, plan, [1.0] * 9, devices=["Abacus"])
-    assert "ran on 'Abacus', a device of unknown speed" in problem(unknown)
+    assert "ran on 'Abacus', a device of unknown speed" in error(unknown)
     fast = finished(tmp_path / "fast", job, plan, [1e-9] * 9)
-    assert "any value of software predicts at least" in problem(fast)
+    assert "any value of software predicts at least" in error(fast)
     slow = finished(tmp_path / "slow", job, plan, [1e9] * 9)
-    assert "any value of software predicts at most" in problem(slow)
+    assert "any value of software predicts at most" in error(slow)
     assert not user_cluster_files()[1].exists()
 
 

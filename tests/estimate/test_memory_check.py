@@ -29,8 +29,8 @@ SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
 
 
 def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
-    job, _, problems = read_job(recipe, list(overrides))
-    assert not problems
+    job, _, errors = read_job(recipe, list(overrides))
+    assert not errors
     machine = cluster_machine(parse_cluster(cluster))
     return job, resolve(job, machine), machine
 
@@ -38,8 +38,8 @@ def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
     with pytest.raises(InvalidConfig) as caught:
         predict_run(plan, machine, force=False)
-    (problem,) = caught.value.problems
-    return str(problem)
+    (error,) = caught.value.errors
+    return str(error)
 
 
 def test_predict_run_far_from_full_uses_arithmetic() -> None:
@@ -81,8 +81,8 @@ def test_predict_run_nearly_full_is_traced_and_too_large_is_refused() -> None:
 def test_predict_run_remedy_is_for_the_ranks_of_the_run() -> None:
     """The remedy is for the ranks that weft will start."""
     rows = [("train.global_batch_size", "64"), ("train.microbatch_size", "32")]
-    job, _, problems = read_job("demo", [*rows, ("run.nproc_per_node", "2")])
-    assert not problems
+    job, _, errors = read_job("demo", [*rows, ("run.nproc_per_node", "2")])
+    assert not errors
     machine = Machine("cpu", devices=8, memory_bytes=2 * 2**30)
     plan = resolve(job, machine)
     assert plan.world_size == 2
@@ -121,8 +121,8 @@ def test_predict_run_untraceable_model_is_allowed_with_a_warning(
     monkeypatch.syspath_prepend(tmp_path)
     model_overrides = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
     model_overrides += [("data.vocab_size", "512"), ("train.seq_len", "32")]
-    job, _, problems = read_job("demo", model_overrides)
-    assert not problems
+    job, _, errors = read_job("demo", model_overrides)
+    assert not errors
     machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
     expected, warning = predict_run(resolve(job, machine), machine, force=False)
     assert expected is None

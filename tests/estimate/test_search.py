@@ -166,8 +166,8 @@ def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert head[1] == "# weft plan demo --cluster 1x2xH100 --search"
     assert "GiB on the fullest rank" in head[2]
-    reread, _, problems = read_job(str(path))
-    assert not problems
+    reread, _, errors = read_job(str(path))
+    assert not errors
     assert result.winner is not None
     expected = flatten(result.winner.candidate.plan.job) | {"run.cluster": "1x2xH100"}
     assert flatten(reread) == expected
@@ -317,9 +317,9 @@ def test_search_unknown_device_or_schedule_file_is_refused(
     batch = [("train.microbatch_size", "2")] if subset else []
     with pytest.raises(InvalidConfig) as caught:
         search(*planned(cluster, *subset, *batch)[1:])
-    (problem,) = caught.value.problems
-    assert problem.key == key
-    assert rule in problem.rule
+    (error,) = caught.value.errors
+    assert error.key == key
+    assert rule in error.rule
 
 
 # --------------------------------------------------------------------------- compared with traces

@@ -20,9 +20,9 @@ MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 32}
 def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
     """Memory traffic of update and clipping equals a formula, for any number of operators."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
-    job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
+    job, _, errors = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
     cluster = parse_cluster("1x2xH100")
-    assert not problems
+    assert not errors
     plan = resolve(job, cluster_machine(cluster))
     pricer = TracePricer(trace_ranks(plan)[0], plan, get_device("H100"))
     matrices = 8 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) / plan.num_params

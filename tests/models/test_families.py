@@ -39,8 +39,8 @@ TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    config, problems = resolve_model(kind, "toy", SHAPE | changes)
-    assert not problems
+    config, errors = resolve_model(kind, "toy", SHAPE | changes)
+    assert not errors
     return config
 
 

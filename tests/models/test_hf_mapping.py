@@ -66,14 +66,14 @@ def test_from_config_of_an_older_transformers_is_understood() -> None:
         "use_cache": True,
         "vocab_size": 32000,
     }
-    config, problems = from_hf_config(LLAMA, tree)
-    assert problems == []
+    config, errors = from_hf_config(LLAMA, tree)
+    assert errors == []
     assert config is not None
     assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, False, 32)
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
         del tree[name]
-    config, problems = from_hf_config(LLAMA, tree)
-    assert problems == []
+    config, errors = from_hf_config(LLAMA, tree)
+    assert errors == []
     assert config is not None
     assert (config.num_kv_heads, config.max_seq_len, config.norm_eps) == (32, 2048, 1e-6)
 
@@ -143,13 +143,13 @@ def test_from_config_of_another_model_is_refused(
     changes: dict[str, Any], expected: list[str]
 ) -> None:
     tree = to_hf_config(LLAMA, SMALL, "float32") | changes
-    config, problems = from_hf_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
+    config, errors = from_hf_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
     assert config is None
-    assert len(problems) == len(expected), [str(problem) for problem in problems]
-    for problem, text in zip(problems, expected, strict=True):
-        assert str(problem).startswith("config.json ")
-        assert text in str(problem)
-        assert problem.remedy
+    assert len(errors) == len(expected), [str(error) for error in errors]
+    for error, text in zip(errors, expected, strict=True):
+        assert str(error).startswith("config.json ")
+        assert text in str(error)
+        assert error.remedy
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_from_config_of_other_families_is_read_or_refused(
     config = family.presets["toy"].model_copy(update={"max_seq_len": 64})
     tree = to_hf_config(family, config, "float32") | changes
     tree = {name: value for name, value in tree.items() if value is not NONE}
-    read, problems = from_hf_config(family, tree)
-    assert len(problems) == len(expected), [str(problem) for problem in problems]
+    read, errors = from_hf_config(family, tree)
+    assert len(errors) == len(expected), [str(error) for error in errors]
     assert (read is None) == bool(expected)
-    for problem, text in zip(problems, expected, strict=True):
-        assert text in str(problem)
+    for error, text in zip(errors, expected, strict=True):
+        assert text in str(error)
     if read and kind == "qwen3":
         assert read.head_dim == changes.get("head_dim", 48) or changes["head_dim"] is NONE
     if read and changes.get("head_dim", 0) is None:
@@ -200,9 +200,9 @@ def test_kind_of_a_config_is_its_family() -> None:
             assert detect_family(tree, FAMILIES) == (kind, [])
             assert from_hf_config(family, tree) == (preset, [])
     for tree in ({"model_type": "gpt2"}, {}, {"model_type": ["llama"]}):
-        kind, (problem,) = detect_family(tree, FAMILIES)
+        kind, (error,) = detect_family(tree, FAMILIES)
         assert kind is None
-        assert 'must be "llama" or "mistral" or "qwen3"' in str(problem)
+        assert 'must be "llama" or "mistral" or "qwen3"' in str(error)
 
 
 def test_published_llama_config_equals_the_preset() -> None:
@@ -281,10 +281,10 @@ def test_from_config_number_that_no_model_has_is_refused(field: str, value: obje
 
     family = FAMILIES["llama"]
     tree = to_hf_config(family, family.presets["toy"], "float32")
-    config, problems = from_hf_config(family, tree)
-    assert config is not None, problems
-    config, problems = from_hf_config(family, tree | {field: value})
+    config, errors = from_hf_config(family, tree)
+    assert config is not None, errors
+    config, errors = from_hf_config(family, tree | {field: value})
     assert config is None
-    [problem] = [problem for problem in problems if problem.key == f"config.json {field}"]
-    assert "must be a" in problem.rule
-    assert " from " in problem.rule
+    [error] = [error for error in errors if error.key == f"config.json {field}"]
+    assert "must be a" in error.rule
+    assert " from " in error.rule

@@ -348,14 +348,14 @@ def test_blocks_are_the_layers_in_order() -> None:
 # --------------------------------------------------------------------------- model section
 
 
-def messages_by_key(problems: list[ConfigError]) -> dict[str, str]:
-    assert len({problem.key for problem in problems}) == len(problems)
-    return {problem.key: str(problem) for problem in problems}
+def messages_by_key(errors: list[ConfigError]) -> dict[str, str]:
+    assert len({error.key for error in errors}) == len(errors)
+    return {error.key: str(error) for error in errors}
 
 
 def test_resolve_model_overrides_change_the_preset() -> None:
-    config, problems = resolve_model("llama", "toy", {"num_layers": 6, "rope_theta": 500000})
-    assert problems == []
+    config, errors = resolve_model("llama", "toy", {"num_layers": 6, "rope_theta": 500000})
+    assert errors == []
     expected = PRESETS["toy"].model_copy(update={"num_layers": 6, "rope_theta": 500000.0})
     assert config == expected
 
@@ -373,9 +373,9 @@ def test_every_bad_override_is_reported_at_once() -> None:
         "rope_high_freq_factor": 0.5,
         "vocab_size": 100.5,
     }
-    config, problems = resolve_model("llama", "toy", overrides)
+    config, errors = resolve_model("llama", "toy", overrides)
     assert config is None
-    text = messages_by_key(problems)
+    text = messages_by_key(errors)
     fine = {"model.num_heads", "model.rope_scaling"}
     assert set(text) == {f"model.{name}" for name in overrides} - fine
     assert text["model.num_layer"].endswith("is not a known key. Did you mean 'model.num_layers'?")
@@ -413,24 +413,22 @@ def test_impossible_head_counts_are_refused_with_valid_ones(
     overrides: dict[str, Any], expected: str
 ) -> None:
     shape = {"dim": 256, "num_heads": 8, "num_kv_heads": 4}
-    _, problems = resolve_model("llama", "toy", shape | overrides)
-    assert [str(problem) for problem in problems] == [expected]
+    _, errors = resolve_model("llama", "toy", shape | overrides)
+    assert [str(error) for error in errors] == [expected]
 
 
 def test_consequence_of_a_problem_is_not_reported() -> None:
-    _, problems = resolve_model("llama", "8b", {"num_heads": 7})
-    assert set(messages_by_key(problems)) == {
-        "model.num_heads"
-    }  # 8 key heads do not divide 7 either
-    _, problems = resolve_model("llama", "8b", {"num_heads": "7", "num_kv_heads": 5})
-    assert set(messages_by_key(problems)) == {"model.num_heads"}
+    _, errors = resolve_model("llama", "8b", {"num_heads": 7})
+    assert set(messages_by_key(errors)) == {"model.num_heads"}  # 8 key heads do not divide 7 either
+    _, errors = resolve_model("llama", "8b", {"num_heads": "7", "num_kv_heads": 5})
+    assert set(messages_by_key(errors)) == {"model.num_heads"}
 
 
 def test_resolve_model_unknown_preset_does_not_hide_bad_fields() -> None:
-    config, problems = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
+    config, errors = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
     assert config is None
-    assert "Did you mean 'toy'?" in messages_by_key(problems)["model.preset"]
-    assert set(messages_by_key(problems)) == {"model.preset", "model.dimm"}
+    assert "Did you mean 'toy'?" in messages_by_key(errors)["model.preset"]
+    assert set(messages_by_key(errors)) == {"model.preset", "model.dimm"}
 
 
 @pytest.mark.parametrize(
@@ -447,10 +445,10 @@ def test_resolve_model_unknown_preset_does_not_hide_bad_fields() -> None:
 def test_load_family_unknown_name_is_refused(kind: str, rule: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         load_family(kind)
-    (problem,) = caught.value.problems
-    assert problem.key == "model.kind"
-    assert rule in str(problem)
-    assert resolve_model(kind, "toy", {}) == (None, [problem])
+    (error,) = caught.value.errors
+    assert error.key == "model.kind"
+    assert rule in str(error)
+    assert resolve_model(kind, "toy", {}) == (None, [error])
 
 
 @pytest.fixture
@@ -469,8 +467,8 @@ def test_load_family_of_the_user_is_built(own_dir: Path) -> None:
     )
     family = load_family("my_llama:FAMILY")
     assert isinstance(family, Family)
-    config, problems = resolve_model("my_llama:FAMILY", "small", {"ffn_dim": 64})
-    assert problems == []
+    config, errors = resolve_model("my_llama:FAMILY", "small", {"ffn_dim": 64})
+    assert errors == []
     assert isinstance(family.build(config), Llama)
     with pytest.raises(InvalidConfig, match="Did you mean 'FAMILY'"):
         load_family("my_llama:FAMLY")
@@ -487,8 +485,8 @@ def test_resolve_model_wrong_preset_does_not_report_missing_fields(own_dir: Path
         "presets = {'small': Config(width=2)}\n"
         "FAMILY = replace(FAMILIES['llama'], config=Config, presets=presets)\n"
     )
-    _, problems = resolve_model("my_required:FAMILY", "smal", {"depth": "1"})
-    assert set(messages_by_key(problems)) == {"model.preset", "model.depth"}
+    _, errors = resolve_model("my_required:FAMILY", "smal", {"depth": "1"})
+    assert set(messages_by_key(errors)) == {"model.preset", "model.depth"}
 
 
 @pytest.mark.parametrize("line", ["import surely_not_installed", "1 / 0", "def broken(:"])

@@ -257,12 +257,12 @@ def test_expert_bias_stays_float32_and_is_saved() -> None:
 
 
 def test_resolve_model_impossible_shapes_are_reported_at_once() -> None:
-    _, problems = resolve_model(
+    _, errors = resolve_model(
         "moe",
         "toy-moe",
         {"active_experts": 9, "dense_layers": 3, "num_kv_heads": 3, "head_dim": 31},
     )
-    assert {problem.key for problem in problems} == {
+    assert {error.key for error in errors} == {
         "model.active_experts",
         "model.dense_layers",
         "model.num_kv_heads",

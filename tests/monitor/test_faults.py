@@ -165,6 +165,6 @@ def test_prepare_job_impossible_faults_are_refused() -> None:
     assert "checkpoint.rename" in str(caught.value)
     with pytest.raises(InvalidConfig, match="has no tensors for kind flip"):
         prepare_job("demo", fault(site="step", kind="flip"))
-    _, _, problems = read_job("demo", fault(site="step", kind="explode", rank=-1))
-    assert [problem.key for problem in problems] == ["resilience.faults"]
-    assert "'kill'" in problems[0].rule
+    _, _, errors = read_job("demo", fault(site="step", kind="explode", rank=-1))
+    assert [error.key for error in errors] == ["resilience.faults"]
+    assert "'kill'" in errors[0].rule

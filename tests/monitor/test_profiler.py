@@ -215,9 +215,9 @@ def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_pat
     change = [("run.dir", str(tmp_path)), ("train.steps", "100"), ("profile.steps", value)]
     with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", change)
-    (problem,) = caught.value.problems
-    assert problem.key == "profile.steps"
-    assert rule in str(problem)
+    (error,) = caught.value.errors
+    assert error.key == "profile.steps"
+    assert rule in str(error)
 
 
 def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:

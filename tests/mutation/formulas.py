@@ -486,8 +486,8 @@ def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
         "vocab_size": 50,
         "max_seq_len": 64,
     }
-    config, problems = resolve_model(kind, next(iter(family.presets)), sizes | fields)
-    assert not problems, problems
+    config, errors = resolve_model(kind, next(iter(family.presets)), sizes | fields)
+    assert not errors, errors
     return family, config
 
 

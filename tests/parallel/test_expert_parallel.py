@@ -216,7 +216,7 @@ def test_moe_unsupported_keys_are_refused() -> None:
     assert not result
     with pytest.raises(InvalidConfig) as caught:
         resolve(job, Machine("cpu", devices=2, world_size=4))
-    messages = {error.key: str(error) for error in caught.value.problems}
+    messages = {error.key: str(error) for error in caught.value.errors}
     assert "train.world_size_invariant" in messages["parallel.ep"]
     assert {"optim.name", "precision.float8"} <= messages.keys()
 

@@ -376,8 +376,8 @@ def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -
         ("precision.compute_dtype", "bfloat16"),
         ("data.vocab_size", "512"),
     ]
-    job, _, problems = read_job("demo", [*keys, *overrides])
-    assert not problems
+    job, _, errors = read_job("demo", [*keys, *overrides])
+    assert not errors
     return resolve(job, Machine("cuda", devices=devices, world_size=devices))
 
 

@@ -70,10 +70,10 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
 def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str) -> None:
     with pytest.raises(InvalidConfig) as raised:
         parse_cluster(text, "--cluster")
-    [problem] = raised.value.problems
-    assert (problem.key, problem.value) == ("--cluster", text)
-    assert problem.rule == rule
-    assert remedy in problem.remedy
+    [error] = raised.value.errors
+    assert (error.key, error.value) == ("--cluster", text)
+    assert error.rule == rule
+    assert remedy in error.remedy
 
 
 def test_every_cluster_has_a_peak() -> None:
@@ -127,7 +127,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     clusters_file.write_text("[devices.H100]\nlike = 'H10'")
     with pytest.raises(InvalidConfig) as caught:
         read_clusters(BUILTIN_CLUSTERS, clusters_file)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.errors) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
     clusters_file.write_text(text)
     with pytest.raises(InvalidConfig) as caught:
         read_clusters(BUILTIN_CLUSTERS, clusters_file)
-    lines = [str(problem) for problem in caught.value.problems]
+    lines = [str(error) for error in caught.value.errors]
     assert all(line.startswith(str(clusters_file)) for line in lines)
     assert all(any(part in line for line in lines) for part in parts), lines
 
@@ -206,7 +206,5 @@ def test_read_clusters_empty_link_is_reported(tmp_path: Path) -> None:
     file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
     with pytest.raises(InvalidConfig) as caught:
         read_clusters(BUILTIN_CLUSTERS, file)
-    output = [
-        str(problem).partition("=")[0].partition(": ")[2] for problem in caught.value.problems
-    ]
+    output = [str(error).partition("=")[0].partition(": ")[2] for error in caught.value.errors]
     assert output == ["devices.X.link", "devices.Z.like"]

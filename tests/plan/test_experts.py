@@ -23,15 +23,15 @@ from weft.plan.sharding import estimate_rank_bytes, local_unit_params
 def job_of(**changes: Any) -> Job:
     overrides = [("model.kind", "moe"), ("model.preset", "toy-moe")]
     overrides += [(name.replace("__", "."), str(value)) for name, value in changes.items()]
-    job, _, problems = read_job("demo", overrides)
-    assert not problems
+    job, _, errors = read_job("demo", overrides)
+    assert not errors
     return job
 
 
 def rejections(world: int, **changes: Any) -> dict[str, str]:
-    with pytest.raises(InvalidConfig) as error:
+    with pytest.raises(InvalidConfig) as caught:
         resolve(job_of(**changes), Machine("cpu", devices=2, world_size=world))
-    return {problem.key: str(problem) for problem in error.value.problems}
+    return {error.key: str(error) for error in caught.value.errors}
 
 
 def test_ep_divides_the_shards_and_the_experts() -> None:

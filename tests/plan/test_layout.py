@@ -38,8 +38,8 @@ def planned(layout: str, world: int | None = None, machine: Machine | None = Non
 
 
 def job_of(layout: str) -> Job:
-    job, _, problems = read_job("demo", MODEL + [pair(word) for word in layout.split()])
-    assert problems == []
+    job, _, errors = read_job("demo", MODEL + [pair(word) for word in layout.split()])
+    assert errors == []
     return job
 
 
@@ -53,7 +53,7 @@ def refused(
 ) -> list[ConfigError]:
     with pytest.raises(InvalidConfig) as caught:
         planned(layout, world, machine)
-    return caught.value.problems
+    return caught.value.errors
 
 
 # layout, ranks, the wrong key, words of the rule, words of the remedy, and a layout that follows
@@ -164,10 +164,10 @@ REFUSALS = [
 def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
     layout: str, world: int, key: str, rule: str, remedy: str, good: str | None
 ) -> None:
-    problems = refused(layout, world)
+    errors = refused(layout, world)
     key = key if "." in key else f"parallel.{key}"
-    result = [p for p in problems if p.key == key and rule in p.rule and remedy in p.remedy]
-    assert result, [str(problem) for problem in problems]
+    result = [p for p in errors if p.key == key and rule in p.rule and remedy in p.remedy]
+    assert result, [str(error) for error in errors]
     if good is not None:
         degrees = [int(n) for k, n in map(pair, good.split()) if k[9:] in ("tp", "pp", "cp")]
         unit = 1
@@ -200,8 +200,8 @@ def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
     layout = "tp=2 async_tp=true compile.enable=true"
     assert planned(layout, machine=CUDA).tp == 2
     difference = Machine("cuda", 8, "NVIDIA A10G", peer_access=False)
-    (problem,) = refused(layout, machine=difference)
-    assert "read each other's memory" in problem.rule
+    (error,) = refused(layout, machine=difference)
+    assert "read each other's memory" in error.rule
     across = Machine("cuda", 8, "NVIDIA H100", world_size=32, local_world_size=4, peer_access=True)
     crossing = refused("tp=8 async_tp=true compile.enable=true", machine=across)
     assert [p.key for p in crossing] == ["parallel.async_tp"]
@@ -210,26 +210,26 @@ def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
 
 def test_symmetric_memory_where_the_hardware_has_it() -> None:
     assert planned("symmetric_memory=true", machine=CUDA)
-    (problem,) = refused("symmetric_memory=true hierarchical_gather=true", machine=CUDA)
-    assert "does not support parallel.hierarchical_gather" in problem.rule
+    (error,) = refused("symmetric_memory=true hierarchical_gather=true", machine=CUDA)
+    assert "does not support parallel.hierarchical_gather" in error.rule
 
 
 def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> None:
     documents = "data.packing=documents compile.enable"
     for kind in ("selective", "budget"):
-        (problem,) = refused(f"{documents}=false activation_checkpoint.mode={kind}", machine=CUDA)
-        assert problem.key == "activation_checkpoint.mode"
+        (error,) = refused(f"{documents}=false activation_checkpoint.mode={kind}", machine=CUDA)
+        assert error.key == "activation_checkpoint.mode"
         assert planned(f"{documents}=true activation_checkpoint.mode={kind}", machine=CUDA)
         assert planned(f"{documents}=false activation_checkpoint.mode={kind}", 1)
     assert planned(f"{documents}=false activation_checkpoint.mode=full", machine=CUDA)
 
 
 def test_layout_hundreds_of_processes_on_a_cpu_are_refused() -> None:
-    (problem,) = refused(
+    (error,) = refused(
         "dp_shard=8 tp=8 pp=8 train.global_batch_size=512", machine=Machine("cpu", 2)
     )
-    assert problem.key == "run.nproc_per_node"
-    assert "512" in str(problem)
+    assert error.key == "run.nproc_per_node"
+    assert "512" in str(error)
 
 
 def test_layout_degrees_fill_the_world() -> None:
@@ -271,8 +271,8 @@ def test_reshard_after_forward_auto_follows_the_layout(layout: str, expected: bo
     ],
 )
 def test_gradient_sync_auto_follows_the_memory_of_gradients(layout: str, expected: str) -> None:
-    job, _, problems = read_job("demo", [*BATCH, *(pair(word) for word in layout.split())])
-    assert problems == []
+    job, _, errors = read_job("demo", [*BATCH, *(pair(word) for word in layout.split())])
+    assert errors == []
     machine = Machine("cpu", 64, world_size=64)
     assert resolve(job, machine).gradient_sync == expected
 
@@ -290,7 +290,7 @@ def test_dp_shard_fit_is_the_smallest_group_that_fits() -> None:
     """MiCS: shard over as few ranks as memory allows, and replicate over the others."""
 
     def fitted(gib: float, layout: str = "", model: str = "8b") -> tuple[int, int]:
-        job, _, problems = read_job(
+        job, _, errors = read_job(
             "demo",
             [
                 ("model.preset", model),
@@ -301,7 +301,7 @@ def test_dp_shard_fit_is_the_smallest_group_that_fits() -> None:
                 *(pair(word) for word in layout.split()),
             ],
         )
-        assert problems == []
+        assert errors == []
         machine = Machine(
             "cuda", 8, "NVIDIA H100", world_size=64, local_world_size=8,
             memory_bytes=int(gib * 2**30),
@@ -370,8 +370,8 @@ def test_layout_schedule_file_sets_the_number_of_microbatches(tmp_path: Path) ->
     assert (plan.microbatch_size, plan.num_microbatches) == (8, 2)
     assert plan.pipeline is not None
     assert plan.pipeline.stage_ranks == (0, 1)
-    (problem,) = refused(f"pp=2 pipeline.schedule={file} train.microbatch_size=2", 2)
-    assert problem.key == "train.microbatch_size"
-    assert "has 2" in problem.rule
-    (problem,) = refused(f"pp=4 pipeline.schedule={file}", 4)
-    assert "2 lines for parallel.pp=4" in problem.rule
+    (error,) = refused(f"pp=2 pipeline.schedule={file} train.microbatch_size=2", 2)
+    assert error.key == "train.microbatch_size"
+    assert "has 2" in error.rule
+    (error,) = refused(f"pp=4 pipeline.schedule={file}", 4)
+    assert "2 lines for parallel.pp=4" in error.rule

@@ -28,8 +28,8 @@ def planned(*overrides: tuple[str, str], cluster: str = "1x8xH100", recipe: str 
 
 
 def read_plan_job(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, Machine]:
-    job, _, problems = read_job(recipe, [*overrides])
-    assert not problems, problems
+    job, _, errors = read_job(recipe, [*overrides])
+    assert not errors, errors
     return job, cluster_machine(parse_cluster(cluster))
 
 
@@ -146,8 +146,8 @@ def test_float8_without_torchao_names_the_package(monkeypatch: pytest.MonkeyPatc
     job = small_job(("precision.float8", "rowwise"))
     assert not list(check_names(job))
     monkeypatch.setitem(sys.modules, "torchao", None)
-    (problem,) = check_names(job)
-    assert "pip install 'weft[torchao]'" in str(problem)
+    (error,) = check_names(job)
+    assert "pip install 'weft[torchao]'" in str(error)
     assert not list(check_names(small_job()))
 
 

@@ -306,25 +306,25 @@ def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- errors
 
 
-def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
+def errors(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
     with pytest.raises(InvalidConfig) as caught:
         planned(recipe, *overrides, cluster=cluster)
-    return [str(problem) for problem in caught.value.problems]
+    return [str(error) for error in caught.value.errors]
 
 
 def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
-    (line,) = problems("llama3-405b", cluster="8x8xH100")
+    (line,) = errors("llama3-405b", cluster="8x8xH100")
     assert line.startswith("parallel.dp_shard=8 times tp=8, pp=8 is not equal to the 64 ranks")
     assert line.endswith("Use 1, or auto, or a --cluster of 512.")
 
 
 def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:
-    first, second = problems("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
+    first, second = errors("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
     assert first.startswith("optim.lr")
     assert second.startswith("--cluster=\"1x8xH101\" has an unknown device 'H101'")
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "llama3-8b"\n[run]\ncluster = "8"\n')
-    (line,) = problems(str(recipe))
+    (line,) = errors(str(recipe))
     assert line.startswith('run.cluster="8" is not a cluster')
 
 
@@ -340,7 +340,7 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
 
 
 def test_plan_recipe_errors_caused_by_another_are_not_reported() -> None:
-    (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
+    (line,) = errors("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
     assert line.startswith("train.global_batch_size=0 must be at least 1")
 
 

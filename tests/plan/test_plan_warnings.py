@@ -111,8 +111,8 @@ CASES = [
 
 def planned(text: str, machine: Machine | int) -> Plan:
     pairs = [(key, value) for key, _, value in (word.partition("=") for word in text.split())]
-    job, _, problems = read_job("demo", pairs)
-    assert problems == []
+    job, _, errors = read_job("demo", pairs)
+    assert errors == []
     if isinstance(machine, int):
         machine = Machine("cpu", 8, world_size=machine)
     return resolve(job, machine)
@@ -144,8 +144,8 @@ def test_every_key_has_an_effect_or_an_effect_rule() -> None:
 def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     recipe: str,
 ) -> None:
-    job, base, problems = read_job(recipe)
-    assert problems == []
+    job, base, errors = read_job(recipe)
+    assert errors == []
     cluster = parse_cluster("3x8xcpu" if job.run.cluster == "local" else job.run.cluster)
     host = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
     machine = host if job.run.cluster == "local" else cluster_machine(cluster)

@@ -21,8 +21,8 @@ H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")
 
 
 def job(*overrides: tuple[str, str]) -> Job:
-    created, _, problems = read_job("demo", [("train.global_batch_size", "16"), *overrides])
-    assert problems == []
+    created, _, errors = read_job("demo", [("train.global_batch_size", "16"), *overrides])
+    assert errors == []
     return created
 
 
@@ -43,7 +43,7 @@ def test_resolve_degrees_and_batches_multiply_up() -> None:
         if impossible:
             with pytest.raises(InvalidConfig) as caught:
                 resolve(chosen, Machine("cpu", 8, world_size=world))
-            assert all(problem.remedy for problem in caught.value.problems)
+            assert all(error.remedy for error in caught.value.errors)
             continue
         plan = resolve(chosen, Machine("cpu", 8, world_size=world))
         plans += 1
@@ -194,5 +194,5 @@ def test_debug_incompatible_keys_are_refused(
         return
     with pytest.raises(InvalidConfig, match=rule) as caught:
         resolve(job(*chosen), CPU)
-    assert [problem.key for problem in caught.value.problems] == [key]
-    assert caught.value.problems[0].remedy
+    assert [error.key for error in caught.value.errors] == [key]
+    assert caught.value.errors[0].remedy

@@ -253,24 +253,24 @@ def test_layers_by_hand() -> None:
 def test_impossible_layers_are_refused_with_a_remedy() -> None:
     assert check_layers_per_stage([7, 9, 9, 7], 4, 32) == []
     assert check_layers_per_stage([0, 3, 0], 3, 3) == []
-    [problem] = check_layers_per_stage([8, 8, 8], 3, 32)
-    assert str(problem) == (
+    [error] = check_layers_per_stage([8, 8, 8], 3, 32)
+    assert str(error) == (
         "pipeline.layers_per_stage=[8, 8, 8] adds up to 24 blocks, but the model has 32. "
         "Use a list such as [10, 11, 11], or remove the key to split by cost."
     )
-    rules = [problem.rule for problem in check_layers_per_stage([8, 0, 8], 4, 32)]
+    rules = [error.rule for error in check_layers_per_stage([8, 0, 8], 4, 32)]
     assert rules == [
         "lists 3 stages, but the pipeline has 4",
         "adds up to 16 blocks, but the model has 32",
         "has a stage without a block, which only the first and the last may be",
     ]
     assert len(check_layers_per_stage([-1, 5], 2, 4)) == 1
-    [problem] = check_layers_per_stage([1, 0, 0, 1], 4, 1)[:1]
-    assert problem.remedy == "use at most 3 stages"
+    [error] = check_layers_per_stage([1, 0, 0, 1], 4, 1)[:1]
+    assert error.remedy == "use at most 3 stages"
     for num_stages, num_blocks in itertools.product(range(1, 8), range(1, 10)):
         if num_blocks >= num_stages - 2:
-            [problem, *_] = check_layers_per_stage([num_blocks + 1], num_stages, num_blocks)
-            example = problem.remedy.partition("[")[2].partition("]")[0]
+            [error, *_] = check_layers_per_stage([num_blocks + 1], num_stages, num_blocks)
+            example = error.remedy.partition("[")[2].partition("]")[0]
             counts = [int(count) for count in example.split(", ")]
             assert check_layers_per_stage(counts, num_stages, num_blocks) == []
 

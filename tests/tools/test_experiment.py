@@ -33,8 +33,8 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:
     """Write a recipe of the small model; return its path."""
     pairs: list[tuple[str, Any]] = [*SMALL, ("data.path", str(store)), ("run.nproc_per_node", "1")]
-    job, _, problems = read_job("demo", [*pairs, *changes])
-    assert not problems
+    job, _, errors = read_job("demo", [*pairs, *changes])
+    assert not errors
     path.write_text(tomli_w.dumps(job.model_dump(mode="json")))
     return str(path)
 
@@ -66,14 +66,14 @@ def test_split_values_brackets_and_quotes_are_not_split(text: str, parts: list[s
 
 
 def test_parse_vary_mistakes_are_problems() -> None:
-    problems = ConfigErrors()
+    errors = ConfigErrors()
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
-        assert parse_vary(text, problems) == []
-    assert [problem.value for problem in problems][3] == "parallel.tp=1,2,1"
-    assert parse_vary("train.global-batch-size=4,8", problems) == [
+        assert parse_vary(text, errors) == []
+    assert [error.value for error in errors][3] == "parallel.tp=1,2,1"
+    assert parse_vary("train.global-batch-size=4,8", errors) == [
         ("train.global_batch_size", ["4", "8"])
     ]
-    assert len(problems) == 4
+    assert len(errors) == 4
 
 
 def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # noqa: B006
@@ -108,11 +108,11 @@ def test_variants_labels_name_what_changed() -> None:
 def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
     result = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
     assert [item.plan is None for item in result] == [False, True, True]
-    assert "does not divide" in str(result[1].problems[0])
-    assert str(result[2].problems[0]).startswith('parallel.tp="x" must be a whole number')
-    with pytest.raises(InvalidConfig) as error:
+    assert "does not divide" in str(result[1].errors[0])
+    assert str(result[2].errors[0]).startswith('parallel.tp="x" must be a whole number')
+    with pytest.raises(InvalidConfig) as caught:
         variants(["demo"], ("parallel.tpp", ["1", "2"]))
-    assert [problem.key for problem in error.value.problems] == ["parallel.tpp"] * 2
+    assert [error.key for error in caught.value.errors] == ["parallel.tpp"] * 2
 
 
 def test_compare_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

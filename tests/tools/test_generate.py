@@ -288,19 +288,19 @@ def test_generate_command_completes_prompts_and_refuses_mistakes(
 def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n{"question": 1}\n')
-    problems = ConfigErrors()
-    assert read_prompts(file, problems) == ["fine"]
-    assert "line 2" in str(problems[0])
+    errors = ConfigErrors()
+    assert read_prompts(file, errors) == ["fine"]
+    assert "line 2" in str(errors[0])
     file.write_text('"a\u2028b"\n', "utf-8")  # a line separator in Unicode, but not in JSON Lines
-    assert read_prompts(file, problems) == ["a\u2028b"]
+    assert read_prompts(file, errors) == ["a\u2028b"]
     text = tmp_path / "prompts.txt"
     text.write_text("one\u2028two\nthree\r\n\n", "utf-8")
-    assert read_prompts(text, problems) == ["one\u2028two", "three", ""]
+    assert read_prompts(text, errors) == ["one\u2028two", "three", ""]
     messages = [{"role": "user", "content": "why?"}]
     file.write_text(json.dumps({"messages": messages}) + '\n{"messages": [{"role": "user"}]}\n')
-    problems.clear()
-    assert read_prompts(file, problems, chat=True) == [messages]
-    assert "nor one with messages, each with role and content" in str(problems[0])
+    errors.clear()
+    assert read_prompts(file, errors, chat=True) == [messages]
+    assert "nor one with messages, each with role and content" in str(errors[0])
 
 
 def test_generate_chat_uses_the_template(

@@ -407,8 +407,8 @@ def hf_dir(
 def small_config(**changes: Any) -> LlamaConfig:
     job = small_job(*MODEL)
     overrides = job.model.overrides() | {"vocab_size": 512} | changes
-    config, problems = resolve_model("llama", job.model.preset, overrides)
-    assert not problems
+    config, errors = resolve_model("llama", job.model.preset, overrides)
+    assert not errors
     assert isinstance(config, LlamaConfig)
     return config
 

@@ -170,9 +170,9 @@ def test_sections_without_a_forecast_give_the_reason(
     (tmp_path / "odd_of_mine.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
     spans_of_rank = [("model.kind", "odd_of_mine:FAMILY"), ("model.preset", "small")]
-    job, base, problems = read_job("demo", [*spans_of_rank, ("train.seq_len", "32")])
+    job, base, errors = read_job("demo", [*spans_of_rank, ("train.seq_len", "32")])
     job = replace(job, data={"vocab_size": 512})
-    assert not problems
+    assert not errors
     run_dir = tmp_path / "run"
     write_plan(run_dir, resolve(job, Machine("cpu", devices=1, world_size=1)))
     (run_dir / "job.toml").write_text(to_toml(job, "demo", base))

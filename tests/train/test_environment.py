@@ -358,9 +358,9 @@ def test_detect_environment_contradiction_is_refused(mistake: Mistake) -> None:
     environment = {k: v for k, v in mistake.environment.items() if k not in mistake.without}
     with pytest.raises(InvalidConfig) as caught:
         detect_environment(environment, mistake.nodes)
-    problems = caught.value.problems
-    assert {problem.key for problem in problems} == set(mistake.keys)
-    assert all(mistake.rule in str(problem) for problem in problems)
+    errors = caught.value.errors
+    assert {error.key for error in errors} == set(mistake.keys)
+    assert all(mistake.rule in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(

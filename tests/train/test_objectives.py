@@ -406,10 +406,10 @@ def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, 
     job = small_job(*overrides)
     with pytest.raises(InvalidConfig) as caught:
         resolve(job, Machine("cpu", devices=2, world_size=2))
-    assert [(p.key, rule in p.rule) for p in caught.value.problems] == [(key, True)]
+    assert [(p.key, rule in p.rule) for p in caught.value.errors] == [(key, True)]
 
 
 def test_objective_unknown_name_is_refused_with_a_suggestion() -> None:
-    [problem] = check_names(small_job(("train.objective", "dpoo")))
-    assert problem.key == "train.objective"
-    assert "did you mean 'dpo'" in problem.remedy
+    [error] = check_names(small_job(("train.objective", "dpoo")))
+    assert error.key == "train.objective"
+    assert "did you mean 'dpo'" in error.remedy

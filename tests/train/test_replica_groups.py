@@ -363,25 +363,25 @@ def test_replica_groups_unsupported_keys_are_refused(
 ) -> None:
     right = [("resilience.lighthouse", "[::1]:29510"), ("checkpoint.dir", "/shared")]
 
-    def problems(job: Job) -> list[str]:
+    def errors(job: Job) -> list[str]:
         try:
             resolve(job, Machine("cpu", devices=2, world_size=2))
         except Exception as error:
             return str(error).splitlines()
         return []
 
-    assert problems(small_job(*right)) == []
-    lines = problems(small_job(*right, override))
+    assert errors(small_job(*right)) == []
+    lines = errors(small_job(*right, override))
     assert any(line.startswith(f"{key}=") and rule in line for line in lines), lines
 
 
 @pytest.mark.skipif(INSTALLED, reason="torchft is installed")
 def test_replica_groups_without_torchft_names_the_package() -> None:
-    (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
+    (error,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
     expected = (
         "resilience.lighthouse=\"host:29510\" needs torchft. Run pip install 'weft[torchft]'."
     )
-    assert str(problem) == expected
+    assert str(error) == expected
 
 
 @needs_torchft

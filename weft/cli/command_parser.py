@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         takes_keys: whether the command accepts ``--section.key value``.  Its options then have the
-            pairs of key and value as ``overrides``, and the errors in them as ``problems``.
+            pairs of key and value as ``overrides``, and the errors in them as ``errors``.
     """
 
     def __init__(self, takes_keys: bool = False, **settings: Any) -> None:
@@ -52,9 +52,9 @@ class CommandParser(argparse.ArgumentParser):
         """Parse the words after the command's name; argparse calls this for each command."""
         if not self.takes_keys:
             return super().parse_known_args(args, namespace)
-        words, overrides, problems = self._split_overrides(args)
+        words, overrides, errors = self._split_overrides(args)
         options, unknown = super().parse_known_args(words, namespace)
-        options.overrides, options.problems = overrides, problems
+        options.overrides, options.errors = overrides, errors
         return options, unknown
 
     def _split_overrides(
@@ -70,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
         own = self._option_string_actions
         rest: list[str] = []
         overrides: list[tuple[str, str]] = []
-        problems = ConfigErrors()
+        errors = ConfigErrors()
         remaining = list(words)
         while remaining:
             word = remaining.pop(0)
@@ -87,11 +87,11 @@ class CommandParser(argparse.ArgumentParser):
                 name, value = SWITCHES[name]
             elif not equals:
                 if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
-                    problems.add(f"--{name}", "needs a value")
+                    errors.add(f"--{name}", "needs a value")
                     continue
                 value = remaining.pop(0)
             overrides.append((name, value))
-        return rest, overrides, problems
+        return rest, overrides, errors
 
 
 def add_command(

@@ -62,18 +62,18 @@ def run_compare(options: argparse.Namespace) -> int:
         read_variants,
     )
 
-    problems: ConfigErrors = options.problems
-    repeats = parse_integer("--repeat", options.repeat, 1, 1000, problems)
-    margin, relative = parse_margin(options.margin, problems)
-    price = parse_price(options.price, problems)
+    errors: ConfigErrors = options.errors
+    repeats = parse_integer("--repeat", options.repeat, 1, 1000, errors)
+    margin, relative = parse_margin(options.margin, errors)
+    price = parse_price(options.price, errors)
     if options.cluster and not options.plan_only:
         rule = "needs --plan-only, because runs use this machine"
-        problems.add("--cluster", rule, "add --plan-only", value=options.cluster)
+        errors.add("--cluster", rule, "add --plan-only", value=options.cluster)
     if not options.recipes:
-        problems.add("RECIPE", "is missing", "use demo")
-    vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
+        errors.add("RECIPE", "is missing", "use demo")
+    vary = [pair for text in options.vary for pair in parse_vary(text, errors)]
     log = partial(quiet_console(sys.stdout, quiet=options.json).print, soft_wrap=True)
-    request = (options.recipes, vary, options.overrides, problems)
+    request = (options.recipes, vary, options.overrides, errors)
     if options.plan_only:
         from weft.tools.planned_comparison import compare_plans
 

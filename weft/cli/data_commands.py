@@ -81,7 +81,7 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
-    job, _, errors = read_job(recipe, [*path, *options.overrides], options.problems)
+    job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)
     errors.raise_any()
     with show_progress(quiet_console(sys.stderr)) as show:
         return prepare_data(job.data, cache_dir(job.data), show)
@@ -96,7 +96,7 @@ def run_data_verify(options: argparse.Namespace) -> int:
     from weft.data.prepared_cache import open_verified_store
     from weft.data.token_store import STORE_FILE
 
-    job, _, errors = read_job("demo", options.overrides, options.problems)
+    job, _, errors = read_job("demo", options.overrides, options.errors)
     rule, remedy = "has no effect on weft data verify", "remove it; it reads data.cache_dir only"
     others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
     errors.add_independent([ConfigError(*other, rule, remedy) for other in others.items()])

@@ -40,7 +40,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     from weft.cluster.node_checks import run_checks
 
     began = time.monotonic()
-    job, _, errors = read_job(options.recipe, options.overrides, options.problems)
+    job, _, errors = read_job(options.recipe, options.overrides, options.errors)
     errors.raise_any()
     facts = collect_job_facts(job, options.full)
     findings = run_checks(facts)

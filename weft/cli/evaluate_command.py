@@ -53,20 +53,20 @@ def run_evaluate(options: argparse.Namespace) -> int:
     from weft.train.machine import is_launched_rank
     from weft.train.setup import Rank
 
-    problems: list[ConfigError] = options.problems
+    errors: list[ConfigError] = options.errors
     tasks = []
     for path in options.task:
         try:
             tasks.append(read_task(path))
         except InvalidConfig as error:
-            problems += error.problems
+            errors += error.errors
     checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
     job, plan = plan_inference(
-        checkpoint, options.overrides, problems, allowed, for_generation=bool(options.task)
+        checkpoint, options.overrides, errors, allowed, for_generation=bool(options.task)
     )
     keys = {name for name, _ in options.overrides}
     is_own_data = not keys & {"data.path", "data.mixture"}

@@ -71,26 +71,24 @@ def run_generate(options: argparse.Namespace) -> int:
     from weft.tools.local_ranks import run_on_all_ranks
     from weft.train.setup import Rank
 
-    problems: ConfigErrors = options.problems
+    errors: ConfigErrors = options.errors
     prompts: list[Prompt] = [
         os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
     ]
     if options.prompts:
-        prompts += read_prompts(options.prompts, problems, options.chat)
-    if options.chat and not prompts and not problems:
+        prompts += read_prompts(options.prompts, errors, options.chat)
+    if options.chat and not prompts and not errors:
         remedy = "add --prompt or --prompts"
-        problems.add("--chat", "needs a prompt", remedy)
+        errors.add("--chat", "needs a prompt", remedy)
     values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
     sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
-    problems += sampling.problems()
+    errors += sampling.errors()
     if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    _job, plan = plan_inference(
-        checkpoint, options.overrides, problems, allowed, for_generation=True
-    )
+    _job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
     template = dict(options.overrides).get("data.chat_template", "auto")
     chat_format = load_chat_format(checkpoint, template if options.chat else None)
     prompts = prompts or [""]

@@ -52,7 +52,7 @@ def run_launch(options: argparse.Namespace) -> None:
     from weft.train.machine import detect_machine
 
     request = build_request(
-        options.on, options.recipe, options.overrides, options.problems, detect_machine
+        options.on, options.recipe, options.overrides, options.errors, detect_machine
     )
     text = get_cluster(options.on).render(request)
     print(text)

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         options = build_parser().parse_args(words, argparse.Namespace(words=words))
         return options.function(options) or 0
     except InvalidConfig as error:
-        number = len(error.problems)
+        number = len(error.errors)
         print(f"weft: {number} problem{'s' * (number != 1)}, nothing was started:", file=sys.stderr)
         print(indent(str(error), "  "), file=sys.stderr)
         return USAGE_ERROR

@@ -40,21 +40,21 @@ def directory(text: str) -> Path:
     return open_directory(text)
 
 
-def parse_integer(name: str, text: str, low: int, high: int, problems: ConfigErrors) -> int:
+def parse_integer(name: str, text: str, low: int, high: int, errors: ConfigErrors) -> int:
     """Parse an option's integer; if it is not in [low, high], add an error."""
     if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
         return int(text)
-    problems.add(name, f"must be an integer between {low} and {high}", value=text)
+    errors.add(name, f"must be an integer between {low} and {high}", value=text)
     return low
 
 
-def check_file(option: str, path: Path, problems: ConfigErrors) -> None:
-    """Add an error to ``problems`` if an option's file cannot be created."""
+def check_file(option: str, path: Path, errors: ConfigErrors) -> None:
+    """Add an error to ``errors`` if an option's file cannot be created."""
     if not path.parent.is_dir():
         rule, remedy = "is in a directory that does not exist", "create the directory first"
-        problems.add(option, rule, remedy, value=str(path))
+        errors.add(option, rule, remedy, value=str(path))
     elif path.is_dir():
-        problems.add(option, "is a directory", "name a file in it", value=str(path))
+        errors.add(option, "is a directory", "name a file in it", value=str(path))
 
 
 def write_file(path: Path, content: str | bytes) -> None:

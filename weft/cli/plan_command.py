@@ -58,21 +58,21 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.calibrate:
         calibrate_device(options)
         return 0
-    problems: ConfigErrors = options.problems
+    errors: ConfigErrors = options.errors
     if options.recipe is None:
-        raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", "use demo")])
+        raise InvalidConfig([*errors, ConfigError("RECIPE", MISSING, "is missing", "use demo")])
     if options.write and not options.search:
-        problems.add("--write", "is for --search", "add --search", value=options.write)
+        errors.add("--write", "is for --search", "add --search", value=options.write)
     if options.rank_map and options.json:
-        problems.add("--rank-map", "has no JSON form", "remove --json", value=True)
+        errors.add("--rank-map", "has no JSON form", "remove --json", value=True)
     if options.report and (options.rank_map or options.search):
         rule, remedy = "needs a plan", "remove --rank-map and --search"
-        problems.add("--report", rule, remedy, value=options.report)
+        errors.add("--report", rule, remedy, value=options.report)
     for option in ("report", "write"):
         if path := getattr(options, option):
-            check_file(f"--{option}", Path(path), problems)
+            check_file(f"--{option}", Path(path), errors)
     plan, machine = plan_recipe(
-        options.recipe, options.overrides, problems, options.cluster, detect_machine
+        options.recipe, options.overrides, errors, options.cluster, detect_machine
     )
     if options.search:
         return search_layouts(options, plan, machine)
@@ -132,7 +132,7 @@ def calibrate_device(options: argparse.Namespace) -> None:
 
     words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
     rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
-    errors: ConfigErrors = options.problems
+    errors: ConfigErrors = options.errors
     for word in filter(None, [*words, options.report, options.write]):
         errors.add(word, rule, remedy)
     errors.raise_any()

@@ -43,11 +43,11 @@ def run_report(options: argparse.Namespace) -> None:
     from weft.tools.report.run_report import report_page
 
     run_dirs: list[Path] = options.runs
-    problems = ConfigErrors()
-    problems += [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
+    errors = ConfigErrors()
+    errors += [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
     if options.out:
-        check_file("--out", options.out, problems)
-    problems.raise_any()
+        check_file("--out", options.out, errors)
+    errors.raise_any()
     from weft.tools.report.report_sections import prediction_sections
 
     runs = [RunReader(run) for run in run_dirs]

@@ -47,7 +47,7 @@ def run_train(options: argparse.Namespace) -> int:
     from weft.train.job_checks import prepare_job
     from weft.train.machine import is_launched_rank
 
-    base, plan = prepare_job(options.recipe, options.overrides, options.problems)
+    base, plan = prepare_job(options.recipe, options.overrides, options.errors)
     if options.dry_run:
         print(plan.to_json())
         return 0

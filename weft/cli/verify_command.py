@@ -73,22 +73,22 @@ def run_verify(options: argparse.Namespace) -> int:
     from weft.plan.resolve import MAX_CPU_RANKS
     from weft.tools.verify import read_recipe, verify
 
-    problems: ConfigErrors = options.problems
-    ranks = parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, problems)
+    errors: ConfigErrors = options.errors
+    ranks = parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, errors)
     default = "3" if options.fuzz is None else "2"
-    steps = parse_integer("--steps", options.steps or default, 1, 1000, problems)
+    steps = parse_integer("--steps", options.steps or default, 1, 1000, errors)
     log = partial(quiet_console(sys.stdout, quiet=options.json).print, soft_wrap=True)
     if options.fuzz is not None:
         return fuzz_jobs(options, ranks, steps, log)
     for name in ("minutes", "log"):
         if (value := getattr(options, name)) is not None:
-            problems.add(f"--{name}", "needs --fuzz", value=str(value))
+            errors.add(f"--{name}", "needs --fuzz", value=str(value))
     if options.recipe is None:
         remedy = "use demo, or --fuzz 100"
-        raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", remedy)])
-    resume = parse_layout(options.resume_layout or "", problems)
+        raise InvalidConfig([*errors, ConfigError("RECIPE", MISSING, "is missing", remedy)])
+    resume = parse_layout(options.resume_layout or "", errors)
     report = verify(
-        read_recipe(options.recipe, options.overrides, problems),
+        read_recipe(options.recipe, options.overrides, errors),
         ranks=ranks,
         steps=steps,
         keep=[name for name, _ in options.overrides],
@@ -104,17 +104,17 @@ def fuzz_jobs(
     options: argparse.Namespace, ranks: int, steps: int, log: Callable[[str], None]
 ) -> int:
     """Verify random jobs."""
-    problems: ConfigErrors = options.problems
-    count = parse_integer("--fuzz", options.fuzz, 1, 10**6, problems)
-    seed = parse_integer("--seed", options.seed, 0, 10**9 - 1, problems)
-    minutes = parse_integer("--minutes", options.minutes or "1", 1, 10**5, problems)
+    errors: ConfigErrors = options.errors
+    count = parse_integer("--fuzz", options.fuzz, 1, 10**6, errors)
+    seed = parse_integer("--seed", options.seed, 0, 10**9 - 1, errors)
+    minutes = parse_integer("--minutes", options.minutes or "1", 1, 10**5, errors)
     if options.recipe not in (None, "demo"):
         rule, remedy = "cannot be used with --fuzz, which draws its jobs", "remove it"
-        problems.add("RECIPE", rule, remedy, value=options.recipe)
+        errors.add("RECIPE", rule, remedy, value=options.recipe)
     if options.resume_layout:
         rule, remedy = "cannot be used with --fuzz, which draws it", "remove it"
-        problems.add("--resume-layout", rule, remedy, value=options.resume_layout)
-    problems.raise_any()
+        errors.add("--resume-layout", rule, remedy, value=options.resume_layout)
+    errors.raise_any()
     from weft.tools.verify_fuzz import FAILURE_STATUSES, FuzzSettings, fuzz
 
     settings = FuzzSettings(seed, ranks, steps, dict(options.overrides))
@@ -127,13 +127,13 @@ def fuzz_jobs(
     return FAILED if any(result[status.replace(" ", "_")] for status in FAILURE_STATUSES) else 0
 
 
-def parse_layout(text: str, problems: ConfigErrors) -> list[tuple[str, str]]:
+def parse_layout(text: str, errors: ConfigErrors) -> list[tuple[str, str]]:
     """Parse ``key=value,...``; a value in brackets may have commas."""
     pairs = []
     for part in re.split(r",(?=[a-z_]+\.[a-z0-9_]+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals:
             remedy = "write for example parallel.tp=2,activation_checkpoint.mode=full"
-            problems.add("--resume-layout", "is not KEY=VALUE,...", remedy, value=text)
+            errors.add("--resume-layout", "is not KEY=VALUE,...", remedy, value=text)
         pairs.append((name, value))
     return pairs

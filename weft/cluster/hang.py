@@ -264,8 +264,8 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
             groups[name] = (f"group {name}" + (f" ({format_ranks(ranks)})" if ranks else ""), ranks)
     except Exception as error:  # a damaged pickle raises almost any exception
         rule = f"is not a dump of torch's Flight Recorder: {error}"
-        problem = ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")
-        raise InvalidConfig([problem]) from error
+        config_error = ConfigError("logs", f"flight-rank-{rank}", rule, "remove this file")
+        raise InvalidConfig([config_error]) from error
     status = summarize_collectives(collectives, groups)
     calls = [OpenCollective(*call) for call in status["open"]]
     return RankState(rank, 0, "", 0.0, "S", "", calls, [], status["done"])

@@ -57,7 +57,7 @@ GRACE_SECONDS = 600
 MAX_LOST_NODES = 6
 
 
-def find_problems(request: JobRequest) -> ConfigErrors:
+def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     errors = check_options(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
     errors += check_name(request, f"/runs/{request.name} in the claim")

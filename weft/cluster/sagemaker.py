@@ -61,7 +61,7 @@ INSTALL = "pip install 'weft[sagemaker]'"
 POLL_SECONDS, LATE_MILLISECONDS = 5.0, 60_000
 
 
-def find_problems(request: JobRequest) -> ConfigErrors:
+def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     required = ["role", "instance_type", "bucket"]

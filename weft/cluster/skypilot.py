@@ -70,7 +70,7 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 """
 
 
-def find_problems(request: JobRequest) -> ConfigErrors:
+def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     required = ["bucket", *(["accelerator"] if request.devices else [])]

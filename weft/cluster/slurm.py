@@ -59,7 +59,7 @@ SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu"
 _slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's commands")
 
 
-def find_problems(request: JobRequest) -> ConfigErrors:
+def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch, errors = request.job.launch, ConfigErrors(request.job)
     errors += check_duration(launch.time_limit)

@@ -296,17 +296,17 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
 def load_dataset_on_host(plan: Plan, console: Console, rank: Rank) -> Dataset:
     """Prepare the dataset on one rank of each host, and open it on every rank."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # preparation may take long
-    path, problems = "", []
+    path, errors = "", []
     if rank.local_rank == 0:
         try:
             path = str(load_dataset(plan, console).path)
-        except InvalidConfig as error:
-            problems = error.problems
+        except InvalidConfig as invalid:
+            errors = invalid.errors
     results: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(results, (path, problems), group=group)
-    problems = [problem for _, problems in results for problem in problems]
-    if problems:
-        raise InvalidConfig({str(problem): problem for problem in problems}.values())
+    dist.all_gather_object(results, (path, errors), group=group)
+    errors = [error for _, errors in results for error in errors]
+    if errors:
+        raise InvalidConfig({str(error): error for error in errors}.values())
     # A launcher numbers the ranks of one host consecutively.
     return open_dataset(Path(results[rank.rank - rank.local_rank][0]))
 

@@ -79,7 +79,7 @@ class Cluster(Protocol):
 
     FILE_SUFFIX: str  # of the script or manifest: '.sh', '.yaml', '.json'
 
-    def find_problems(self, request: JobRequest) -> list[ConfigError]:
+    def find_errors(self, request: JobRequest) -> list[ConfigError]:
         """Return the configuration errors of a request."""
 
     def render(self, request: JobRequest) -> str:
@@ -113,7 +113,7 @@ def build_request(
     on: str | None,
     recipe: str,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[ConfigError],
+    cli_errors: Sequence[ConfigError],
     detect_machine: Callable[[RunSection], Machine],
 ) -> JobRequest:
     """Build and check a request, as far as that is possible on this machine.
@@ -122,13 +122,13 @@ def build_request(
         on: the name of the cluster.
         recipe: see `read_job`.
         overrides: see `read_job`.
-        problems: errors that the command line already has.
+        cli_errors: errors that the command line already has.
         detect_machine: returns this machine, by ``run.device``.
 
     Raises:
         InvalidConfig: with every error.
     """
-    job, base, errors = read_job(recipe, overrides, problems)
+    job, base, errors = read_job(recipe, overrides, cli_errors)
     if on not in CLUSTERS:
         rule = "is not a known cluster" if on else "is missing"
         errors.add("--on", rule, suggest(on or "", CLUSTERS), value=on or MISSING)
@@ -142,7 +142,7 @@ def build_request(
         run_dir = run_dir.expanduser().absolute()
         name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
     except InvalidConfig as error:
-        errors.add_independent(error.problems)
+        errors.add_independent(error.errors)
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
@@ -155,7 +155,7 @@ def build_request(
     )
     if on in CLUSTERS:
         errors += check_paths(request)
-        errors += get_cluster(on).find_problems(request)
+        errors += get_cluster(on).find_errors(request)
     errors.raise_any()
     return request
 

@@ -89,7 +89,7 @@ class ConfigErrors(list[ConfigError]):
         try:
             yield
         except InvalidConfig as error:
-            self += error.problems
+            self += error.errors
 
     def raise_any(self, *keys: str) -> None:
         """Raise `InvalidConfig` with all errors, if there are any; of ``keys``, if given."""
@@ -113,15 +113,15 @@ class WeftError(Exception):
 
 
 class InvalidConfig(WeftError):
-    """A run that cannot start; ``problems`` lists every reason."""
+    """A run that cannot start; ``errors`` lists every reason."""
 
-    def __init__(self, problems: Iterable[ConfigError]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+    def __init__(self, errors: Iterable[ConfigError]) -> None:
+        self.errors = list(errors)
+        super().__init__("\n".join(str(error) for error in self.errors))
 
     def __reduce__(self) -> tuple[type[InvalidConfig], tuple[list[ConfigError]]]:
         """Pickle the problems, not the message: processes send this error to each other."""
-        return InvalidConfig, (self.problems,)
+        return InvalidConfig, (self.errors,)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -68,21 +68,21 @@ def recipe_names() -> list[str]:
 def read_job(
     recipe: str,
     overrides: Sequence[tuple[str, str]] = (),
-    problems: Iterable[ConfigError] = (),
+    cli_errors: Iterable[ConfigError] = (),
 ) -> tuple[Job, Job, ConfigErrors]:
     """Read a recipe and apply command-line overrides.
 
     Args:
         recipe: a shipped name, or the path of a TOML file.
         overrides: ``("section.key", "text")`` pairs; a later one wins.
-        problems: earlier errors, such as those of the command line.
+        cli_errors: errors that the command line already has.
 
     Returns:
         The job, the recipe without the overrides (to list the differences), and every error.
         Where a value was invalid, the jobs have the default.
     """
     errors = ConfigErrors()
-    errors += problems
+    errors += cli_errors
     tree = _load_recipe(recipe, errors)
     base = _validate(tree, errors)
     for name, text in overrides:
@@ -90,36 +90,36 @@ def read_job(
     return _validate(tree, errors), base, errors
 
 
-def _load_recipe(recipe: str, problems: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
+def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
     """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
         rule = "is not a known recipe, nor the path of a .toml file"
         remedy = suggest(recipe, recipe_names())
-        problems.add("extends" if seen else "recipe", rule, remedy, value=recipe)
+        errors.add("extends" if seen else "recipe", rule, remedy, value=recipe)
         return {}
     if str(path) in seen:
         chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
-        problems.add("extends", f"makes recipes extend each other: {chain}", value=recipe)
+        errors.add("extends", f"makes recipes extend each other: {chain}", value=recipe)
         return {}
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        problems.add("recipe", f"cannot be read as TOML: {error}", value=str(path))
+        errors.add("recipe", f"cannot be read as TOML: {error}", value=str(path))
         return {}
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
         rule = "is not a section" if name in SECTIONS else "is not a known key"
         remedy = f"write [section] first. {capitalize(nearest_key(name))}"
-        problems.add(name, rule, remedy, value=tree.pop(name))
+        errors.add(name, rule, remedy, value=tree.pop(name))
     if parent is None:
         return tree
     if not isinstance(parent, str):
-        problems.add("extends", "must be the name or path of a recipe", value=parent)
+        errors.add("extends", "must be the name or path of a recipe", value=parent)
         return tree
-    below = _load_recipe(parent, problems, (*seen, str(path)))
+    below = _load_recipe(parent, errors, (*seen, str(path)))
     return {
         name: below.get(name, {}) | tree.get(name, {}) for name in dict.fromkeys([*below, *tree])
     }
@@ -136,16 +136,16 @@ def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
         return None
 
 
-def _override(tree: Tree, name: str, text: str, problems: ConfigErrors) -> None:
+def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in name + text):
-        problems.add(ascii(name)[1:-1], "is not UTF-8 text", value=ascii(text))
+        errors.add(ascii(name)[1:-1], "is not UTF-8 text", value=ascii(text))
         return
     section, _, last = name.partition(".")
     model = SECTIONS.get(section)
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
-        problems.add(name, "is not a known key", nearest_key(name), value=_literal(text))
+        errors.add(name, "is not a known key", nearest_key(name), value=_literal(text))
         return
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
@@ -168,7 +168,7 @@ def _override(tree: Tree, name: str, text: str, problems: ConfigErrors) -> None:
         else:
             value = getattr(model.model_validate_strings({last: text}), last)
     except ValidationError as error:
-        problems += _translate(error, model, section, {last: literal})
+        errors += _translate(error, model, section, {last: literal})
         value = None
     if value is None:
         tree.get(section, {}).pop(last, None)
@@ -184,20 +184,20 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _validate(tree: Tree, problems: ConfigErrors) -> Job:
+def _validate(tree: Tree, errors: ConfigErrors) -> Job:
     """Return the Job of ``tree``.
 
     Report each invalid entry once, and remove it from ``tree``: the Job has its default.
     """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        problems.add(shown, "is not a known section", suggest(name, SECTIONS))
+        errors.add(shown, "is not a known section", suggest(name, SECTIONS))
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
-        problems += found
-        for problem in found:
-            section.pop(problem.key.partition(".")[2], None)
+        errors += found
+        for error in found:
+            section.pop(error.key.partition(".")[2], None)
     return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
 
 
@@ -228,7 +228,7 @@ def _translate(
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
         for last in entry["loc"][:1] or nested:
             rules.setdefault(str(last), []).append(validation_rule(entry))
-    problems = ConfigErrors()
+    errors = ConfigErrors()
     for last, rule in rules.items():
         field = kind.model_fields.get(last)
         if field is None:
@@ -240,8 +240,8 @@ def _translate(
             default = "" if field.is_required() else f" (default {usual})"
             remedy = f"{field.description or kind.__name__}{default}"
         shown = " or ".join(dict.fromkeys(rule))
-        problems.add(f"{name}.{last}", shown, remedy, value=values.get(last, MISSING))
-    return problems
+        errors.add(f"{name}.{last}", shown, remedy, value=values.get(last, MISSING))
+    return errors
 
 
 _RULES = {

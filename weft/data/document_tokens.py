@@ -92,10 +92,10 @@ def find_document_tokens(
     Raises:
         InvalidConfig: a file names a token that does not exist, or no separator was found.
     """
-    problems = ConfigErrors()
-    record = _read_record(tokenizer, directories, problems)
-    named = list(_read_named_tokens(tokenizer, directories, problems))
-    problems.raise_any()
+    errors = ConfigErrors()
+    record = _read_record(tokenizer, directories, errors)
+    named = list(_read_named_tokens(tokenizer, directories, errors))
+    errors.raise_any()
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     # transformers makes the tokens of these two files special.
     special |= {id for file, ids in named if END_TOKEN_FIELDS[file] == "eos_token" for id in ids}
@@ -155,9 +155,9 @@ def find_start_token(tokenizer: Tokenizer, directory: Path) -> int | None:
     Raises:
         InvalidConfig: a file names a token that does not exist.
     """
-    problems = ConfigErrors()
-    named = list(_read_named_tokens(tokenizer, [directory], problems, "bos"))
-    problems.raise_any()
+    errors = ConfigErrors()
+    named = list(_read_named_tokens(tokenizer, [directory], errors, "bos"))
+    errors.raise_any()
     return named[0].ids[0] if named else None
 
 
@@ -167,12 +167,12 @@ def find_start_token(tokenizer: Tokenizer, directory: Path) -> int | None:
 def _read_named_tokens(
     tokenizer: Tokenizer,
     directories: Sequence[Path],
-    problems: ConfigErrors,
+    errors: ConfigErrors,
     kind: str = "eos",
 ) -> Iterator[_NamedTokens]:
     for name, field in END_TOKEN_FIELDS.items():
         field = field.replace("eos", kind)
-        tree = _read_json(name, directories, problems)
+        tree = _read_json(name, directories, errors)
         value = tree.get(field)
         if value is None or value == "" or value == []:
             continue
@@ -191,7 +191,7 @@ def _read_named_tokens(
                 remedy = "use files of one model: these are of different models"
                 text = json.dumps(item)
                 text = text if len(text) <= 60 else text[:60] + "..."
-                problems.add(f"{name} {field}", rule, remedy, value=text)
+                errors.add(f"{name} {field}", rule, remedy, value=text)
             else:
                 ids.append(id)
         if ids:
@@ -199,9 +199,9 @@ def _read_named_tokens(
 
 
 def _read_record(
-    tokenizer: Tokenizer, directories: Sequence[Path], problems: ConfigErrors
+    tokenizer: Tokenizer, directories: Sequence[Path], errors: ConfigErrors
 ) -> tuple[int, bool] | None:
-    tree = _read_json(RECORD_FILE, directories, problems)
+    tree = _read_json(RECORD_FILE, directories, errors)
     if not tree:
         return None
     separator, starts_documents = tree.get("separator"), tree.get("starts_documents")
@@ -213,11 +213,11 @@ def _read_record(
     ):
         return separator, starts_documents
     rule, remedy = "was not written by weft", "remove it; weft then finds the end token by name"
-    problems.add(RECORD_FILE, rule, remedy, value=str(directories[0]))
+    errors.add(RECORD_FILE, rule, remedy, value=str(directories[0]))
     return None
 
 
-def _read_json(name: str, directories: Sequence[Path], problems: ConfigErrors) -> dict[str, Any]:
+def _read_json(name: str, directories: Sequence[Path], errors: ConfigErrors) -> dict[str, Any]:
     """Return the JSON object in the first file of that name; empty if there is none."""
     for directory in directories:
         file = directory / name
@@ -232,7 +232,7 @@ def _read_json(name: str, directories: Sequence[Path], problems: ConfigErrors) -
             return tree
         except (OSError, ValueError, RecursionError) as error:
             rule = f"cannot be read: {str(error)[:200]}"
-            problems.add(name, rule, "download it again, or remove it", value=str(file))
+            errors.add(name, rule, "download it again, or remove it", value=str(file))
             return {}
     return {}
 

@@ -184,9 +184,9 @@ def read_headers(files: Sequence[File]) -> list[TokenFile]:
         InvalidConfig: one error for each file whose name or header is wrong.
     """
     token_files: list[TokenFile] = []
-    problems: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for file in files:
-        with collect_errors(problems):
+        with collect_errors(errors):
             try:
                 index = Path(file.path).with_suffix(".idx")
                 is_megatron = index.is_file()
@@ -195,7 +195,7 @@ def read_headers(files: Sequence[File]) -> list[TokenFile]:
                 )
             except OSError as error:
                 raise _file_error(file, f"cannot be read: {error.strerror}") from error
-    raise_errors(problems)
+    raise_errors(errors)
     if token_files := [token_file for token_file in token_files if token_file.tokens]:
         return token_files
     raise _file_error(files[0], "holds no tokens")

@@ -79,11 +79,11 @@ def list_fragments(
     if source.kind == "own":
         return [FileFragment(user_function_file(path), "own", 0, 0, 0)]
     fragments: list[FileFragment] = []
-    problems: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for file in source.files:
-        with collect_errors(problems):
+        with collect_errors(errors):
             fragments += divide_file(file, size)
-    raise_errors(problems)
+    raise_errors(errors)
     return fragments
 
 

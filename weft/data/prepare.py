@@ -66,32 +66,32 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
         return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
-    problems = ConfigErrors()
+    errors = ConfigErrors()
     encoder: Encoder | None = None
     corpora: list[Corpus | None] = []
     for source_section in sections:
-        with collect_errors(problems, mixture=True):
+        with collect_errors(errors, mixture=True):
             inputs = _detect_inputs(source_section)
             encoder = inputs.encoder
             corpora.append(_read_corpus(source_section, inputs, cache, report))
-    raise_errors(problems)
+    raise_errors(errors)
     if encoder is None:
         encoder = _load_shared_tokenizer(section, corpora, cache, report)
         update = {"tokenizer": str(encoder.file)}
         sections = [source_section.model_copy(update=update) for source_section in sections]
     stores = []
     for source_section, corpus in zip(sections, corpora, strict=True):
-        with collect_errors(problems, mixture=True):
+        with collect_errors(errors, mixture=True):
             stores.append(_prepare_corpus(source_section, corpus, encoder, cache, report))
-    raise_errors(problems)
+    raise_errors(errors)
     for path, store in zip(section.mixture, stores, strict=True):
         if store.manifest.separator != encoder.separator:
             rule = (
                 f"is a store whose documents end with token {store.manifest.separator}; those of "
                 f"the other sources end with token {encoder.separator}"
             )
-            problems.add("data.mixture", rule, "prepare it again from its text", value=path)
-    raise_errors(problems)
+            errors.add("data.mixture", rule, "prepare it again from its text", value=path)
+    raise_errors(errors)
     with convert_cache_errors(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
@@ -127,11 +127,11 @@ def prepare_store(
 
 def check_chat(section: DataSection) -> list[ConfigError]:
     """Return the errors of tokenizer, template and files, without reading lines."""
-    problems = ConfigErrors()
+    errors = ConfigErrors()
     for path in () if section.is_text else section.sources:
-        with collect_errors(problems, mixture=section.is_mixture):
+        with collect_errors(errors, mixture=section.is_mixture):
             _detect_inputs(section.model_copy(update={"path": path}))
-    return list({str(problem): problem for problem in problems}.values())
+    return list({str(error): error for error in errors}.values())
 
 
 # --------------------------------------------------------------------------- steps
@@ -159,30 +159,30 @@ def _detect_inputs(section: DataSection) -> _Inputs:
     encoder: Encoder | None = None
     chat: ChatEncoder | None = None
     template: ChatTemplate | None = None
-    problems = ConfigErrors()
-    with collect_errors(problems):
+    errors = ConfigErrors()
+    with collect_errors(errors):
         source = None if is_store(section.path) else detect_source(section.path)
     kind = source and source.kind
     if kind in ("text", "tokens") and not section.is_text:
         rule = "holds no conversations, or also other files"
         remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of these, or hf://"
-        problems += path_error(section.path, rule, remedy).problems
+        errors += path_error(section.path, rule, remedy).errors
     if not section.trains_tokenizer:
         if not section.is_text:
-            with collect_errors(problems):
+            with collect_errors(errors):
                 template = load_chat_template(section)
-        with collect_errors(problems):
+        with collect_errors(errors):
             encoder = load_encoder(section.tokenizer)
             chat = None if template is None else ChatEncoder(section.tokenizer, template)
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
         remedy = "give the tokenizer.json of a model, with its chat template in the same directory"
-        problems.add("data.tokenizer", rule, remedy, value="train")
+        errors.add("data.tokenizer", rule, remedy, value="train")
     elif kind == "tokens":
         rule = f"cannot be trained: {section.path} already holds tokens"
         remedy = "give the tokenizer.json that encoded them"
-        problems.add("data.tokenizer", rule, remedy, value="train")
-    raise_errors(problems)
+        errors.add("data.tokenizer", rule, remedy, value="train")
+    raise_errors(errors)
     return _Inputs(source, encoder, chat)
 
 

@@ -84,23 +84,21 @@ def progress_counter(report: Report, message: str, total: int) -> Callable[[int]
 
 
 @contextmanager
-def collect_errors(problems: list[ConfigError], mixture: bool = False) -> Iterator[None]:
-    """Append errors to ``problems``; ``mixture``: report data.path as data.mixture."""
+def collect_errors(errors: list[ConfigError], mixture: bool = False) -> Iterator[None]:
+    """Append errors to ``errors``; ``mixture``: report data.path as data.mixture."""
     try:
         yield
     except InvalidConfig as invalid:
-        problems += [
-            replace(problem, key="data.mixture")
-            if mixture and problem.key == "data.path"
-            else problem
-            for problem in invalid.problems
+        errors += [
+            replace(error, key="data.mixture") if mixture and error.key == "data.path" else error
+            for error in invalid.errors
         ]
 
 
-def raise_errors(problems: Sequence[ConfigError]) -> None:
+def raise_errors(errors: Sequence[ConfigError]) -> None:
     """Raise InvalidConfig with these errors, without duplicates, if there are any."""
-    if problems:
-        raise InvalidConfig({str(problem): problem for problem in problems}.values())
+    if errors:
+        raise InvalidConfig({str(error): error for error in errors}.values())
 
 
 # --------------------------------------------------------------------------- stores

@@ -78,7 +78,7 @@ def check_path(path: str) -> list[ConfigError]:
         try:
             detect_source(path)
         except InvalidConfig as invalid:
-            return invalid.problems
+            return invalid.errors
     return []
 
 
@@ -167,8 +167,8 @@ def user_function_file(path: str) -> File:
 
 
 def _detect_remote(url: str) -> SourceRef:
-    if problems := check_url("data.path", url):
-        raise InvalidConfig(problems)
+    if errors := check_url("data.path", url):
+        raise InvalidConfig(errors)
     source = _classify_files(list_remote_files(url), is_glob(url))
     if source.kind == "text":
         content = "holds files of other formats: " if source.files else "holds no files"

@@ -256,7 +256,7 @@ def open_store(path: str | Path) -> Store:
         if load_tokenizer(directory / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
             errors.append("tokenizer.json is not the one that the store was prepared with")
     except InvalidConfig as invalid:
-        errors += [f"tokenizer.json {problem.rule}" for problem in invalid.problems]
+        errors += [f"tokenizer.json {error.rule}" for error in invalid.errors]
     if errors:
         raise InvalidConfig([damaged_store_error(directory, rule) for rule in errors])
     return Store(directory, manifest)

@@ -339,7 +339,7 @@ def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
     try:
         prediction = forecast(resolve(candidate.plan.job, machine), machine, find_device(machine))
     except InvalidConfig as error:
-        return RejectedCandidate(candidate, "rule", str(error.problems[0]))
+        return RejectedCandidate(candidate, "rule", str(error.errors[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         return RejectedCandidate(candidate, "trace", text)

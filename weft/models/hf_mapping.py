@@ -187,8 +187,8 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
             rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
             found.append(("head_dim", given["head_dim"], rule))
     found += _rename_errors(config_errors, {name for name, *_ in range_errors})
-    problems = [_make_error(mapping, *problem) for problem in found]
-    return (None if problems else config), problems
+    errors = [_make_error(mapping, *item) for item in found]
+    return (None if errors else config), errors
 
 
 def _make_error(
@@ -220,7 +220,7 @@ def _read_fields(family: Family, hf_config: Json, fields: Json) -> Iterator[Prob
 
 
 def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
-    """Yield a problem for each field that has another value than the one supported."""
+    """Yield an error for each field that has another value than the one supported."""
     exact = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
     for name, only in {**exact, **mapping.fixed_fields}.items():
         value = given.get(name, MISSING)
@@ -229,7 +229,7 @@ def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
 
 
 def _check_attention(mapping: HFMapping, hf_config: Json, max_seq_len: Any) -> Iterator[Problem]:
-    """Yield a problem for each kind of attention that weft lacks."""
+    """Yield an error for each kind of attention that weft lacks."""
     if mapping.default_sliding_window is not None:
         window = hf_config.get("sliding_window", mapping.default_sliding_window)
         if type(max_seq_len) is type(window) is int and window < max_seq_len:
@@ -243,7 +243,7 @@ def _check_attention(mapping: HFMapping, hf_config: Json, max_seq_len: Any) -> I
 
 
 def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
-    """Yield a problem for each field that may change what the model computes."""
+    """Yield an error for each field that may change what the model computes."""
     known = {"architectures", "model_type", "layer_types"}
     known |= {*FIELDS, *mapping.fixed_fields, *IGNORED_FIELDS, *mapping.ignored_fields}
     if mapping.default_sliding_window is not None:
@@ -255,7 +255,7 @@ def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
 
 
 def _rename_errors(errors: list[ConfigError], out_of_range: set[str]) -> Iterator[Problem]:
-    """Yield the errors of a configuration as problems of Hugging Face's fields."""
+    """Yield the errors of a configuration as errors of Hugging Face's fields."""
     hf_names = {f"model.{field}": name for name, field in FIELDS.items()}
     hf_names |= {
         f"model.{field}": f"rope_scaling.{name}" for name, field in ROPE_SCALING_FIELDS.items()
@@ -270,7 +270,7 @@ def _rename_errors(errors: list[ConfigError], out_of_range: set[str]) -> Iterato
 
 
 def _check_numbers(given: Json) -> Iterator[Problem]:
-    """Yield a problem for each value that is not a number in its range."""
+    """Yield an error for each value that is not a number in its range."""
     scaling = given.get("rope_scaling") or given.get("rope_parameters")
     values = dict(given)
     for rope in (given.get("rope_parameters"), scaling):

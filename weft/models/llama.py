@@ -226,8 +226,8 @@ class Llama(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        if problems := self.check(config):
-            raise ValueError("\n".join(str(problem) for problem in problems))
+        if errors := self.check(config):
+            raise ValueError("\n".join(str(error) for error in errors))
         self.config = config
         self.mask = document_mask
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)

@@ -70,10 +70,10 @@ def read_run_job(run_dir: Path, key: str = "run") -> Job:
     path = run_dir / "job.toml"
     if not path.is_file():
         raise InvalidConfig([run_dir_error(run_dir, key)])
-    job, _, problems = read_job(str(path))
-    if problems:
+    job, _, errors = read_job(str(path))
+    if errors:
         rule, remedy = "is damaged", "repair the file, or use another run"
-        raise InvalidConfig([ConfigError(key, str(path), rule, remedy), *problems])
+        raise InvalidConfig([ConfigError(key, str(path), rule, remedy), *errors])
     return job
 
 

@@ -28,33 +28,33 @@ def resolve_model(
     """
     try:
         family = load_family(kind)
-    except InvalidConfig as error:
-        return None, error.problems
-    problems = ConfigErrors()
+    except InvalidConfig as invalid_config:
+        return None, invalid_config.errors
+    errors = ConfigErrors()
     base = family.presets.get(preset)
     if base is None:
         remedy = suggest(preset, family.presets)
-        problems.add("model.preset", "is not a known preset", remedy, value=preset)
+        errors.add("model.preset", "is not a known preset", remedy, value=preset)
     # Each field is validated alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}
     invalid = [
-        problem
-        for problem in check_section(family.config, "model", {**fields, **overrides})
+        error
+        for error in check_section(family.config, "model", {**fields, **overrides})
         # Without a base, fields without a default are missing, which is not a user error.
-        if problem.key.removeprefix("model.") in overrides
+        if error.key.removeprefix("model.") in overrides
     ]
-    problems += invalid
+    errors += invalid
     if base is None:
-        return None, problems
-    invalid_keys = {problem.key for problem in invalid}
+        return None, errors
+    invalid_keys = {error.key for error in invalid}
     valid = {
         name: value for name, value in overrides.items() if f"model.{name}" not in invalid_keys
     }
     config = family.config.model_validate_json(json.dumps(fields | valid), strict=True)
-    conflicts = [problem for problem in family.check(config) if problem.key not in invalid_keys]
-    invalid_keys |= {problem.key for problem in conflicts}
-    problems += [problem for problem in conflicts if invalid_keys.isdisjoint(problem.depends)]
-    return (None if problems else config), problems
+    conflicts = [error for error in family.check(config) if error.key not in invalid_keys]
+    invalid_keys |= {error.key for error in conflicts}
+    errors += [error for error in conflicts if invalid_keys.isdisjoint(error.depends)]
+    return (None if errors else config), errors
 
 
 def resolve_section(section: ModelSection) -> tuple[Section | None, list[ConfigError]]:

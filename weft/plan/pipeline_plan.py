@@ -64,7 +64,7 @@ def resolve_pipeline(
     try:
         spec = find_schedule(job.pipeline.schedule, pp)
     except InvalidConfig as error:
-        errors += error.problems
+        errors += error.errors
         return None, 1
     stages_per_rank = _resolve_stages_per_rank(errors, job, spec)
     num_stages = pp * stages_per_rank

@@ -30,7 +30,7 @@ MAX_STAGES_SHOWN = 24
 def plan_recipe(
     recipe: str,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[ConfigError],
+    cli_errors: Sequence[ConfigError],
     cluster: str | None,
     detect_machine: Callable[[RunSection], Machine],
 ) -> tuple[Plan, Machine]:
@@ -39,14 +39,14 @@ def plan_recipe(
     Args:
         recipe: see `read_job`.
         overrides: see `read_job`.
-        problems: errors of the command line.
+        cli_errors: errors that the command line already has.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine, by ``run.device``.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
     """
-    job, base, errors = read_job(recipe, overrides, problems)
+    job, base, errors = read_job(recipe, overrides, cli_errors)
     errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     plan_errors = ConfigErrors()
     key, text = ("--cluster", cluster) if cluster else ("run.cluster", job.run.cluster)

@@ -223,13 +223,13 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
         except InvalidConfig as error:
             rejections[count] = error
     if not plans:
-        errors += rejections[nodes[-1]].problems
+        errors += rejections[nodes[-1]].errors
     errors.raise_any()
     counts = tuple(plans)
     warnings = tuple(
         f"run.nodes={job.run.nodes}: of {count} nodes the run can use only "
         f"{max((n for n in counts if n < count), default=0)}, because "
-        f"{error.problems[0].key}={error.problems[0].value} {error.problems[0].rule}"
+        f"{error.errors[0].key}={error.errors[0].value} {error.errors[0].rule}"
         for count, error in rejections.items()
     )
     plan = plans[counts[-1]]

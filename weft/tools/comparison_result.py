@@ -138,7 +138,7 @@ class ComparisonSummary:
         return {
             "label": variant.label,
             "recipe": variant.recipe,
-            "problems": [str(problem) for problem in variant.problems],
+            "problems": [str(error) for error in variant.errors],
             "changes": self._changed_keys(variant),
             "trials": [
                 asdict(trial) | {"device_hours_per_billion_tokens": trial.device_hours}
@@ -182,7 +182,7 @@ class ComparisonSummary:
 
     def _format_failures(self) -> list[str]:
         lines = [
-            f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.problems)}"
+            f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.errors)}"
             for variant in self._variants
             if variant.plan is None
         ]

@@ -239,19 +239,19 @@ def read_task(path: Path) -> ChoiceTask:
         raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
     if not isinstance(tree, dict):
         raise InvalidConfig([ConfigError("--task", str(path), "is not a task: it has no keys")])
-    problems = _check(tree)
-    documents = [] if problems else _read_documents(tree, path, problems)
+    errors = _check(tree)
+    documents = [] if errors else _read_documents(tree, path, errors)
     questions = []
     for number, document in enumerate(documents, 1):
         try:
             questions.append(_make_question(tree, document))
         except Exception as error:  # templates may raise any error
             rule = f"fails at document {number}: {type(error).__name__}: {error}"
-            problems.add("--task", rule, "fix the template or the data", value=str(path))
+            errors.add("--task", rule, "fix the template or the data", value=str(path))
             break
-    if not problems and not questions:
-        problems.add("--task", "has no questions", value=str(path))
-    problems.raise_any()
+    if not errors and not questions:
+        errors.add("--task", "has no questions", value=str(path))
+    errors.raise_any()
     return ChoiceTask(str(tree["task"]), tuple(questions))
 
 
@@ -286,7 +286,7 @@ def _check_values(errors: ConfigErrors, prefix: str, values: Json, allowed: Allo
         errors.add(f"{prefix}{name}", rule, remedy, value=value)
 
 
-def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json]:
+def _read_documents(tree: Json, path: Path, errors: ConfigErrors) -> list[Json]:
     """Read the documents of the test split, or else of the validation split."""
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
@@ -295,7 +295,7 @@ def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json
     names = [files] if isinstance(files, str) else files or []
     documents: list[Json] = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problems.add("dataset_kwargs.data_files", "must be paths of files", value=names)
+        errors.add("dataset_kwargs.data_files", "must be paths of files", value=names)
         return documents
     for name in names:
         relative = path.parent / name
@@ -304,10 +304,10 @@ def _read_documents(tree: Json, path: Path, problems: ConfigErrors) -> list[Json
             # Not splitlines: a JSON string may contain Unicode line separators.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
-            problems.add("dataset_kwargs.data_files", f"cannot be read: {error}", value=name)
+            errors.add("dataset_kwargs.data_files", f"cannot be read: {error}", value=name)
     if not names:
         rule = "must name the files of test_split, or of validation_split"
-        problems.add("dataset_kwargs.data_files", rule, value=MISSING)
+        errors.add("dataset_kwargs.data_files", rule, value=MISSING)
     return documents
 
 
@@ -466,7 +466,7 @@ def load_eval_data(
         try:
             result = [str(prepare_eval_data(checkpoint, job, is_run_data, console))]
         except InvalidConfig as error:
-            result = [error.problems]
+            result = [error.errors]
     if rank.world_size > 1:
         group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         dist.broadcast_object_list(result, 0, group=group)

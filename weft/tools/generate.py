@@ -42,19 +42,19 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts that end a sequence and are not part of it
     seed: int = 0
 
-    def problems(self) -> ConfigErrors:
+    def errors(self) -> ConfigErrors:
         """Return the errors, by command-line option."""
-        problems = ConfigErrors()
+        errors = ConfigErrors()
         if not 0 < self.top_p <= 1:
             rule, remedy = "is not a probability", "use more than 0, up to 1"
-            problems.add("--top-p", rule, remedy, value=self.top_p)
+            errors.add("--top-p", rule, remedy, value=self.top_p)
         if self.min_p > 1:
             rule, remedy = "is not a probability", "use 0 to 1"
-            problems.add("--min-p", rule, remedy, value=self.min_p)
+            errors.add("--min-p", rule, remedy, value=self.min_p)
         if self.repetition_penalty == 0:
             rule, remedy = "must not be 0: logits are divided by it", "use 1 for no penalty, or 1.1"
-            problems.add("--repetition-penalty", rule, remedy, value=0)
-        return problems
+            errors.add("--repetition-penalty", rule, remedy, value=0)
+        return errors
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class GeneratedSequence:
         return len(self.ids) - self.context_start
 
 
-def read_prompts(path: Path, problems: ConfigErrors, chat: bool = False) -> Sequence[Prompt]:
-    """Read one prompt per line; append errors to ``problems``.
+def read_prompts(path: Path, errors: ConfigErrors, chat: bool = False) -> Sequence[Prompt]:
+    """Read one prompt per line; append errors to ``errors``.
 
     A line of a .jsonl file is a JSON string or an object with a ``prompt``; with ``chat`` also an
     object with ``messages``.
@@ -144,7 +144,7 @@ def read_prompts(path: Path, problems: ConfigErrors, chat: bool = False) -> Sequ
         # Not splitlines: a JSON string may contain Unicode line separators.
         lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        problems.add("--prompts", f"cannot be read: {error}", value=str(path))
+        errors.add("--prompts", f"cannot be read: {error}", value=str(path))
         return []
     if path.suffix != ".jsonl":
         return lines
@@ -161,7 +161,7 @@ def read_prompts(path: Path, problems: ConfigErrors, chat: bool = False) -> Sequ
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
             rule += ", nor one with messages, each with role and content" if chat else ""
-            problems.add("--prompts", rule, 'write {"prompt": "Once"}', value=str(path))
+            errors.add("--prompts", rule, 'write {"prompt": "Once"}', value=str(path))
             break
     return prompts
 
@@ -216,8 +216,8 @@ def _encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:
         return chat_format.encoder.encode_prompt(messages)
     except InvalidConversation as error:
         path, rule = chat_format.encoder.template.path, f"cannot format the prompt: {error}"
-        problem = ConfigError("--chat", path, rule, "change the prompt")
-        raise InvalidConfig([problem]) from None
+        config_error = ConfigError("--chat", path, rule, "change the prompt")
+        raise InvalidConfig([config_error]) from None
 
 
 def generate(

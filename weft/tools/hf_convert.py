@@ -120,24 +120,24 @@ def export_checkpoint(
         InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
     """
-    problems = ConfigErrors()
-    max_bytes = _parse_size(max_shard, problems)
+    errors = ConfigErrors()
+    max_bytes = _parse_size(max_shard, errors)
     if dtype not in DTYPES:
-        problems.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), value=dtype)
+        errors.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), value=dtype)
     checkpoint, special, num_bytes = None, None, 0
     weights: dict[str, Weight] = {}
-    with problems.collect():
+    with errors.collect():
         checkpoint = find_checkpoint(path)
         if checkpoint.family.hf_mapping is None:
             rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
-            problems.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
-        special = _special_tokens(checkpoint, problems)
-    if checkpoint and not problems and not adapter:
+            errors.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
+        special = _special_tokens(checkpoint, errors)
+    if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
         num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
-    _check_out(problems, "out", out, num_bytes)
-    problems.raise_any()
+    _check_out(errors, "out", out, num_bytes)
+    errors.raise_any()
     assert checkpoint is not None
     assert special is not None
     if adapter:
@@ -158,10 +158,10 @@ def export_checkpoint(
         try:
             files = write_weight_files(directory, hf_weights, DTYPES[dtype], max_bytes, progress)
         except UnrepresentableValue as error:
-            problems.add(
+            errors.add(
                 "--dtype", f"cannot be used: {error}", "use bfloat16 or float32", value=dtype
             )
-            raise InvalidConfig(problems) from error
+            raise InvalidConfig(errors) from error
         config = to_hf_config(family, checkpoint.config, dtype)
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
@@ -185,12 +185,12 @@ def path_exists(path: Path) -> bool:
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _parse_size(text: str, problems: ConfigErrors) -> int:
+def _parse_size(text: str, errors: ConfigErrors) -> int:
     """Parse a size such as 5GB or 500 MB; return bytes."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        problems.add("--max-shard", "is not a size", remedy, value=text)
+        errors.add("--max-shard", "is not a size", remedy, value=text)
         return 1
     size: int = int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
     return size
@@ -204,7 +204,7 @@ class _SpecialTokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(checkpoint: CheckpointRef, problems: ConfigErrors) -> _SpecialTokens:
+def _special_tokens(checkpoint: CheckpointRef, errors: ConfigErrors) -> _SpecialTokens:
     """Return the tokens that start and end a text, in transformers' format."""
     path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -215,7 +215,7 @@ def _special_tokens(checkpoint: CheckpointRef, problems: ConfigErrors) -> _Speci
     ids = {"eos_token_id": eos}
     names = {"eos_token": tokenizer.id_to_token(tokens.separator)}
     if (checkpoint.run_dir / SOURCE_DIR).is_dir():
-        source_config = _read_json(checkpoint.run_dir / SOURCE_DIR / "config.json", problems) or {}
+        source_config = _read_json(checkpoint.run_dir / SOURCE_DIR / "config.json", errors) or {}
         if source_config.get("eos_token_id") is None:
             source_config.pop("eos_token_id", None)
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -283,18 +283,18 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         raise InvalidConfig(
             [ConfigError("directory", str(source), rule, "give a model's directory")]
         )
-    problems = ConfigErrors()
-    kind, config = _read_config(source / "config.json", problems)
+    errors = ConfigErrors()
+    kind, config = _read_config(source / "config.json", errors)
     model = None if config is None else (FAMILIES[kind], config)
-    contents = _read_contents(source, model, problems)
-    note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
+    contents = _read_contents(source, model, errors)
+    note = _check_tokenizer(source / "tokenizer.json", config, force, errors)
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
     for name in companions[1:]:
-        _check_companion(source / name, problems)
-    expected = {} if model is None or problems else param_shapes(*model)
+        _check_companion(source / name, errors)
+    expected = {} if model is None or errors else param_shapes(*model)
     num_bytes = 4 * sum(shape.numel() for shape in expected.values())
-    _check_out(problems, "run_dir", run_dir, num_bytes)
-    problems.raise_any()
+    _check_out(errors, "run_dir", run_dir, num_bytes)
+    errors.raise_any()
     family = FAMILIES[kind]
     hf_name = get_hf_mapping(family).hf_name
     job = replace(
@@ -319,8 +319,8 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
             path = checkpoint_path(directory / "checkpoints", 0)
             write_weights_checkpoint(path, weights, manifest, progress)
         except UnrepresentableValue as error:
-            problems.add("directory", f"cannot be imported: {error}", value=str(source))
-            raise InvalidConfig(problems) from error
+            errors.add("directory", f"cannot be imported: {error}", value=str(source))
+            raise InvalidConfig(errors) from error
         (directory / SOURCE_DIR).mkdir()
         for name in companions:
             _copy(source / name, directory / SOURCE_DIR / name)
@@ -334,25 +334,25 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     return f"{summary}\n{note}" if note else summary
 
 
-def _read_config(path: Path, problems: ConfigErrors) -> tuple[str, Any]:
+def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:
     """Return the family and the model's configuration, which is None after an error."""
     kind, config = None, None
-    tree = _read_json(path, problems)
+    tree = _read_json(path, errors)
     if tree is not None:
-        kind, config_problems = detect_family(tree, FAMILIES)
+        kind, config_errors = detect_family(tree, FAMILIES)
         if kind is not None:
-            config, config_problems = from_hf_config(FAMILIES[kind], tree)
-        problems += config_problems
+            config, config_errors = from_hf_config(FAMILIES[kind], tree)
+        errors += config_errors
     return kind or "", config
 
 
-def _read_json(path: Path, problems: ConfigErrors) -> dict[str, Any] | None:
-    """Read a JSON object; on an error return None and append it to ``problems``."""
+def _read_json(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
+    """Read a JSON object; on an error return None and append it to ``errors``."""
     try:
         return parse_json(_read_small(path))
     except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
-        problems.add(path.name, str(error), remedy or "download it again")
+        errors.add(path.name, str(error), remedy or "download it again")
         return None
 
 
@@ -367,20 +367,20 @@ def _read_small(path: Path) -> bytes:
         raise CorruptData(f"cannot be read: {error.strerror}") from error
 
 
-def _check_companion(path: Path, problems: ConfigErrors) -> None:
+def _check_companion(path: Path, errors: ConfigErrors) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
         except CorruptData as error:
-            problems.add(path.name, str(error), "download it again, or remove it")
+            errors.add(path.name, str(error), "download it again, or remove it")
         return
-    tree = _read_json(path, problems)
+    tree = _read_json(path, errors)
     if tree and "auto_map" in tree:
         rule = "names code to run, which weft neither runs nor exports"
-        problems.add(f"{path.name} auto_map", rule, "remove the field")
+        errors.add(f"{path.name} auto_map", rule, "remove the field")
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: ConfigErrors) -> str:
+def _check_tokenizer(path: Path, config: Any, force: bool, errors: ConfigErrors) -> str:
     """Return a note if the files disagree about the token that ends a text."""
     try:
         _read_small(path)
@@ -388,45 +388,45 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: ConfigError
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
     except CorruptData as error:
         remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
-        problems.add(path.name, str(error), remedy)
+        errors.add(path.name, str(error), remedy)
     except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
-        problems += [p for p in error.problems if p.key not in COMPANION_FILES]
+        errors += [p for p in error.errors if p.key not in COMPANION_FILES]
     else:
         size = required_vocab_size(tokenizer)
         if config and size > config.vocab_size:
             rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
-            problems.add(path.name, rule, "use the tokenizer of this model")
+            errors.add(path.name, rule, "use the tokenizer of this model")
         elif config and not force and has_excess_padding(size, config.vocab_size):
             rule = (
                 f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
             )
             remedy = "use the model's own tokenizer, or --force if this is it"
-            problems.add(path.name, rule, remedy)
+            errors.add(path.name, rule, remedy)
         return note
     return ""
 
 
 def _read_contents(
-    source: Path, model: tuple[Family, Any] | None, problems: ConfigErrors
+    source: Path, model: tuple[Family, Any] | None, errors: ConfigErrors
 ) -> Contents:
-    """Return the tensors in the files of a model; append errors to ``problems``."""
+    """Return the tensors in the files of a model; append errors to ``errors``."""
     contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
         index, files = None, [SINGLE]
     elif path_exists(source / INDEX):
-        tree = _read_json(source / INDEX, problems)
+        tree = _read_json(source / INDEX, errors)
         if tree is None:
             return contents
         index = tree.get("weight_map")
         key = f"{INDEX} weight_map"
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            problems.add(key, "must map every tensor to a file", "download it again")
+            errors.add(key, "must map every tensor to a file", "download it again")
             return contents
         files = sorted(set(index.values()))
         bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
         for name in bad_names[:MAX_PROBLEMS]:
             rule = "is not the plain name of a .safetensors file next to the index"
-            problems.add(key, rule, "do not use it", value=printable(name))
+            errors.add(key, rule, "do not use it", value=printable(name))
         if bad_names:
             return contents
     else:
@@ -435,7 +435,7 @@ def _read_contents(
         if pickles:
             rule = f"does not exist, only the pickle {printable(pickles[0])}, which may run code"
             remedy = SAFETENSORS_REMEDY
-        problems.add(SINGLE, rule, remedy)
+        errors.add(SINGLE, rule, remedy)
         return contents
 
     found = ConfigErrors()
@@ -459,19 +459,19 @@ def _read_contents(
             found.add(INDEX, rule, "download index and files again")
         if model is not None:
             _check_shapes(contents, *model, found)
-    problems += found[:MAX_PROBLEMS]
+    errors += found[:MAX_PROBLEMS]
     if len(found) > MAX_PROBLEMS:
-        problems.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
+        errors.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
     return contents
 
 
-def _check_shapes(contents: Contents, family: Family, config: Any, problems: ConfigErrors) -> None:
+def _check_shapes(contents: Contents, family: Family, config: Any, errors: ConfigErrors) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
     tensors = contents.tensors
     if config.num_layers > len(tensors):
         rule = f"needs more tensors than the {len(tensors)} in the files"
         key = "config.json num_hidden_layers"
-        problems.add(key, rule, "download both again", value=config.num_layers)
+        errors.add(key, rule, "download both again", value=config.num_layers)
         return
     mapping = get_hf_mapping(family)
     shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}
@@ -480,16 +480,16 @@ def _check_shapes(contents: Contents, family: Family, config: Any, problems: Con
         if name == "lm_head.weight":
             remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
         if not DERIVED.fullmatch(name):
-            problems.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
+            errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
     for name, shape in shapes.items():
         if name not in tensors:
-            problems.add(name, "is in none of the files", "download them again")
+            errors.add(name, "is in none of the files", "download them again")
             continue
         tensor = tensors[name]
         if tensor.shape != shape:
             file = tensor.shards[0].file
             rule = f"has shape {list(tensor.shape)} in {file}, not {list(shape)}"
-            problems.add(name, rule, "use weights and config.json of one model")
+            errors.add(name, rule, "use weights and config.json of one model")
         if tensor.dtype not in DTYPES.values():
             rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
-            problems.add(name, rule, "save it as F32, BF16 or F16")
+            errors.add(name, rule, "save it as F32, BF16 or F16")

@@ -70,18 +70,18 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     run_dir = path if is_run else path.parent.parent
     paths: list[Path] = []
     if (run_dir / "job.toml").is_file():
-        job, _, problems = read_job(str(run_dir / "job.toml"))
-        if problems:
-            rule = f"has a damaged job.toml ({problems[0]})"
+        job, _, errors = read_job(str(run_dir / "job.toml"))
+        if errors:
+            rule = f"has a damaged job.toml ({errors[0]})"
             raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
         paths = list_checkpoints(checkpoint_dir(job.checkpoint, path))[-1:] if is_run else [path]
     if not paths or not (paths[0] / "manifest.json").is_file():
         rule = "is neither a run directory with a checkpoint nor a checkpoint in one"
         remedy = "train first: weft train demo"
         raise InvalidConfig([ConfigError("checkpoint", str(path), rule, remedy)])
-    config, model_problems = resolve_section(job.model)
-    if model_problems:
-        raise InvalidConfig(model_problems)
+    config, model_errors = resolve_section(job.model)
+    if model_errors:
+        raise InvalidConfig(model_errors)
     return CheckpointRef(paths[0], run_dir, job, config)
 
 
@@ -105,7 +105,7 @@ def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
 def plan_inference(
     checkpoint: CheckpointRef,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[ConfigError],
+    cli_errors: Sequence[ConfigError],
     allowed: Sequence[str],
     for_generation: bool,
 ) -> tuple[Job, Plan]:
@@ -114,7 +114,7 @@ def plan_inference(
     Args:
         checkpoint: weights of the model.
         overrides: keys from the command line.
-        problems: earlier errors of the command line.
+        cli_errors: errors that the command line already has.
         allowed: prefixes of the keys that may be overridden.
         for_generation: plan generation, which supports neither pipeline nor context parallelism.
 
@@ -123,7 +123,7 @@ def plan_inference(
     """
     given = {name for name, _ in overrides}
     recipe, remedy = str(checkpoint.run_dir / "job.toml"), f"use one of {' '.join(allowed)}"
-    job, _, errors = read_job(recipe, overrides, problems)
+    job, _, errors = read_job(recipe, overrides, cli_errors)
     for name, text in overrides:
         if not name.startswith(tuple(allowed)):
             errors.add(name, "cannot be changed here", remedy, value=text)

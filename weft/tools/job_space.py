@@ -406,14 +406,14 @@ def _make_valid(
         job = _draw_sizes(overrides, random.Random(f"{rng.random()}"))
         try:
             return job, make_case(job, ranks)
-        except InvalidConfig as error:
-            problem = error.problems[0]
-            if next(attempts) % 4 and _named_keys(problem, SIZED_KEYS):
+        except InvalidConfig as invalid:
+            error = invalid.errors[0]
+            if next(attempts) % 4 and _named_keys(error, SIZED_KEYS):
                 continue  # other sizes may be valid
-            named = _named_keys(problem, overrides)
-            rule = re.sub(r"\d+", "N", problem.rule)  # without the numbers of this job
+            named = _named_keys(error, overrides)
+            rule = re.sub(r"\d+", "N", error.rule)  # without the numbers of this job
             refused = {key: overrides[key] for key in named}
-            refusals.append({"key": problem.key, "with": refused, "rule": rule})
+            refusals.append({"key": error.key, "with": refused, "rule": rule})
             for keys, level in itertools.product((named, list(overrides)), reversed(levels)):
                 if removable := [key for key in keys if key not in level and key not in FIXED]:
                     break
@@ -454,14 +454,14 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
         try:
             plan_resume_layout(case, list(overrides.items()), ranks)
         except InvalidConfig as error:
-            named = _named_keys(error.problems[0], overrides)
+            named = _named_keys(error.errors[0], overrides)
             del overrides[rng.choice(named or list(overrides))]
         else:
             return overrides or {"parallel.dp_shard": "1"}
 
 
-def _named_keys(problem: ConfigError, overrides: Iterable[str]) -> list[str]:
-    return [key for key in (problem.key, *problem.depends) if key in overrides]
+def _named_keys(error: ConfigError, overrides: Iterable[str]) -> list[str]:
+    return [key for key in (error.key, *error.depends) if key in overrides]
 
 
 # --------------------------------------------------------------------------- sizes

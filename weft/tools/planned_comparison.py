@@ -68,7 +68,7 @@ def compare_plans(
     recipes: Sequence[str],
     vary: Sequence[tuple[str, Sequence[str]]],
     overrides: Overrides,
-    problems: list[ConfigError],
+    cli_errors: list[ConfigError],
     cluster: str | None,
     price: float | None,
     out: str | None,
@@ -80,7 +80,7 @@ def compare_plans(
         recipes: see `read_variants`.
         vary: see `read_variants`.
         overrides: see `read_variants`.
-        problems: see `read_variants`.
+        cli_errors: see `read_variants`.
         cluster: see `weft.plan.plan_text.plan_recipe`.
         price: of a device-hour.
         out: directory for the results, if any.
@@ -102,12 +102,12 @@ def compare_plans(
 
     directory = Path(out) if out else None
     if directory is not None:
-        problems = [*problems, *_check_dir(directory)]
-    variants = read_variants(recipes, vary, overrides, problems, read)
+        cli_errors = [*cli_errors, *_check_dir(directory)]
+    variants = read_variants(recipes, vary, overrides, cli_errors, read)
     planned = []
     for number, variant in enumerate(variants, 1):
         if variant.plan is None:
-            reason = " ".join(str(problem) for problem in variant.problems)
+            reason = " ".join(str(error) for error in variant.errors)
             planned.append(PlannedVariant(variant.label, None, None, reason))
         else:
             log(f"plan {number} of {len(variants)}: {variant.label}")
@@ -135,11 +135,11 @@ def _check_dir(directory: Path) -> list[ConfigError]:
     try:
         record = read_comparison(directory)
     except InvalidConfig as error:
-        return list(error.problems)
+        return list(error.errors)
     if record is None or "compared" not in record:
         return []
     rule = "holds a comparison of runs, which --plan-only would overwrite"
-    return invalid_out(directory, rule).problems
+    return invalid_out(directory, rule).errors
 
 
 def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:

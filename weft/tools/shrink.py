@@ -111,14 +111,14 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
     candidates = _candidates(plan, small_job, float8, sizes, steps)
     if unchanged:
         candidates = itertools.chain([({"steps": steps}, {})], candidates)
-    problems: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for batch, fields in candidates:
         threshold = {"param_persistence_threshold": _param_persistence_threshold(plan, fields)}
         candidate = replace(small_job, train=batch, model=fields, parallel=threshold)
         try:
             small_plan = resolve(candidate, machine)
         except InvalidConfig as error:
-            problems = error.problems  # the last candidate has the model of the recipe
+            errors = error.errors  # the last candidate has the model of the recipe
             continue
         if unknown := [name for name in SIZES if name not in type(plan.model).model_fields]:
             notes.append(f"the model has no {', '.join(unknown)} to shrink; other sizes stay")
@@ -131,7 +131,7 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
             shrunk=_list_changes(plan, small_plan),
             notes=tuple(notes),
         )
-    raise InvalidConfig(problems)
+    raise InvalidConfig(errors)
 
 
 def _shrink_keys(
@@ -200,12 +200,12 @@ def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int
         InvalidConfig: if the case cannot have this layout.
     """
     option = "--resume-layout"
-    chosen, _, problems = read_job("demo", layout)
+    chosen, _, errors = read_job("demo", layout)
     for name, text in layout:
         if not name.startswith(LAYOUT_KEYS):
             rule = "changes more than the layout"
-            problems.add(option, rule, f"use {', '.join(LAYOUT_KEYS)}", value=f"{name}={text}")
-    problems.raise_any()
+            errors.add(option, rule, f"use {', '.join(LAYOUT_KEYS)}", value=f"{name}={text}")
+    errors.raise_any()
     changes: dict[str, dict[str, Any]] = {}
     for section, key in (name.split(".") for name, _ in layout):
         changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)

@@ -29,13 +29,13 @@ MAX_LABEL_CHARS = 32  # of a value
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a comparison; an invalid one has ``problems`` and no ``plan``."""
+    """A variant of a comparison; an invalid one has ``errors`` and no ``plan``."""
 
     label: str
     recipe: str
     job: Job  # with defaults for invalid keys
     plan: Plan | None
-    problems: tuple[ConfigError, ...] = ()
+    errors: tuple[ConfigError, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """Return the label and keys that earlier results must share."""
@@ -43,17 +43,17 @@ class Variant:
         return dict(json.loads(json.dumps({"label": self.label, "job": job}, default=str)))
 
 
-def parse_vary(text: str, problems: ConfigErrors) -> list[tuple[str, list[str]]]:
+def parse_vary(text: str, errors: ConfigErrors) -> list[tuple[str, list[str]]]:
     """Parse ``parallel.tp=1,2`` into key and values; append errors."""
     key, equals, values = text.partition("=")
     key = key.removeprefix("--").replace("-", "_")
     parts = split_values(values)
     if not equals or not all(parts):
         rule, remedy = "is not a key with values", "write --vary section.key=VALUE,VALUE"
-        problems.add("--vary", rule, remedy, value=text)
+        errors.add("--vary", rule, remedy, value=text)
         return []
     if len(set(parts)) < len(parts):
-        problems.add("--vary", "names a value twice", "remove one", value=text)
+        errors.add("--vary", "names a value twice", "remove one", value=text)
         return []
     return [(key, parts)]
 
@@ -76,29 +76,29 @@ def split_values(text: str) -> list[str]:
     return [re.sub(r"""^(["'])([^"']*)\1$""", r"\2", part) for part in stripped]
 
 
-def parse_margin(text: str, problems: ConfigErrors) -> tuple[float, bool]:
+def parse_margin(text: str, errors: ConfigErrors) -> tuple[float, bool]:
     """Parse ``0.5%`` of the loss or nats; return (value, is a fraction)."""
     number, relative = text.removesuffix("%"), text.endswith("%")
-    value = _parse_positive("--margin", number, problems, "0.5% of the loss, or 0.01 nats")
+    value = _parse_positive("--margin", number, errors, "0.5% of the loss, or 0.01 nats")
     return (value / 100 if relative else value), relative
 
 
-def parse_price(text: str | None, problems: ConfigErrors) -> float | None:
+def parse_price(text: str | None, errors: ConfigErrors) -> float | None:
     """Parse the price of a device-hour, if given."""
     return (
         None
         if text is None
-        else _parse_positive("--price", text, problems, "the price of a device-hour, such as 2.5")
+        else _parse_positive("--price", text, errors, "the price of a device-hour, such as 2.5")
     )
 
 
-def _parse_positive(name: str, text: str, problems: ConfigErrors, example: str) -> float:
+def _parse_positive(name: str, text: str, errors: ConfigErrors, example: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < inf:
-        problems.add(name, "is not a number above 0", f"write {example}", value=text)
+        errors.add(name, "is not a number above 0", f"write {example}", value=text)
     return value
 
 
@@ -106,7 +106,7 @@ def read_variants(
     recipes: Sequence[str],
     vary: Sequence[tuple[str, Sequence[str]]],
     overrides: Overrides,
-    problems: Iterable[ConfigError],
+    cli_errors: Iterable[ConfigError],
     read: Callable[[str, Overrides], Plan],
 ) -> list[Variant]:
     """Read every recipe with every combination of values.
@@ -115,7 +115,7 @@ def read_variants(
         recipes: names or paths of recipes.
         vary: keys, each with its values.
         overrides: of all variants.
-        problems: earlier errors of the command line.
+        cli_errors: errors that the command line already has.
         read: returns the plan of a recipe and overrides, or raises InvalidConfig.
 
     Raises:
@@ -123,7 +123,7 @@ def read_variants(
             invalid variant keeps its problems.
     """
     errors = ConfigErrors()
-    errors += problems
+    errors += cli_errors
     varied = [key for key, _ in vary]
     for key in dict.fromkeys(varied):
         if varied.count(key) > 1 or any(key == name for name, _ in overrides):
@@ -146,17 +146,17 @@ def read_variants(
             same = sum(re.sub(r" \(\d+\)$", "", v.label) == label for v in variants)
             label += f" ({same + 1})" if same else ""
             own = [(key, value) for (key, _), value in zip(vary, values, strict=True)]
-            job, _, recipe_problems = read_job(recipe, [*overrides, *own])
-            if missing := [p for p in recipe_problems if p.key in ("recipe", "extends")]:
+            job, _, recipe_errors = read_job(recipe, [*overrides, *own])
+            if missing := [p for p in recipe_errors if p.key in ("recipe", "extends")]:
                 errors += missing
                 continue
             try:
                 plan = read(recipe, [*overrides, *own])
                 variants.append(Variant(label, recipe, plan.job, plan))
-            except InvalidConfig as error:
-                variants.append(Variant(label, recipe, job, None, tuple(error.problems)))
+            except InvalidConfig as invalid:
+                variants.append(Variant(label, recipe, job, None, tuple(invalid.errors)))
     if variants and all(variant.plan is None for variant in variants):
-        errors += [problem for variant in variants for problem in variant.problems]
+        errors += [error for variant in variants for error in variant.errors]
     if errors:
         raise InvalidConfig({str(error): error for error in errors}.values())
     return variants
@@ -183,10 +183,10 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> Plan:
     try:
         _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own])
     except InvalidConfig as error:
-        problems = (
-            replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems
+        errors = (
+            replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.errors
         )
-        raise InvalidConfig(problems) from error
+        raise InvalidConfig(errors) from error
     if plan.node_counts[-1] > 1:
         rule = "does not work in a comparison, which trains on one machine"
         raise InvalidConfig([ConfigError("run.nodes", plan.job.run.nodes, rule, "use 1")])

@@ -136,14 +136,14 @@ class VerifyReport:
 
 
 def read_recipe(
-    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[ConfigError] = ()
+    recipe: str, overrides: list[tuple[str, str]], cli_errors: Iterable[ConfigError] = ()
 ) -> Job:
     """Read and check a job for its own cluster, without data and directories.
 
     Raises:
         InvalidConfig: with every error in the recipe, the overrides and the layout.
     """
-    job, _, errors = read_job(recipe, overrides, problems)
+    job, _, errors = read_job(recipe, overrides, cli_errors)
     errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     plan_errors = ConfigErrors()
     with plan_errors.collect():

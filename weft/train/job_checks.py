@@ -62,14 +62,14 @@ TRACKERS = ("wandb", "mlflow")
 
 
 def prepare_job(
-    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[ConfigError] = ()
+    recipe: str, overrides: list[tuple[str, str]], cli_errors: Iterable[ConfigError] = ()
 ) -> tuple[Job, Plan]:
     """Read, check and plan a job.
 
     Args:
         recipe: name or path of the recipe.
         overrides: keys and values of the command line.
-        problems: errors that the command line already has.
+        cli_errors: errors that the command line already has.
 
     Returns:
         The recipe without the overrides; the plan, whose job has absolute paths and the final
@@ -78,7 +78,7 @@ def prepare_job(
     Raises:
         InvalidConfig: with every mistake in the recipe, the overrides, the plan and the files.
     """
-    job, base, errors = read_job(recipe, overrides, problems)
+    job, base, errors = read_job(recipe, overrides, cli_errors)
     errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     job, base = _absolute_paths(job), _absolute_paths(base)
     plan = None
@@ -187,8 +187,8 @@ def _check_checkpoint_dir(errors: ConfigErrors, value: str) -> bool:
     key, num_errors = "checkpoint.dir", len(errors)
     if "://" not in value:
         errors += check_writable(key, value) if value != "auto" else []
-    elif problems := check_url(key, value):
-        errors += problems
+    elif url_errors := check_url(key, value):
+        errors += url_errors
     else:
         try:
             open_directory(value).exists()
@@ -270,9 +270,9 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         rule = "has checkpoints but no job.toml, so they may belong to another run"
         errors.add("run.dir", rule, "use another run.dir, or restore job.toml")
         return errors
-    old, _, problems = read_job(str(before))
-    if problems:
-        rule = f"has a damaged job.toml: {changed(problems[0], remedy='')}"
+    old, _, job_errors = read_job(str(before))
+    if job_errors:
+        rule = f"has a damaged job.toml: {changed(job_errors[0], remedy='')}"
         errors.add("run.dir", rule, "use another run.dir, or repair the file")
         return errors
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
@@ -291,14 +291,14 @@ def check_text(plan: Plan, text: Dataset) -> None:
             small, or if the newest checkpoint was trained on other data.
     """
     job = plan.job
-    problems = ConfigErrors(job)
-    _check_vocabulary(problems, plan, text.vocab_size)
+    errors = ConfigErrors(job)
+    _check_vocabulary(errors, plan, text.vocab_size)
     for source in text.sources:
         what = f"the training set of {source.name}" if job.data.is_mixture else "the training set"
         tokens = source.store.manifest.train.tokens
         if source.store.manifest.kind == "text":
-            problems += check_length(tokens, plan.seq_len, what)
-        problems += check_conversations(source.store, plan.seq_len, job.data)
+            errors += check_length(tokens, plan.seq_len, what)
+        errors += check_conversations(source.store, plan.seq_len, job.data)
     for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
@@ -307,6 +307,6 @@ def check_text(plan: Plan, text: Dataset) -> None:
         if data not in (None, text.fingerprint):  # imported weights have no fingerprint of data
             rule = f"is not the data that {path} was trained on, or has changed since"
             key = "mixture" if job.data.is_mixture else "path"
-            problems.add(f"data.{key}", rule, "use another run.dir")
+            errors.add(f"data.{key}", rule, "use another run.dir")
         break
-    problems.raise_any()
+    errors.raise_any()
