@@ -10,6 +10,7 @@ import functools
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "weft"
@@ -39,12 +40,27 @@ def lines_of_code(path: Path, docstrings: bool = False) -> int:
     if docstrings:
         written = source.splitlines()
         return sum(1 for number in lines if written[number - 1].strip())
+    return len(lines - _docstring_lines(ast.parse(source)))
+
+
+def lines_of_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name of each function of a file and its lines of code without docstrings."""
+    source, lines = _read(path)
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            own = lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            yield node.name, len(own - _docstring_lines(node))
+
+
+def _docstring_lines(tree: ast.AST) -> set[int]:
+    """Return the numbers of the lines of all docstrings."""
+    result: set[int] = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None and first is not None:
-                lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(lines)
+                result |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return result
 
 
 def lines_of_packages(docstrings: bool = False) -> Counter[str]:

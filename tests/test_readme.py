@@ -53,7 +53,7 @@ def test_commands_of_pages_parse(
             except SystemExit as exit_:  # raised by --help
                 status = exit_.code
         assert not status, words
-        assert getattr(options, "problems", []) == [], words
+        assert getattr(options, "errors", []) == [], words
         recipe = next(
             (word for word in words[1:] if word in (*recipe_names(), "mine.toml")), "demo"
         )

@@ -62,7 +62,7 @@ class Failure:
 
 
 class Requeue(Exception):
-    """The run stopped for the given reason; the shared_config command resumes it."""
+    """The run stopped for the given reason; the same command resumes it."""
 
 
 def launch(
@@ -130,35 +130,12 @@ def launch(
         log=log,
     )
     spec = build_worker_spec(plan, dataset_dir, rendezvous)
-    failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
         with forward_signals(
             limit, lambda: is_multi_node and rendezvous.is_joining, log, other_children
         ) as received:
-            while not (received and is_multi_node):
-                result = run_once(spec, rendezvous)
-                if result is None:
-                    return get_remote_failure(rendezvous)
-                if not result.is_failed():
-                    rendezvous.end_run(None)
-                    return None
-                if any(failure.exitcode == REQUEUE for failure in result.failures.values()):
-                    if is_multi_node:
-                        continue
-                    break
-                ranks = range(rendezvous.num_nodes * plan.local_world_size)
-                failure = find_root_cause(
-                    run_dir, ranks, result.failures, killed, rendezvous.start_time
-                )
-                if failure is None:
-                    continue  # another node was lost
-                failure = record_failure(failure, failures, job.resilience.max_restarts_per_hour)
-                if failure.no_retry_reason or not failure.transient or received:
-                    if not received:
-                        rendezvous.end_run(asdict(failure) | {"log": str(failure.log)})
-                    return failure
-                on_restart(failure)
+            return _restart_until_end(plan, spec, rendezvous, received, killed, on_restart)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except RendezvousConnectionError as error:
@@ -168,6 +145,51 @@ def launch(
         raise Requeue(reason) from error
     finally:
         rendezvous.leave()
+
+
+def _restart_until_end(
+    plan: Plan,
+    spec: WorkerSpec,
+    rendezvous: RendezvousHandler,
+    received: Collection[int],
+    killed: Collection[int],
+    on_restart: Callable[[Failure], object],
+) -> Failure | None:
+    """Run this node's ranks until the run ends; return and raise as `launch`.
+
+    Args:
+        plan: the plan of the run.
+        spec: how the ranks are started.
+        rendezvous: where the nodes meet.
+        received: stop signals; grows while the ranks run.
+        killed: processes that the launcher killed itself; grows while the ranks run.
+        on_restart: receives each failure that is followed by a restart.
+    """
+    is_multi_node, resilience = plan.node_counts[-1] > 1, plan.job.resilience
+    failures: list[tuple[float, Failure]] = []
+    while not (received and is_multi_node):
+        result = run_once(spec, rendezvous)
+        if result is None:
+            return get_remote_failure(rendezvous)
+        if not result.is_failed():
+            rendezvous.end_run(None)
+            return None
+        if any(failure.exitcode == REQUEUE for failure in result.failures.values()):
+            if is_multi_node:
+                continue
+            break
+        ranks = range(rendezvous.num_nodes * plan.local_world_size)
+        failure = find_root_cause(
+            plan.run_path, ranks, result.failures, killed, rendezvous.start_time
+        )
+        if failure is None:
+            continue  # another node was lost
+        failure = record_failure(failure, failures, resilience.max_restarts_per_hour)
+        if failure.no_retry_reason or not failure.transient or received:
+            if not received:
+                rendezvous.end_run(asdict(failure) | {"log": str(failure.log)})
+            return failure
+        on_restart(failure)
     raise Requeue("saved a checkpoint and stopped")
 
 

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
@@ -128,17 +128,7 @@ def record_step(
     params = [param for _, param in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
-        storage_blocks: dict[int, BlockIndex | None] = {}
-        for stage, model_part in enumerate(built.model_parts):
-            blocks = family.blocks(model_part)
-            block_of_param = {
-                id(param): (stage, group_index(microbatch, len(blocks), group_size))
-                for microbatch, block in enumerate(blocks)
-                for param in block.parameters()
-            }
-            for tensor in (*model_part.parameters(), *model_part.buffers()):
-                index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
-                storage_blocks[recorder.register(local_tensor(tensor), index)] = index
+        storage_blocks = _register_storages(recorder, built, family.blocks, group_size)
         optimizer_states = frozenset(
             recorder.register(local_tensor(value))
             for state in built.optimizer.state.values()
@@ -152,19 +142,13 @@ def record_step(
             for column in batch
             if column is not None
         }
-        host_storages: set[int] = set()
-
-        def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
-            copy = to_host(tensor, pin)
-            host_storages.add(recorder.register(copy))
-            return copy
-
-        to_host = OffloadedTensor.empty_on_host
-        host_patch = patch.object(
-            OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)
-        )
         update_patch = patch.object(lean, "run_update", partial(recorder.record_update, device))
-        with manual_gc(), recorder, host_patch, update_patch:  # as in training, cycles stay alive
+        with (
+            manual_gc(),  # as in training, cycles stay alive
+            recorder,
+            _register_host_copies(recorder) as host_storages,
+            update_patch,
+        ):
             with track_locations(
                 recorder, built.model_parts, family.blocks, built.train_step, group_size
             ):
@@ -192,6 +176,42 @@ def record_step(
         frozenset(host_storages),
     )
     return OpTrace(*fields)
+
+
+@contextmanager
+def _register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
+    """Register the host copies of offloaded activations; yield the set of their storages."""
+    storages: set[int] = set()
+    to_host = OffloadedTensor.empty_on_host
+
+    def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
+        copy = to_host(tensor, pin)
+        storages.add(recorder.register(copy))
+        return copy
+
+    with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
+        yield storages
+
+
+def _register_storages(
+    recorder: OpRecorder,
+    built: Built,
+    get_blocks: Callable[[nn.Module], list[nn.Module]],
+    group_size: int,
+) -> dict[int, BlockIndex | None]:
+    """Register parameters and buffers; return the block of each of their storages."""
+    storage_blocks: dict[int, BlockIndex | None] = {}
+    for stage, model_part in enumerate(built.model_parts):
+        blocks = get_blocks(model_part)
+        block_of_param = {
+            id(param): (stage, group_index(number, len(blocks), group_size))
+            for number, block in enumerate(blocks)
+            for param in block.parameters()
+        }
+        for tensor in (*model_part.parameters(), *model_part.buffers()):
+            index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
+            storage_blocks[recorder.register(local_tensor(tensor), index)] = index
+    return storage_blocks
 
 
 def empty_batches(plan: Plan) -> list[Batch]:

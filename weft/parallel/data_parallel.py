@@ -154,6 +154,17 @@ def apply_fsdp(
             for module in inner_units:
                 move_fsdp_hooks(module, block)
 
+    _set_communication(model, shard_mesh, parallel, node_size)
+    for unit in _fsdp_modules(model):
+        unit.keeps_unsharded = unit is model or reshard_blocks is False
+    units_by_block = [[block, *_submodules_in(block, expert_units)] for block in blocks]
+    _set_prefetch(model, units_by_block, parallel.fsdp_prefetch)
+
+
+def _set_communication(
+    model: nn.Module, shard_mesh: DeviceMesh, parallel: ParallelSection, node_size: int | None
+) -> None:
+    """Choose how every unit gathers its parameters and reduces its gradients; a collective."""
     hierarchical = parallel.hierarchical_gather
     gather = build_hierarchical_gather(shard_mesh, node_size) if hierarchical else None
     for unit in _fsdp_modules(model):
@@ -164,9 +175,6 @@ def apply_fsdp(
             unit.set_custom_all_gather(gather)
         if parallel.symmetric_memory:
             use_symmetric_memory(unit)
-        unit.keeps_unsharded = unit is model or reshard_blocks is False
-    units_by_block = [[block, *_submodules_in(block, expert_units)] for block in blocks]
-    _set_prefetch(model, units_by_block, parallel.fsdp_prefetch)
 
 
 def _fsdp_policies(

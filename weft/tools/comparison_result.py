@@ -138,7 +138,7 @@ class ComparisonSummary:
         return {
             "label": variant.label,
             "recipe": variant.recipe,
-            "problems": [str(error) for error in variant.errors],
+            "errors": [str(error) for error in variant.errors],
             "changes": self._changed_keys(variant),
             "trials": [
                 asdict(trial) | {"device_hours_per_billion_tokens": trial.device_hours}

@@ -111,24 +111,8 @@ def resume(
     persistent = [path for path in found if path != base]
     # Without a persistent checkpoint, local ones could be of another model or text.
     run_local_dir = local_run_dir(local_dir, directory) if persistent or resumed else None
-    local_steps = list_local_steps(run_local_dir, directory) if run_local_dir else []
-    sources: list[_Source] = [
-        *(
-            _Source(checkpoint_step(path), "", partial(load_checkpoint, path), path)
-            for path in persistent
-        ),
-        *(
-            _Source(
-                step,
-                f"local checkpoint of step {step}: ",
-                partial(load_local_checkpoint, run_local_dir, step, epoch),
-            )
-            for step, epoch in local_steps
-            if run_local_dir is not None
-        ),
-    ]
     damaged: list[Path] = []
-    for source in sorted(sources, key=lambda each: (each.step, each.path is None), reverse=True):
+    for source in _list_sources(persistent, run_local_dir, directory):
         if source.step == 0 and (lost or resumed):
             break  # initial weights are no replacement for trained ones
         try:
@@ -164,6 +148,24 @@ class _Source(NamedTuple):
     name: str  # prefix of its error messages
     load: Callable[[list[nn.Module], Optimizer], Mapping[str, Any]]
     path: Path | None = None  # None: a local checkpoint
+
+
+def _list_sources(
+    persistent: Sequence[Path], run_local_dir: Path | None, directory: Path
+) -> list[_Source]:
+    """Return the checkpoints of a run, newest first; of one step, the local one first.
+
+    Collective if ``run_local_dir`` is given.
+    """
+    sources = [
+        _Source(checkpoint_step(path), "", partial(load_checkpoint, path), path)
+        for path in persistent
+    ]
+    if run_local_dir is not None:
+        for step, epoch in list_local_steps(run_local_dir, directory):
+            load = partial(load_local_checkpoint, run_local_dir, step, epoch)
+            sources.append(_Source(step, f"local checkpoint of step {step}: ", load))
+    return sorted(sources, key=lambda each: (each.step, each.path is None), reverse=True)
 
 
 def _survey(directory: Path) -> tuple[list[Path], int, list[str]]:
