@@ -166,7 +166,7 @@ def record_step(
             recorder.location = OpLocation(0, "end", 0)
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()
-    fields = (
+    return OpTrace(
         recorder.events,
         recorder.initial_bytes,
         storage_blocks,
@@ -175,7 +175,6 @@ def record_step(
         gradients,
         frozenset(host_storages),
     )
-    return OpTrace(*fields)
 
 
 @contextmanager
