@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from weft.estimate.private_trace import (
     observe_sharding_propagation,
     observe_storage_resizes,
 )
+from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.private import is_in_backward, wrap_pipeline_actions
 
 BlockIndex = tuple[int, int]
@@ -521,3 +523,18 @@ def _hook_blocks(
         # Before FSDP's hooks, so that a block's backward begins before FSDP's pre-backward.
         handles.append(block.register_forward_hook(after(group), prepend=True))
     return handles
+
+
+@contextmanager
+def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
+    """Register the host copies of offloaded activations; yield the set of their storages."""
+    storages: set[int] = set()
+    to_host = OffloadedTensor.empty_on_host
+
+    def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
+        copy = to_host(tensor, pin)
+        storages.add(recorder.register(copy))
+        return copy
+
+    with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
+        yield storages

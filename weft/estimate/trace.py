@@ -44,12 +44,12 @@ from weft.estimate.op_recorder import (
     OpRecorder,
     OpTrace,
     group_index,
+    register_host_copies,
     track_locations,
 )
 from weft.estimate.private_trace import fake_process_group
 from weft.optim import lean
 from weft.optim.optimizer import clip_grad_norm
-from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import get_group_ranks
 from weft.plan.pipeline_schedule import (
@@ -146,7 +146,7 @@ def record_step(
         with (
             manual_gc(),  # as in training, cycles stay alive
             recorder,
-            _register_host_copies(recorder) as host_storages,
+            register_host_copies(recorder) as host_storages,
             update_patch,
         ):
             with track_locations(
@@ -175,21 +175,6 @@ def record_step(
         gradients,
         frozenset(host_storages),
     )
-
-
-@contextmanager
-def _register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
-    """Register the host copies of offloaded activations; yield the set of their storages."""
-    storages: set[int] = set()
-    to_host = OffloadedTensor.empty_on_host
-
-    def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
-        copy = to_host(tensor, pin)
-        storages.add(recorder.register(copy))
-        return copy
-
-    with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
-        yield storages
 
 
 def _register_storages(
