@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from weft.config.schema import Job
 from weft.estimate.advice import Advice
-from weft.estimate.forecast import Forecast, price_traces
-from weft.estimate.forecast_text import render_plan
+from weft.estimate.forecast import Forecast, forecast_to_json, price_traces
+from weft.estimate.forecast_text import describe_time, render_plan
 from weft.estimate.trace import RankTrace, trace_ranks
 from weft.plan.devices import GIB, match_device
 from weft.plan.plan import Machine, Plan
@@ -69,6 +70,28 @@ def test_screen_of_a_plan_that_fits_has_memory_speed_and_communication(eight: Ei
         axis: item.collectives for axis, item in prediction.communication.items()
     }
     assert not any(line.startswith("changes that") for line in lines)
+
+
+def test_screen_whole_run_has_hours_and_cost(eight: Eight) -> None:
+    _job, plan, machine, prediction, _ = eight
+    assert prediction.step_seconds is not None
+    hours = prediction.step_seconds * plan.num_steps * 8 / 3600
+    lines = render_plan(plan, machine, "demo", prediction, (), price=1000.0).splitlines()
+    assert lines[4] == (
+        f"  whole run  220 steps, 450.6 K tokens: {prediction.step_seconds * 220:.0f} seconds, "
+        f"{hours:,.1f} GPU-hours, cost {hours * 1000:.2f} at 1000 per hour"
+    )
+    assert prediction.to_dict()["device_hours"] == pytest.approx(hours)
+    data = json.loads(forecast_to_json(plan, prediction, price=3.0))
+    assert data["cost"] == pytest.approx(3 * hours)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59, "59 seconds"), (300, "5.0 minutes"), (9000, "2.5 hours"), (86400 * 45.1, "45.1 days")],
+)
+def test_describe_time_has_a_fitting_unit(seconds: float, text: str) -> None:
+    assert describe_time(seconds) == text
 
 
 def test_screen_times_add_up_to_the_step(eight: Eight) -> None:

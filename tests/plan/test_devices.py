@@ -45,8 +45,8 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
     ("text", "rule", "remedy"),
     [
         ("", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
-        ("H100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
-        ("8xH100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("64x8", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
+        ("1x1x4090", "has an unknown device '4090'", "did you mean RTX-4090?"),
         ("-1x8xH100", "is not a cluster of the form NODESxDEVICESxNAME", "such as 64x8xH100"),
         ("0x8xH100", "has 0 devices, outside the supported range", "use 1 to 1,048,576"),
         (
@@ -59,8 +59,6 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
             "is not a cluster of the form NODESxDEVICESxNAME",
             "such as 64x8xH100",
         ),
-        # An ambiguous name is refused, not guessed.
-        ("1x8xA100", "has an unknown device 'A100'", "A100-40GB or A100-80GB or A100-PCIe?"),
         ("1x8xH20", "has an unknown device 'H20'", "did you mean H200?"),
         ("1x8xMI300", "has an unknown device 'MI300'", "did you mean MI300X?"),
         ("1x8xHB100", "has an unknown device 'HB100'", "H100"),
@@ -74,6 +72,24 @@ def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str
     assert (error.key, error.value) == ("--cluster", text)
     assert error.rule == rule
     assert remedy in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster", "assumption"),
+    [
+        ("64x8xh100", Cluster(64, 8, "H100"), ""),
+        ("1x8xA100-80GB", Cluster(1, 8, "A100 80GB"), ""),
+        ("8xH100", Cluster(1, 8, "H100"), "8xH100 is taken as 1x8xH100"),
+        ("rtx4090", Cluster(1, 1, "RTX 4090"), "rtx4090 is taken as 1x1xRTX-4090"),
+        ("A100", Cluster(1, 1, "A100 80GB"), "A100 is taken as 1x1xA100-80GB"),
+        ("2x8xa100", Cluster(2, 8, "A100 80GB"), "2x8xa100 is taken as 2x8xA100-80GB"),
+    ],
+)
+def test_parse_cluster_short_text_is_completed(
+    text: str, cluster: Cluster, assumption: str
+) -> None:
+    assert parse_cluster(text) == cluster
+    assert cluster.describe_assumptions(text) == ([assumption] if assumption else [])
 
 
 def test_every_cluster_has_a_peak() -> None:

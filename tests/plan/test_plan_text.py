@@ -186,6 +186,17 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
         ("three-servers-small", [], "three-servers-small on 24 CPU processes\n"),
         ("demo", [("run.nproc_per_node", "1")], "demo on 1 CPU process\n"),
         ("demo", [("run.nproc_per_node", "1")], "layout     one rank\n"),
+        ("demo", [], "recompute  nothing (no activation checkpointing)\n"),
+        ("demo", [("activation_checkpoint.mode", "full")], "recompute  every block (full)\n"),
+        (
+            "demo",
+            [
+                ("activation_checkpoint.mode", "selective"),
+                ("activation_checkpoint.every_n_layers", "2"),
+                ("activation_checkpoint.offload", "true"),
+            ],
+            "cheap operators and 1 of 2 matmuls of 1 of 2 blocks (selective); saved activations",
+        ),
         ("demo", [("run.nproc_per_node", "1")], "8 sequences for every rank, at once\n"),
     ],
 )
@@ -313,9 +324,43 @@ def errors(recipe: str, *overrides: tuple[str, str], cluster: str | None = None)
 
 
 def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
-    (line,) = errors("llama3-405b", cluster="8x8xH100")
+    (line,) = errors("llama3-405b", ("parallel.dp_shard", "8"), cluster="8x8xH100")
     assert line.startswith("parallel.dp_shard=8 times tp=8, pp=8 is not equal to the 64 ranks")
-    assert line.endswith("Use 1, or auto, or a --cluster of 512.")
+    assert "Use 1, or auto, or a --cluster of 512. These layouts are possible:" in line
+
+
+def test_plan_recipe_other_cluster_changes_dp_shard() -> None:
+    _, plan, machine = planned("llama3-405b", cluster="8x8xH100")
+    assert (plan.dp_shard, plan.tp, plan.pp, machine.world_size) == (1, 8, 8, 64)
+    note = "parallel.dp_shard=8 becomes 1: the recipe is for 512 ranks, not 64"
+    assert plan.warnings[0] == note
+    _, plan, _ = planned("llama3-405b", cluster="64x8xH100")
+    assert note not in plan.warnings
+
+
+def test_plan_recipe_replicas_that_do_not_divide_become_one() -> None:
+    _, plan, _ = planned("llama3-405b-16k", cluster="16x8xH100")
+    assert (plan.dp_replicate, plan.world_size) == (1, 128)
+    assert "parallel.dp_replicate=8 becomes 1" in plan.warnings[0]
+
+
+def test_plan_recipe_degrees_that_do_not_divide_list_layouts_that_do() -> None:
+    (line,) = errors("llama3-405b", cluster="4x8xH100")
+    assert line.startswith("parallel.tp=8 times pp=8 (64 in all) does not divide the 32 ranks.")
+    head, *layouts = line.split("\n  ")
+    assert head.endswith("These layouts are possible:")
+    assert layouts[0] == "--parallel.pp 4 --parallel.tp 8 --parallel.dp_shard auto"
+    assert len(layouts) == 3
+    for layout in layouts:
+        words = layout.replace("--", "").split()
+        pairs = zip(words[::2], words[1::2], strict=True)
+        _, plan, _ = planned("llama3-405b", *pairs, cluster="4x8xH100")
+        assert plan.world_size == 32
+
+
+def test_plan_recipe_any_layout_starts_a_search_on_every_cluster() -> None:
+    plan, _ = plan_recipe("llama3-405b", [], [], "4x8xH100", lambda run: LAPTOP, any_layout=True)
+    assert (plan.pp, plan.tp, plan.dp_shard) == (4, 8, 1)
 
 
 def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:

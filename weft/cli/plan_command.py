@@ -33,7 +33,8 @@ def add_plan(commands: Commands) -> None:
     parser = add_command(commands, "plan", run_plan, __doc__)
     add = parser.add_argument
     add("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
-    text = "NODESxDEVICESxNAME, such as 64x8xH100, or local (default: run.cluster)"
+    text = "NODESxDEVICESxNAME, such as 64x8xH100 (8xH100: one node), or local; other numbers of "
+    text += "ranks than the recipe's change parallel.dp_shard (default: run.cluster)"
     add("--cluster", metavar="NxMxNAME", help=text)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -47,12 +48,15 @@ def add_plan(commands: Commands) -> None:
     )
     add("--json", action="store_true", help="print one JSON object instead")
     add("--report", metavar="FILE", help="also write charts as an HTML page")
+    text = "price of a device hour, for the cost of the run"
+    add("--price", metavar="MONEY", help=text)
     add("--write", metavar="FILE", help="with --search: write the best layout as a recipe")
 
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
     from weft.plan.plan_text import format_placement, plan_recipe
+    from weft.tools.variants import parse_price
     from weft.train.machine import detect_machine
 
     if options.calibrate:
@@ -68,11 +72,19 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.report and (options.rank_map or options.search):
         rule, remedy = "needs a plan", "remove --rank-map and --search"
         errors.add("--report", rule, remedy, value=options.report)
+    options.price = parse_price(options.price, errors)
+    if options.price is not None and (options.rank_map or options.search):
+        errors.add("--price", "needs a plan", "remove --rank-map and --search")
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), errors)
     plan, machine = plan_recipe(
-        options.recipe, options.overrides, errors, options.cluster, detect_machine
+        options.recipe,
+        options.overrides,
+        errors,
+        options.cluster,
+        detect_machine,
+        any_layout=options.search,
     )
     if options.search:
         return search_layouts(options, plan, machine)
@@ -98,10 +110,10 @@ def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> 
         page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
-        print(forecast_to_json(plan, prediction))
+        print(forecast_to_json(plan, prediction, options.price))
         return
     advice = [] if device is None else advise(plan, machine, device, prediction)
-    print(render_plan(plan, machine, options.recipe, prediction, advice))
+    print(render_plan(plan, machine, options.recipe, prediction, advice, options.price))
 
 
 def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:

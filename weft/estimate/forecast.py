@@ -87,6 +87,16 @@ class Forecast:
         return None if self.time_breakdown is None else self.time_breakdown.total()
 
     @property
+    def run_seconds(self) -> float | None:
+        """Seconds of all steps, without start, evaluation and checkpoints."""
+        return None if self.step_seconds is None else self.step_seconds * self.plan.num_steps
+
+    @property
+    def device_hours(self) -> float | None:
+        """Hours of all steps, times the number of devices."""
+        return None if self.run_seconds is None else self.run_seconds / 3600 * self.plan.world_size
+
+    @property
     def tokens_per_second_per_device(self) -> float | None:
         """Tokens per second, divided by the number of ranks."""
         if self.step_seconds is None:
@@ -147,6 +157,8 @@ class Forecast:
             "fullest_rank": self.rank,
             "live_gib_of_pipeline_ranks": [size / GIB for size in self.live_peaks],
             "step_seconds": self.step_seconds,
+            "run_seconds": self.run_seconds,
+            "device_hours": self.device_hours,
             "seconds": None if self.time_breakdown is None else dict(self.time_breakdown),
             "error": self.error,
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
@@ -251,6 +263,8 @@ def communication_by_axis(
     return {axis: AxisCommunication(*total, exposed[axis]) for axis, total in totals.items()}
 
 
-def forecast_to_json(plan: Plan, prediction: Forecast) -> str:
-    """Return a plan and its forecast as one JSON object."""
-    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict(), indent=2)
+def forecast_to_json(plan: Plan, prediction: Forecast, price: float | None = None) -> str:
+    """Return a plan and its forecast as one JSON object; ``price``: of a device hour."""
+    hours = prediction.device_hours
+    cost = {} if price is None or hours is None else {"cost": hours * price}
+    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict() | cost, indent=2)

@@ -10,6 +10,7 @@ from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
+from weft.monitor.terminal import format_count
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import describe_plan
@@ -24,14 +25,19 @@ def render_plan(
     recipe: str,
     prediction: Forecast,
     advice: Sequence[Advice],
+    price: float | None = None,
 ) -> str:
-    """Render verdict, plan, memory, step time, communication and advice."""
+    """Render verdict, plan, memory, step time, communication and advice.
+
+    ``price`` is that of a device hour, for the cost of the run.
+    """
     title, *plan_lines = describe_plan(plan, machine, recipe).splitlines()
     warnings = [line for line in plan_lines if line.startswith("warning:")]
     plan_lines = [line for line in plan_lines if line not in warnings]
-    memory, speed = verdict(prediction)
+    memory, speed, *duration = verdict(prediction, price)
     peak = f"rank {prediction.rank:,}, {peak_label(prediction.memory.peak_location)}"
-    lines = [title, *(f"  {name:<10} {text}" for name, text in (memory, ("", peak), speed))]
+    rows = [memory, ("", peak), speed, *duration]
+    lines = [title, *(f"  {name:<10} {text}" for name, text in rows)]
     lines += [*plan_lines, ""]
     lines += side_by_side(memory_table(prediction), time_table(prediction))
     if len(prediction.live_peaks) > 1:
@@ -43,8 +49,8 @@ def render_plan(
     return "\n".join([*lines, *(f"warning: {caveat}" for caveat in prediction.caveats), *warnings])
 
 
-def verdict(prediction: Forecast) -> list[list[str]]:
-    """Return memory and speed as rows of a name and a text."""
+def verdict(prediction: Forecast, price: float | None = None) -> list[list[str]]:
+    """Return memory, speed and the whole run as rows of a name and a text."""
     needed = f"{_format_bytes(prediction.needed_bytes)} on the fullest rank"
     if prediction.capacity_bytes is None:
         text = f"needs {needed}; the device's memory is unknown"
@@ -60,7 +66,34 @@ def verdict(prediction: Forecast) -> list[list[str]]:
         speed = f"{prediction.tokens_per_second_per_device:,.0f} tokens/s per device "
         speed += f"(within {prediction.error:.0%}), {step} per step"
         speed += "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
-    return [["memory", text], ["speed", speed]]
+    rows = [["memory", text], ["speed", speed]]
+    if prediction.run_seconds is not None:
+        rows.append(["whole run", _describe_run(prediction, price)])
+    return rows
+
+
+def _describe_run(prediction: Forecast, price: float | None) -> str:
+    """Return steps, tokens, time, device hours and cost of the whole run."""
+    plan, seconds = prediction.plan, prediction.run_seconds
+    assert seconds is not None
+    hours = prediction.device_hours
+    assert hours is not None
+    unit = "GPU-hours" if plan.device == "cuda" else "process-hours"
+    tokens = format_count(plan.num_steps * plan.tokens_per_step)
+    text = f"{plan.num_steps:,} steps, {tokens} tokens: {describe_time(seconds)}, "
+    text += f"{hours:,.{0 if hours >= 10 else 1}f} {unit}"
+    if price is None:
+        return text
+    cost = hours * price
+    return f"{text}, cost {cost:,.{0 if cost >= 1000 else 2}f} at {price:g} per hour"
+
+
+def describe_time(seconds: float) -> str:
+    """Format a long time with a fitting unit: ``12.0 minutes``, ``3.4 hours``, ``45.1 days``."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def peak_label(location: OpLocation) -> str:

@@ -356,6 +356,12 @@ class Cluster:
         """The specification of the devices."""
         return get_device(self.device_name)
 
+    def describe_assumptions(self, text: str) -> list[str]:
+        """Return how ``text`` was read, if it did not name nodes, devices and device in full."""
+        if _normalize(text) == _normalize(str(self)):
+            return []
+        return [f"{text} is taken as {self}"]
+
     def __str__(self) -> str:
         return f"{self.num_nodes}x{self.devices_per_node}x{self.device_name.replace(' ', '-')}"
 
@@ -363,7 +369,9 @@ class Cluster:
 def parse_cluster(text: str, key: str = "run.cluster") -> Cluster:
     """Parse ``NODESxDEVICESxNAME``, such as ``64x8xH100``, regardless of case.
 
-    Spaces, hyphens and underscores in the name are ignored: ``A100-80GB``, ``rtx4090``.
+    ``8xH100`` is one node, and ``H100`` one device.  Spaces, hyphens and underscores in the name
+    are ignored: ``A100-80GB``, ``rtx4090``.  A name without its memory is the device with the most:
+    ``A100`` is A100 80GB.
 
     Args:
         text: the cluster, as in ``run.cluster``.
@@ -373,23 +381,35 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster:
         InvalidConfig: if the text is not a cluster, or its device is unknown.
     """
     errors = ConfigErrors({key: text})
-    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\S.*)", text.strip(), re.IGNORECASE)
-    if match is None:
+    pattern = r"(?:(?:(\d{1,9})x)?(\d{1,9})x)?((?!\d+x)[a-z0-9].*)"
+    match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    if match is None or (match[1] is None and match[3].isdigit()):
         rule = "is not a cluster of the form NODESxDEVICESxNAME"
         errors.add(key, rule, "use a cluster such as 64x8xH100")
         raise InvalidConfig(errors)
-    num_nodes, devices_per_node = int(match[1]), int(match[2])
+    num_nodes, devices_per_node = int(match[1] or 1), int(match[2] or 1)
     num_devices = num_nodes * devices_per_node
     if not 1 <= num_devices <= MAX_DEVICES:
         rule = f"has {num_devices:,} devices, outside the supported range"
         errors.add(key, rule, f"use 1 to {MAX_DEVICES:,} devices")
-    names = {_normalize(name): name for name in load_clusters()[0]}
-    name = names.get(_normalize(match[3]))
+    name = _find_device_name(match[3])
     if name is None:
         errors.add(key, f"has an unknown device {match[3]!r}", _suggest_device(match[3]))
     if errors or name is None:
         raise InvalidConfig(errors)
     return Cluster(num_nodes, devices_per_node, name)
+
+
+def _find_device_name(text: str) -> str | None:
+    """Return the device of that name, or the one with the most memory that the name begins."""
+    devices = load_clusters()[0]
+    for known in devices:
+        if _normalize(known) == _normalize(text):
+            return known
+    sizes = [
+        known for known in devices if _normalize(re.sub(r" \d+GB$", "", known)) == _normalize(text)
+    ]
+    return max(sizes, key=lambda known: devices[known].memory_gib, default=None)
 
 
 def _normalize(name: str) -> str:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.reader import read_job
-from weft.config.schema import RunSection
+from weft.config.schema import Job, RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.lora_plan import plan_cost
+from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, Plan
 from weft.plan.rank_map import format_rank_map
+from weft.plan.relayout import follow_ranks, format_degrees, nearest_layouts
 from weft.plan.resolve import resolve
 from weft.plan.sharding import estimate_rank_bytes, state_bytes_per_param
 from weft.plan.stages import format_stage_table
@@ -33,8 +35,12 @@ def plan_recipe(
     cli_errors: Sequence[ConfigError],
     cluster: str | None,
     detect_machine: Callable[[RunSection], Machine],
+    any_layout: bool = False,
 ) -> tuple[Plan, Machine]:
     """Read a recipe and plan it for a cluster, without reading any data.
+
+    If ``cluster`` has another number of ranks than the recipe is for, ``parallel.dp_shard``
+    follows it, unless the user set it.
 
     Args:
         recipe: see `read_job`.
@@ -42,6 +48,7 @@ def plan_recipe(
         cli_errors: errors that the command line already has.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine, by ``run.device``.
+        any_layout: if the recipe's degrees do not fit the cluster, plan the nearest layout.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
@@ -51,19 +58,44 @@ def plan_recipe(
     plan_errors = ConfigErrors()
     key, text = ("--cluster", cluster) if cluster else ("run.cluster", job.run.cluster)
     is_local = text == "local"
+    notes: list[str] = []
     with errors.collect():
-        machine = detect_machine(job.run) if is_local else cluster_machine(parse_cluster(text, key))
+        if is_local:
+            machine = detect_machine(job.run)
+        else:
+            parsed = parse_cluster(text, key)
+            machine, notes = cluster_machine(parsed), parsed.describe_assumptions(text)
+        if cluster and machine.world_size is not None:
+            chosen = {name for name, _ in overrides}
+            job, note = follow_ranks(job, chosen, machine.world_size)
+            notes += [note] if note else []
         with plan_errors.collect():
             plan = resolve(job, machine, recipe, base)
-    # On a cluster, the cluster sets the number of ranks.
-    adapt = (lambda error: error) if is_local else _adapt_remedy_to_cluster
-    errors.add_independent(map(adapt, plan_errors))
+        if any_layout and {error.key for error in plan_errors} <= {*DEGREE_KEYS}:
+            for nearest in nearest_layouts(job, machine, 1) if plan_errors else []:
+                plan, plan_errors = resolve(nearest, machine, recipe, base), ConfigErrors()
+        # On a cluster, the cluster sets the number of ranks.
+        adapted = plan_errors if is_local else _adapt_to_cluster(plan_errors, job, machine)
+        errors.add_independent(adapted)
     errors.raise_any()
-    return plan, machine
+    return replace(plan, warnings=(*notes, *plan.warnings)), machine
 
 
-def _adapt_remedy_to_cluster(error: ConfigError) -> ConfigError:
-    return replace(error, remedy=error.remedy.replace("run.nproc_per_node=", "a --cluster of "))
+def _adapt_to_cluster(
+    errors: Sequence[ConfigError], job: Job, machine: Machine
+) -> list[ConfigError]:
+    """Return the errors with remedies that fit a cluster, and layouts that its ranks can have."""
+    adapted = [
+        replace(error, remedy=error.remedy.replace("run.nproc_per_node=", "a --cluster of "))
+        for error in errors
+    ]
+    if adapted and {error.key for error in adapted} <= {*DEGREE_KEYS}:
+        layouts = [format_degrees(near.parallel) for near in nearest_layouts(job, machine)]
+        if layouts:
+            listed = "".join(f"\n  {layout}" for layout in layouts)
+            remedy = f"{adapted[-1].remedy}. These layouts are possible:{listed}"
+            adapted[-1] = replace(adapted[-1], remedy=remedy)
+    return adapted
 
 
 def cluster_machine(cluster: Cluster) -> Machine:
@@ -94,6 +126,7 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
         *([("float8", describe_float8(plan))] if plan.float8 != "none" else []),
         *([("peak", _describe_peak(plan))] if plan.peak_flops else []),
         ("sharding", _describe_sharding(plan)),
+        ("recompute", _describe_checkpointing(plan)),
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _describe_pipeline(plan)))
@@ -184,6 +217,20 @@ def _describe_sharding(plan: Plan) -> str:
     if plan.num_microbatches == 1:
         return text
     return f"{text}; gradients reduced once per {plan.gradient_sync}"
+
+
+def _describe_checkpointing(plan: Plan) -> str:
+    section = plan.job.activation_checkpoint
+    period, num_matmuls = section.every_n_layers, section.recompute_every_n_matmuls
+    blocks = "every block" if period == 1 else f"1 of {period} blocks"
+    matmuls = f" and 1 of {num_matmuls} matmuls" if num_matmuls else ""
+    text = {
+        "none": "nothing (no activation checkpointing)",
+        "full": f"{blocks} (full)",
+        "selective": f"cheap operators{matmuls} of {blocks} (selective)",
+        "budget": f"until {section.memory_budget:.0%} of the activations of {blocks} are left",
+    }[section.mode]
+    return f"{text}; saved activations in host memory" if section.offload else text
 
 
 def _describe_pipeline(plan: Plan) -> str:
