@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from weft.cluster import USAGE_ERROR
-from weft.config.errors import ConfigError, ConfigErrors
-from weft.config.reader import recipe_names
+from weft.config.errors import ConfigError, ConfigErrors, suggest
+from weft.config.escaping import raw_stream
+from weft.config.peer_names import describe_peer_name
 
-RECIPE_NAMES = ", ".join(recipe_names())
-RECIPE_HELP = f"a shipped recipe ({RECIPE_NAMES}) or a TOML file"
+RECIPE_HELP = "a shipped recipe ('weft recipes' lists them), a TOML file, or a run directory"
 
 # Keys that need no section.
 SHORT_KEYS = {"nodes": "run.nodes", "rendezvous": "run.rendezvous"}
@@ -38,15 +40,65 @@ class CommandParser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
         self.takes_keys = takes_keys
+        self.groups: dict[str, list[str]] = {}  # names of commands by title, for the help
+        self._commands: Commands | None = None
 
     def add_commands(self) -> Commands:
         """Make the next word the name of a command; return the list of commands."""
-        return self.add_subparsers(title="commands", required=True, metavar="COMMAND")
+        self._commands = self.add_subparsers(title="commands", required=True, metavar="COMMAND")
+        return self._commands
+
+    def subcommands(self) -> Mapping[str, CommandParser]:
+        """Return the parsers of this command's commands by name."""
+        return self._commands.choices if self._commands is not None else {}
 
     def error(self, message: str) -> NoReturn:
         """Print the error and end the process with the exit status of a usage error."""
+        if unknown := re.match(r"argument COMMAND: invalid choice: '?([^' ]*)", message):
+            message = f"{unknown[1]!r} is not a command: {suggest(unknown[1], self.subcommands())}"
         print(f"weft: {message}; see '{self.prog} --help'", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+    def format_help(self) -> str:
+        """Return the help, with the commands in groups if there are any."""
+        if not self.groups:
+            return super().format_help()
+        lines = [f"usage: {self.prog} COMMAND ...", "", f"{self.description}"]
+        for title, names in self.groups.items():
+            lines += ["", f"{title}:"]
+            lines += [f"  {name:<11} {self.subcommands()[name].description}" for name in names]
+        lines += ["", f"{self.prog} COMMAND --help explains a command, {self.prog} help KEY a key."]
+        return "\n".join(lines) + "\n"
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; on a terminal, in color."""
+        stream = file or sys.stdout
+        if stream.isatty() and "NO_COLOR" not in os.environ:
+            from rich.console import Console
+
+            Console(file=raw_stream(stream), highlight=False).print(_color(self.format_help()))
+        else:
+            print(self.format_help(), end="", file=stream)
+
+    def option_names(self) -> list[str]:
+        """Return the options, and the keys as options if the command takes them."""
+        from weft.config.schema import keys
+
+        own = [word for word in self._option_string_actions if word.startswith("--")]
+        return own + [f"--{key}" for key in keys()] * self.takes_keys
+
+    def option_values(self, option: str) -> list[str]:
+        """Return the values of an option, if they are few."""
+        action = self._option_string_actions.get(option)
+        return [*map(str, action.choices)] if action is not None and action.choices else []
+
+    def positional_values(self) -> list[str]:
+        """Return the values of the arguments: names of recipes, or choices."""
+        from weft.config.reader import recipe_names
+
+        positionals = self._get_positional_actions()
+        recipes = recipe_names() if any(a.metavar == "RECIPE" for a in positionals) else []
+        return recipes + [str(value) for a in positionals for value in a.choices or ()]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse the words after the command's name; argparse calls this for each command."""
@@ -87,11 +139,28 @@ class CommandParser(argparse.ArgumentParser):
                 name, value = SWITCHES[name]
             elif not equals:
                 if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
-                    errors.add(f"--{name}", "needs a value")
+                    advice = "" if "." in name else describe_peer_name(name)
+                    rule = "is not a known key" if advice else "needs a value"
+                    errors.add(f"--{name}", rule, advice)
                     continue
                 value = remaining.pop(0)
             overrides.append((name, value))
         return rest, overrides, errors
+
+
+def _color(text: str) -> Any:
+    """Return the help as rich text: bold titles; commands, options, keys in color."""
+    from rich.text import Text
+
+    lines = []
+    for line in text.splitlines():
+        styled = Text(line)
+        styled.highlight_regex(r"^(usage|[A-Za-z ]+:$)", "bold")
+        styled.highlight_regex(
+            r"(?<=^  )(-[-\w.]+(, -[-\w.]+)*|[a-z_]+(\.[a-z_<>]+)?)(?= |$)", "cyan"
+        )
+        lines.append(styled)
+    return Text("\n").join(lines)
 
 
 def add_command(

@@ -26,7 +26,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from weft.cli.command_parser import RECIPE_NAMES, Commands, add_command
+from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import parse_integer
 from weft.cluster import FAILED, INTERRUPTED, REQUEUE
 from weft.config.errors import ConfigErrors
@@ -35,7 +35,7 @@ from weft.config.errors import ConfigErrors
 def add_compare(commands: Commands) -> None:
     """Add ``weft compare``."""
     add = add_command(commands, "compare", run_compare, __doc__).add_argument
-    recipes_help = f"shipped recipes ({RECIPE_NAMES}) or TOML files"
+    recipes_help = f"each is {RECIPE_HELP}"
     add("recipes", metavar="RECIPE", nargs="*", help=recipes_help)
     text = "values of a key, one variant each; repeat for every combination"
     add("--vary", action="append", default=[], metavar="KEY=A,B", help=text)

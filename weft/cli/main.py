@@ -9,18 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from textwrap import indent
 
 import weft
 from weft.cli.checkpoint_commands import add_export, add_import, add_rollback
-from weft.cli.command_parser import CommandParser
+from weft.cli.command_parser import CommandParser, Commands
 from weft.cli.compare_command import add_compare
+from weft.cli.completion_command import add_completion
 from weft.cli.data_commands import add_data
 from weft.cli.doctor_command import add_doctor
 from weft.cli.evaluate_command import add_evaluate
 from weft.cli.generate_command import add_generate
+from weft.cli.help_command import add_help
 from weft.cli.launch_commands import add_job, add_launch
 from weft.cli.plan_command import add_plan
+from weft.cli.recipes_command import add_recipes
 from weft.cli.run_commands import add_diff, add_hang, add_report
 from weft.cli.schema_command import add_schema
 from weft.cli.train_command import add_train
@@ -29,20 +33,25 @@ from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.escaping import escaping_stream, is_one_line
 
+GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
+    "Train": (add_train, add_launch, add_job),
+    "Before a run": (add_recipes, add_plan, add_verify, add_compare, add_data, add_doctor),
+    "Use a model": (add_generate, add_evaluate, add_import, add_export),
+    "Explain and repair a run": (add_report, add_diff, add_hang, add_rollback),
+    "Help": (add_help, add_completion, add_schema),
+}
+
 
 def build_parser() -> CommandParser:
     """Return the parser of all commands, in the order of the help."""
     parser = CommandParser(prog="weft", description=weft.__doc__)
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
     commands = parser.add_commands()
-    for add in (
-        *(add_train, add_launch, add_job),
-        *(add_plan, add_verify, add_compare, add_report),
-        *(add_generate, add_evaluate),
-        *(add_rollback, add_export, add_import, add_data),
-        *(add_hang, add_diff, add_doctor, add_schema),
-    ):
-        add(commands)
+    for title, functions in GROUPS.items():
+        for add in functions:
+            add(commands)
+        earlier = {name for names in parser.groups.values() for name in names}
+        parser.groups[title] = [name for name in commands.choices if name not in earlier]
     return parser
 
 
@@ -67,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append(directory)  # for the user's module:attribute
     words = sys.argv[1:] if argv is None else argv
     try:
-        options = build_parser().parse_args(words, argparse.Namespace(words=words))
+        parser = build_parser()
+        options = parser.parse_args(words, argparse.Namespace(words=words, parser=parser))
         return options.function(options) or 0
     except InvalidConfig as error:
         number = len(error.errors)

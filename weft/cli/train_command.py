@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
-from weft.config.schema import SECTIONS
+from weft.cli.help_command import list_keys
 
 
 def add_train(commands: Commands) -> None:
@@ -19,22 +18,9 @@ def add_train(commands: Commands) -> None:
     add("recipe", metavar="RECIPE", help=RECIPE_HELP)
     text = "check the configuration and print the plan; start nothing"
     add("--dry-run", action="store_true", help=text)
+    add("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     text = "start even if the plan predicts that memory does not suffice"
     add("--force", action="store_true", help=text)
-
-
-def list_keys() -> str:
-    """Return every key with its default and description."""
-    lines = ["keys; override them as --section.key value:"]
-    for name, section in SECTIONS.items():
-        lines.append("")
-        for key, field in section.model_fields.items():
-            default = json.dumps(field.default)
-            lines.append(f"  {f'{name}.{key}':<30} {default:<16} {field.description}")
-        if section.model_config["extra"] == "allow":
-            description = "any field of the model's configuration"
-            lines.append(f"  {f'{name}.<field>':<30} {'':<16} {description}")
-    return "\n".join(lines)
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -47,9 +33,16 @@ def run_train(options: argparse.Namespace) -> int:
     from weft.train.job_checks import prepare_job
     from weft.train.machine import is_launched_rank
 
+    if options.json and not options.dry_run:
+        options.errors.add("--json", "needs --dry-run", "add --dry-run", value=True)
     base, plan = prepare_job(options.recipe, options.overrides, options.errors)
     if options.dry_run:
-        print(plan.to_json())
+        from weft.plan.plan_text import describe_plan
+        from weft.train.machine import detect_machine
+
+        machine = detect_machine(plan.job.run)
+        name = options.recipe
+        print(plan.to_json() if options.json else describe_plan(plan, machine, name))
         return 0
     if is_launched_rank():
         run_rank(base, plan, options.recipe, options.force)

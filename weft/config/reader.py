@@ -24,6 +24,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, capitalize, suggest
+from weft.config.peer_names import describe_peer_name
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
 T = TypeVar("T")
@@ -35,7 +36,8 @@ RECIPES = resources.files("weft") / "recipes"
 def nearest_key(name: str, extra: Iterable[str] = ()) -> str:
     """Suggest the valid key that is nearest to an unknown ``section.key`` or bare key.
 
-    ``extra`` has valid keys that are not among ``keys()``.
+    Names of other projects are known, too (`weft.config.peer_names`).  ``extra`` has valid keys
+    that are not among ``keys()``.
     """
     every = [*keys(), *extra]
     section, dot, rest = name.partition(".")
@@ -44,12 +46,14 @@ def nearest_key(name: str, extra: Iterable[str] = ()) -> str:
             open_to_all = SECTIONS[other].model_config["extra"] == "allow"
             if open_to_all or f"{other}.{rest}" in every:
                 return f"did you mean '{other}.{rest}'?"
+    if advice := describe_peer_name(name):
+        return advice
     near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
     if not near:
         last = name.rsplit(".", 1)[-1]
         by_last = {key.rsplit(".", 1)[-1]: key for key in every}
         near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
-    return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+    return f"did you mean {near[0]!r}?" if near else "'weft help keys' lists every key"
 
 
 Tree = dict[str, dict[str, Any]]
@@ -73,7 +77,7 @@ def read_job(
     """Read a recipe and apply command-line overrides.
 
     Args:
-        recipe: a shipped name, or the path of a TOML file.
+        recipe: a shipped name, the path of a TOML file, or a run directory, whose job.toml it is.
         overrides: ``("section.key", "text")`` pairs; a later one wins.
         cli_errors: errors that the command line already has.
 
@@ -94,7 +98,7 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
     """Load a recipe over the recipes that it extends; return its tree."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
-        rule = "is not a known recipe, nor the path of a .toml file"
+        rule = "is not a known recipe, the path of a .toml file, or a run directory"
         remedy = suggest(recipe, recipe_names())
         errors.add("extends" if seen else "recipe", rule, remedy, value=recipe)
         return {}
@@ -127,7 +131,8 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
 
 def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
     shipped = Path(str(RECIPES / f"{recipe}.toml"))
-    candidates = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
+    names = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
+    candidates = [path for name in names for path in (name, name / "job.toml")]
     if recipe in recipe_names():
         return shipped
     try:

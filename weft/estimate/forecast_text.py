@@ -89,7 +89,7 @@ def _describe_run(prediction: Forecast, price: float | None) -> str:
 
 
 def describe_time(seconds: float) -> str:
-    """Format a long time with a fitting unit: ``12.0 minutes``, ``3.4 hours``, ``45.1 days``."""
+    """Format a long time: ``12.0 minutes``, ``3.4 hours``, ``45.1 days``."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"

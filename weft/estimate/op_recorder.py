@@ -527,7 +527,7 @@ def _hook_blocks(
 
 @contextmanager
 def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
-    """Register the host copies of offloaded activations; yield the set of their storages."""
+    """Register host copies of offloaded activations; yield the set of storages."""
     storages: set[int] = set()
     to_host = OffloadedTensor.empty_on_host
 

@@ -164,7 +164,7 @@ def apply_fsdp(
 def _set_communication(
     model: nn.Module, shard_mesh: DeviceMesh, parallel: ParallelSection, node_size: int | None
 ) -> None:
-    """Choose how every unit gathers its parameters and reduces its gradients; a collective."""
+    """Choose how units gather parameters and reduce gradients; a collective."""
     hierarchical = parallel.hierarchical_gather
     gather = build_hierarchical_gather(shard_mesh, node_size) if hierarchical else None
     for unit in _fsdp_modules(model):

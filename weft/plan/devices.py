@@ -357,7 +357,7 @@ class Cluster:
         return get_device(self.device_name)
 
     def describe_assumptions(self, text: str) -> list[str]:
-        """Return how ``text`` was read, if it did not name nodes, devices and device in full."""
+        """Return how ``text`` was read, if it is not complete."""
         if _normalize(text) == _normalize(str(self)):
             return []
         return [f"{text} is taken as {self}"]
@@ -401,7 +401,7 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster:
 
 
 def _find_device_name(text: str) -> str | None:
-    """Return the device of that name, or the one with the most memory that the name begins."""
+    """Return the device of that name, with or without its memory; None if unknown."""
     devices = load_clusters()[0]
     for known in devices:
         if _normalize(known) == _normalize(text):

@@ -84,7 +84,7 @@ def plan_recipe(
 def _adapt_to_cluster(
     errors: Sequence[ConfigError], job: Job, machine: Machine
 ) -> list[ConfigError]:
-    """Return the errors with remedies that fit a cluster, and layouts that its ranks can have."""
+    """Return the errors with remedies for a cluster, and layouts for its ranks."""
     adapted = [
         replace(error, remedy=error.remedy.replace("run.nproc_per_node=", "a --cluster of "))
         for error in errors

@@ -49,7 +49,7 @@ def follow_ranks(job: Job, chosen: Collection[str], world_size: int) -> tuple[Jo
 
 
 def nearest_layouts(job: Job, machine: Machine, count: int = 3) -> list[Job]:
-    """Return jobs with other degrees that the rules accept on a machine, the nearest first."""
+    """Return jobs with other degrees that the rules accept, the nearest first."""
     jobs = itertools.islice(_list_layouts(job.parallel, machine), MAX_TRIED)
     accepted = (
         changed
@@ -60,7 +60,7 @@ def nearest_layouts(job: Job, machine: Machine, count: int = 3) -> list[Job]:
 
 
 def _list_layouts(parallel: ParallelSection, machine: Machine) -> Iterator[dict[str, int]]:
-    """Yield degrees that divide the ranks, in the order of their distance from the recipe's."""
+    """Yield degrees that divide the ranks, nearest to the recipe's first."""
     world_size = machine.world_size or 1
     tp_degrees = divisors(math.gcd(world_size, machine.local_world_size or world_size))
     found = [

@@ -1,0 +1,131 @@
+"""``weft help``: help of a command, a key or a section; the list of all keys."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shutil
+import textwrap
+from typing import Any
+
+from weft.cli.command_parser import CommandParser, Commands, add_command
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.peer_names import load_peer_names
+from weft.config.reader import nearest_key
+from weft.config.schema import MOST, SECTIONS, keys
+
+PROJECTS = {
+    "torchtitan": "TorchTitan",
+    "megatron": "Megatron-LM",
+    "huggingface": "Hugging Face",
+    "axolotl": "axolotl",
+}
+
+
+def add_help(commands: Commands) -> None:
+    """Add ``weft help``."""
+    parser = add_command(commands, "help", run_help, takes_keys=False)
+    parser.add_argument("topics", metavar="TOPIC", nargs="*", help="command, key or section")
+
+
+def run_help(options: argparse.Namespace) -> None:
+    """Explain a command, a configuration key, a section, or 'keys': all of them.
+
+    weft help train
+    weft help optim.lr
+    weft help optim
+    """
+    parser: CommandParser = options.parser
+    topics: list[str] = [topic.removeprefix("--") for topic in options.topics]
+    while topics and topics[0] in parser.subcommands():
+        parser = parser.subcommands()[topics.pop(0)]
+    if not topics:
+        parser.print_help()
+        return
+    for topic in topics:
+        if topic in keys():
+            print(describe_key(topic))
+        elif topic == "keys" or topic in SECTIONS:
+            print(list_keys("" if topic == "keys" else topic))
+        else:
+            rule = "is neither a command, a key nor a section"
+            names = [*parser.subcommands(), *SECTIONS]
+            near = difflib.get_close_matches(topic, names, n=1, cutoff=0.7)
+            remedy = f"did you mean {near[0]!r}?" if near else nearest_key(topic)
+            raise InvalidConfig([ConfigError("TOPIC", topic, rule, remedy)])
+
+
+def list_keys(section: str = "") -> str:
+    """Return every key with its default and description, as wide as the terminal.
+
+    ``section``: only the keys of this one.
+    """
+    lines = [] if section else ["keys; override them as --section.key value:"]
+    for name, kind in SECTIONS.items():
+        if section not in ("", name):
+            continue
+        lines += [""] if lines else []
+        for key, field in kind.model_fields.items():
+            lines += _wrap(f"{name}.{key}", json.dumps(field.default), field.description or "")
+        if kind.model_config["extra"] == "allow":
+            lines += _wrap(f"{name}.<field>", "", "any field of the model's configuration")
+    return "\n".join(lines)
+
+
+def _wrap(key: str, default: str, description: str) -> list[str]:
+    """Format a key: three columns on a wide terminal, else the description below."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    head = f"  {key:<30} {default:<16} "
+    if width < 90:
+        indent = " " * 6
+        return [head.rstrip(), *textwrap.wrap(description, width, **_indents(indent, indent))]
+    return textwrap.wrap(description, width, **_indents(head, " " * 50))
+
+
+def _indents(first: str, rest: str) -> dict[str, Any]:
+    return {"initial_indent": first, "subsequent_indent": rest, "break_long_words": False}
+
+
+def describe_key(name: str) -> str:
+    """Return meaning, values and default of a key, and its names in other projects."""
+    section, _, key = name.partition(".")
+    field = SECTIONS[section].model_fields[key]
+    entry = SECTIONS[section].model_json_schema()["properties"][key]
+    width = shutil.get_terminal_size((100, 24)).columns
+    text = [f"{field.description}"]
+    text.append(f"Values: {describe_values(entry)}. Default: {json.dumps(field.default)}.")
+    names = load_peer_names().get(name, {})
+    others = [f"{names[each]} ({title})" for each, title in PROJECTS.items() if each in names]
+    if others:
+        text.append(f"In other projects: {', '.join(others)}.")
+    text.append(f"Set it with --{name} VALUE, or in a recipe as {key} under [{section}].")
+    wrapped = [textwrap.fill(each, width, **_indents("  ", "  ")) for each in text]
+    return "\n".join([name, *wrapped])
+
+
+def describe_values(entry: dict[str, Any]) -> str:
+    """Describe the values that a JSON Schema accepts: ``an integer, at least 1``."""
+    if "enum" in entry or "const" in entry:
+        values = entry.get("enum", [entry.get("const")])
+        return " or ".join(str(value) for value in values)
+    if "anyOf" in entry:
+        return " or ".join(dict.fromkeys(describe_values(each) for each in entry["anyOf"]))
+    kinds = {
+        "integer": "an integer",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "array": "a list, such as a,b",
+        "object": "a table, such as name=value,name=value",
+    }
+    text = kinds.get(entry.get("type", ""), "any value")
+    limits = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    bounds = [f"{word} {entry[name]:,}" for name, word in limits.items() if name in entry]
+    bounds = [bound for bound in bounds if bound != f"at most {MOST:,}"]
+    return f"{text}, {' and '.join(bounds)}" if bounds else text
