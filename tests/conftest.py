@@ -53,8 +53,9 @@ def few_objects_to_collect() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hide cluster files that the user of this machine has measured."""
+    """Hide cluster files that the user of this machine has measured, and kept forecasts."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 

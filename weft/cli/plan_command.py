@@ -105,14 +105,14 @@ def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> 
     from weft.tools.report.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
-    prediction = forecast(plan, machine, device)
+    prediction = forecast(plan, machine, device, cached=True)
     if options.report:
         page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
         print(forecast_to_json(plan, prediction, options.price))
         return
-    advice = [] if device is None else advise(plan, machine, device, prediction)
+    advice = [] if device is None else advise(plan, machine, device, prediction, cached=True)
     print(render_plan(plan, machine, options.recipe, prediction, advice, options.price))
 
 

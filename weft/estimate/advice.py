@@ -55,11 +55,14 @@ class Advice:
         )
 
 
-def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -> list[Advice]:
+def advise(
+    plan: Plan, machine: Machine, device: Device, prediction: Forecast, cached: bool = False
+) -> list[Advice]:
     """Return the best changes: the fastest that fit, or the cheapest that make it fit.
 
     The first change for a plan that does not fit was traced and fits.  The list is empty if nothing
-    helps, or if the plan fits and arithmetic does not support the model.
+    helps, or if the plan fits and arithmetic does not support the model.  ``cached``: keep traces
+    on disk.
     """
     job = plan.job
     # Keep the number of ranks, so that a change is not credited with additional ranks.
@@ -68,7 +71,7 @@ def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -
     baseline = _estimate(plan, device)
     if baseline is None:
         is_full = prediction.fits is False
-        return _traced_advice(plan, machine, device, prediction) if is_full else []
+        return _traced_advice(plan, machine, device, prediction, cached) if is_full else []
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
         results = []
@@ -94,7 +97,7 @@ def advise(plan: Plan, machine: Machine, device: Device, prediction: Forecast) -
         return _drop_supersets([a for a in fitting if a.speedup >= MIN_SPEEDUP])[:MAX_ADVICE]
     saving = [a.change for a in single_changes if a.memory_bytes < prediction.needed_bytes]
     pairs = (a | b for a, b in itertools.combinations(saving, 2) if not a.keys() & b.keys())
-    select = partial(_select_fitting, job, machine, device, prediction)
+    select = partial(_select_fitting, job, machine, device, prediction, cached)
     return select(single_changes) or select(evaluate(pairs))
 
 
@@ -185,7 +188,7 @@ def apply_change(job: Job, change: Change) -> Job:
 
 
 def _traced_advice(
-    plan: Plan, machine: Machine, device: Device, prediction: Forecast
+    plan: Plan, machine: Machine, device: Device, prediction: Forecast, cached: bool
 ) -> list[Advice]:
     """Trace smaller microbatches and recomputation; both together if none fits."""
     job = plan.job
@@ -195,7 +198,7 @@ def _traced_advice(
         for change in changes:
             try:
                 new_job = apply_change(job, change)
-                new_prediction = forecast(resolve(new_job, machine), machine, device)
+                new_prediction = forecast(resolve(new_job, machine), machine, device, cached)
             except InvalidConfig:
                 continue
             if new_prediction.fits:
@@ -220,7 +223,12 @@ def _with_trace(advice: Advice, prediction: Forecast, new_prediction: Forecast) 
 
 
 def _select_fitting(
-    job: Job, machine: Machine, device: Device, prediction: Forecast, advice_list: list[Advice]
+    job: Job,
+    machine: Machine,
+    device: Device,
+    prediction: Forecast,
+    cached: bool,
+    advice_list: list[Advice],
 ) -> list[Advice]:
     """Return the changes that fit, the fastest first; the first one is traced."""
     assert prediction.capacity_bytes is not None
@@ -229,7 +237,7 @@ def _select_fitting(
     )
     for index, advice in enumerate(fitting[: 2 * MAX_ADVICE]):
         new_job = apply_change(job, advice.change)
-        new_prediction = forecast(resolve(new_job, machine), machine, device)
+        new_prediction = forecast(resolve(new_job, machine), machine, device, cached)
         if new_prediction.fits:
             return [_with_trace(advice, prediction, new_prediction), *fitting[index + 1 :]][
                 :MAX_ADVICE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.estimate.cost import (
@@ -19,6 +19,7 @@ from weft.estimate.cost import (
     step_seconds,
 )
 from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
+from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.trace_memory import RankMemory, peak_live_bytes, simulate_memory
 from weft.estimate.trace_to_cost import build_step
 from weft.plan.devices import GIB, Device
@@ -182,15 +183,24 @@ def cause_label(cause: str) -> str:
     return labels.get(cause, f"exposed {cause}")
 
 
-def forecast(plan: Plan, machine: Machine, device: Device | None) -> Forecast:
+def forecast(plan: Plan, machine: Machine, device: Device | None, cached: bool = False) -> Forecast:
     """Trace a plan and price it.
 
     Args:
         plan: the plan of the run.
         machine: target machine.
         device: its device; None: predict only memory.
+        cached: keep traces on disk for the next prediction.
     """
-    return price_traces(plan, machine, device, trace_ranks(plan))
+    if not cached:
+        return price_traces(plan, machine, device, trace_ranks(plan))
+    prediction = load_or_compute(
+        lambda: price_traces(plan, machine, device, trace_ranks(plan, cached)),
+        (plan,),
+        machine,
+        device,
+    )
+    return replace(prediction, plan=plan)
 
 
 def price_traces(

@@ -337,7 +337,8 @@ def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
     """Trace a candidate on a machine; never raise."""
     candidate, machine = task
     try:
-        prediction = forecast(resolve(candidate.plan.job, machine), machine, find_device(machine))
+        plan = resolve(candidate.plan.job, machine)
+        prediction = forecast(plan, machine, find_device(machine), cached=True)
     except InvalidConfig as error:
         return RejectedCandidate(candidate, "rule", str(error.errors[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others

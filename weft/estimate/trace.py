@@ -48,6 +48,7 @@ from weft.estimate.op_recorder import (
     track_locations,
 )
 from weft.estimate.private_trace import fake_process_group
+from weft.estimate.trace_cache import load_or_compute
 from weft.optim import lean
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
@@ -272,8 +273,10 @@ class RankTrace:
         return Counter([*once, *actions])
 
 
-def trace_ranks(plan: Plan) -> list[RankTrace]:
+def trace_ranks(plan: Plan, cached: bool = False) -> list[RankTrace]:
     """Trace the first rank of each pipeline rank; one rank without a pipeline.
+
+    ``cached``: keep recordings on disk; see `weft.estimate.trace_cache`.
 
     The trace runs a step of few blocks and microbatches and extrapolates it.  Ranks of several
     stages are combined from recorded stages of each kind (see `fold_stages`).  Other ranks share a
@@ -283,16 +286,16 @@ def trace_ranks(plan: Plan) -> list[RankTrace]:
     """
     group_size = plan.job.activation_checkpoint.period
     if reshards_stages(plan):
-        return _trace_ranks(plan, plan, 1)
+        return _trace_ranks(plan, plan, 1, cached)
     for num_recorded in RECORDED_COUNTS:
         try:
             small_plan = shrink_plan(
                 plan, num_recorded, group_size, all_blocks=plan.optimizer != "adamw"
             )
-            return _trace_ranks(plan, small_plan, group_size)
+            return _trace_ranks(plan, small_plan, group_size, cached)
         except HeterogeneousLayers:
             continue
-    return _trace_ranks(plan, plan, 1)
+    return _trace_ranks(plan, plan, 1, cached)
 
 
 def reshards_stages(plan: Plan) -> bool:
@@ -305,8 +308,9 @@ def reshards_stages(plan: Plan) -> bool:
     return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
 
 
-def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrace]:
+def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int, cached: bool) -> list[RankTrace]:
     recordings: dict[object, tuple[OpTrace, StepSize, dict[str, CommGroup]]] = {}
+    extrapolations: dict[tuple[object, StepSize], Extrapolation] = {}
     rank_traces = []
     folded = fold_stages(small_plan)
     short_plan = plan
@@ -326,9 +330,16 @@ def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int) -> list[RankTrac
         else:
             key, recorded_plan, recorded_pp = stage_signature(small_plan, pp), small_plan, pp
         if key not in recordings:
-            recordings[key] = record_rank(plan, recorded_plan, recorded_pp, group_size)
+            numbers = recorded_pp, group_size
+            record = partial(record_rank, plan, recorded_plan, *numbers)
+            recordings[key] = (
+                load_or_compute(record, (plan, recorded_plan), *numbers) if cached else record()
+            )
         op_trace, recorded_size, comm_groups = recordings[key]
-        extrapolation = Extrapolation(op_trace, recorded_size, target_size)
+        if (key, target_size) not in extrapolations:  # equal ranks share one
+            extrapolation = Extrapolation(op_trace, recorded_size, target_size)
+            extrapolations[key, target_size] = extrapolation
+        extrapolation = extrapolations[key, target_size]
         actions = list(rank_actions(plan, pp))
         short_actions = drop_middle(actions, list(rank_actions(short_plan, pp)), plan, short_plan)
         rank_traces.append(

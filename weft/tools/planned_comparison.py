@@ -144,7 +144,7 @@ def _check_dir(directory: Path) -> list[ConfigError]:
 
 def _predict(label: str, plan: Plan, machine: Machine) -> PlannedVariant:
     try:
-        prediction = forecast(plan, machine, device_spec(plan, machine))
+        prediction = forecast(plan, machine, device_spec(plan, machine), cached=True)
     except Exception as error:  # tracing a user's model may fail
         reason = f"cannot be predicted: {type(error).__name__}: {error}"
         return PlannedVariant(label, plan, None, reason)
