@@ -94,7 +94,7 @@ def test_launch_several_mistakes_are_reported_at_once(
         (["demo"], "--on is missing. Use one of kubernetes"),
         (["dem", "--on", "slurm"], "is not a known recipe"),
         (["demo", "--on", "slurm"], "does not describe the nodes. Use --run.cluster"),
-        (["demo", "--on", "slurm", "--run.cluster", "8xH100"], "is not a cluster"),
+        (["demo", "--on", "slurm", "--run.cluster", "64x8"], "is not a cluster"),
         (["demo", "--on", "slurm", "--run.device", "cpu", "--nodes", "0"], "neither a number"),
     ],
 )
@@ -533,3 +533,15 @@ def test_check_name_directory_that_would_be_renamed_is_refused(name: str) -> Non
         list(check_name(renamed, "there"))
     )
     assert list(check_name(launch_request, "there")) == []
+
+
+@pytest.mark.parametrize("command", ["launch", "train"])
+def test_large_model_without_data_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data and the tokenizer of the demo would waste a cluster."""
+    cluster = ["--on", "slurm", "--run.cluster", "4x8xH100"] if command == "launch" else []
+    assert main([command, "llama3-8b", *cluster, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert 'data.path="python-stdlib" is the text of the demo (12 MB), too little' in error
+    assert 'data.tokenizer="train" would train a tokenizer of 4,096 tokens for a model of' in error

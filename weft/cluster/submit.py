@@ -34,6 +34,7 @@ from weft.plan.devices import CPU_DEVICE, parse_cluster
 from weft.plan.plan import Machine
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import node_range, resolve_nodes
+from weft.train.job_checks import check_data_is_named
 
 CLUSTERS = {
     "slurm": "weft.cluster.slurm",
@@ -138,8 +139,9 @@ def build_request(
         nodes, devices, machine = describe_nodes(job.run, detect_machine)
         endpoint = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
         planned = changed(job, run={"nodes": nodes, "rendezvous": endpoint})
-        run_dir = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
-        run_dir = run_dir.expanduser().absolute()
+        plan = resolve_nodes(planned, machine, recipe, base)
+        run_dir = Path(plan.run_dir).expanduser().absolute()
+        errors += check_data_is_named(plan)
         name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
     except InvalidConfig as error:
         errors.add_independent(error.errors)

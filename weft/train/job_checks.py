@@ -33,6 +33,7 @@ from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
+from weft.monitor.terminal import format_count
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.plan.model_config import expand_preset
@@ -59,6 +60,11 @@ FIXED = (
 FIXED_AT_0 = ("model.", "data.tokenizer")
 # Trackers whose package weft does not install.
 TRACKERS = ("wandb", "mlflow")
+
+
+# Parameters from which a model needs data and a tokenizer of the user's.  The largest run on the
+# text of the demo: 200 tokens per parameter would need 3 M parameters.
+LARGE_MODEL = 100_000_000
 
 
 def prepare_job(
@@ -88,6 +94,7 @@ def prepare_job(
     _check_files(later, job)
     _check_tokenizer(later, job.data.tokenizer, plan)
     if plan is not None:
+        later += check_data_is_named(plan)
         job = replace(job, run={"dir": plan.run_dir})
     _check_restarts(later, job.resilience.time_limit)
     is_reachable = _check_checkpoint_dir(later, job.checkpoint.dir)
@@ -98,6 +105,21 @@ def prepare_job(
     if errors or plan is None:
         raise InvalidConfig(errors)
     return base, dataclasses.replace(plan, job=job)
+
+
+def check_data_is_named(plan: Plan) -> ConfigErrors:
+    """Return errors if a large model would train on the demo's data or tokenizer."""
+    data, errors = plan.job.data, ConfigErrors(plan.job)
+    if plan.num_params < LARGE_MODEL:
+        return errors
+    size = f"{format_count(plan.num_params)} parameters"
+    if data.path == STDLIB and not data.mixture:
+        rule = f"is the text of the demo (12 MB), too little for a model of {size}"
+        errors.add("data.path", rule, "name your data: a file, a directory, or hf://NAME")
+    if data.tokenizer == "train":
+        rule = f"would train a tokenizer of {data.vocab_size:,} tokens for a model of {size}"
+        errors.add("data.tokenizer", rule, "use the path of the model's tokenizer.json")
+    return errors
 
 
 def _absolute_paths(job: Job) -> Job:
