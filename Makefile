@@ -13,17 +13,23 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What weft itself needs; the tools of development come on top.
+$(VENV)/base: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments; on Debian: apt install python3-venv"; exit 1; }
+	@echo "Installing weft and PyTorch into $(VENV): about 1 GB for CPUs, 6 GB with CUDA; a few minutes."
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/base
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install
+demo: $(VENV)/base
 	$(VENV)/bin/weft train demo --run.dir $(RUN)
-	$(VENV)/bin/weft generate $(RUN) --prompt 'def __init__(self, '
+	$(VENV)/bin/weft generate $(RUN) --prompt 'The fox and the lost key'
 
 # Three tests at a time, since many wait; a worker that has done its part takes tests from others.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal \

@@ -257,7 +257,17 @@ def test_fully_sharded_equals_one_process(config: LlamaConfig) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "count"),
-    [("toy", None), ("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)],
+    [
+        ("toy", None),
+        ("30m", None),
+        ("124m", None),
+        ("350m", None),
+        ("1b", 1_235_814_400),  # the published counts of Llama 3.2 and 3.1
+        ("3b", 3_212_749_824),
+        ("8b", 8_030_261_248),
+        ("70b", 70_553_706_496),
+        ("405b", 405_853_388_800),
+    ],
 )
 def test_parameter_counts(preset: str, count: int | None) -> None:
     config = PRESETS[preset]

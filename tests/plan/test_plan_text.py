@@ -101,9 +101,29 @@ def test_plan_lora_recipes_train_adapters_of_the_same_model() -> None:
     assert (lora.world_size, qlora.world_size) == (8, 1)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "world_size"),
+    [
+        ("stories-30m", 458_752_000, 1),
+        ("llama-124m", 20 * 123_587_328, 1),
+        ("llama-350m", 20 * 350_405_632, 8),
+        ("llama3-1b", 20 * 1_235_814_400, 8),
+        ("llama3-3b", 20 * 3_212_749_824, 16),
+    ],
+)
+def test_plan_small_recipes_have_twenty_tokens_per_parameter(
+    recipe: str, tokens: int, world_size: int
+) -> None:
+    """The one for stories has an epoch of its text."""
+    _, plan, _ = planned(recipe)
+    assert plan.num_steps * plan.tokens_per_step == pytest.approx(tokens, rel=0.03)
+    assert plan.world_size == world_size
+
+
 def test_every_recipe_is_tested() -> None:
     rest = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
-    rest |= {"moe-demo", "qwen3-30b-a3b"}
+    rest |= {"moe-demo", "qwen3-30b-a3b", "stories-30m", "llama-124m", "llama-350m"}
+    rest |= {"llama3-1b", "llama3-3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
     assert {*PUBLISHED, *rest, *tuned} == set(recipe_names())
 

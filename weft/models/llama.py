@@ -103,6 +103,18 @@ class LlamaConfig(DecoderConfig):
         )
 
 
+def _small(**sizes: int) -> LlamaConfig:
+    """Return a configuration with as many key-value heads as query heads."""
+    return LlamaConfig(
+        num_kv_heads=sizes["num_heads"],
+        max_seq_len=2048,
+        rope_theta=10000.0,
+        rope_scaling=False,
+        tied_embeddings=True,
+        **sizes,
+    )
+
+
 PRESETS: dict[str, LlamaConfig] = {
     # For two CPU cores.
     "toy": LlamaConfig(
@@ -117,7 +129,23 @@ PRESETS: dict[str, LlamaConfig] = {
         rope_scaling=False,
         tied_embeddings=True,
     ),
-    # Llama 3.1.
+    # For one GPU: two shapes of GPT-2 and GPT-3 (arXiv:2005.14165, table 2.1), with a gated
+    # feed-forward of the same size, and a smaller one for stories.
+    "30m": _small(num_layers=8, dim=512, num_heads=8, ffn_dim=1408, vocab_size=8192),
+    "124m": _small(num_layers=12, dim=768, num_heads=12, ffn_dim=2048, vocab_size=50304),
+    "350m": _small(num_layers=24, dim=1024, num_heads=16, ffn_dim=2688, vocab_size=50304),
+    # Llama 3.2 (its config.json), and Llama 3.1.
+    "1b": LlamaConfig(
+        num_layers=16, dim=2048, ffn_dim=8192, rope_factor=32.0, tied_embeddings=True
+    ),
+    "3b": LlamaConfig(
+        num_layers=28,
+        dim=3072,
+        num_heads=24,
+        ffn_dim=8192,
+        rope_factor=32.0,
+        tied_embeddings=True,
+    ),
     "8b": LlamaConfig(),
     "70b": LlamaConfig(num_layers=80, dim=8192, num_heads=64, ffn_dim=28672),
     "405b": LlamaConfig(num_layers=126, dim=16384, num_heads=128, ffn_dim=53248),

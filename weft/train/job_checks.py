@@ -116,8 +116,9 @@ def check_data_is_named(plan: Plan) -> ConfigErrors:
     if data.path == STDLIB and not data.mixture:
         rule = f"is the text of the demo (12 MB), too little for a model of {size}"
         errors.add("data.path", rule, "name your data: a file, a directory, or hf://NAME")
-    if data.tokenizer == "train":
-        rule = f"would train a tokenizer of {data.vocab_size:,} tokens for a model of {size}"
+    if data.tokenizer == "train" and 2 * data.vocab_size < plan.model.vocab_size:
+        rule = f"would train a tokenizer of {data.vocab_size:,} tokens, but the model has "
+        rule += f"{plan.model.vocab_size:,}"
         errors.add("data.tokenizer", rule, "use the path of the model's tokenizer.json")
     return errors
 
