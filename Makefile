@@ -60,8 +60,9 @@ schema: install
 messages: install
 	$(VENV)/bin/python -m tests.test_messages
 
+# -E -a: every page again, because code makes some of them.
 docs: install
-	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/docs
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -E -a docs build/docs
 
 # What benchmarks/gpu.py needs beside torch, for a machine without a network.
 wheels: install

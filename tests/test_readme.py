@@ -101,15 +101,6 @@ def test_readme_line_counts_are_true() -> None:
     assert sum(map(lines_of_code, files)) == pytest.approx(core_code, rel=0.03)
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going"]
-    completed = subprocess.run(
-        [*build, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert "The loop" in (tmp_path / "index.html").read_text("utf-8")
-
-
 @pytest.mark.slow
 def test_readme_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (quoted,) = (text for _, text in BLOCKS if text.startswith("$ weft plan llama3-405b"))

@@ -250,8 +250,8 @@ USES = [use for _, use in PATTERNS]
 RETIRED = re.compile("|".join(f"({pattern})" for pattern, _ in PATTERNS), re.IGNORECASE)
 
 PROSE = {
-    "README": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
-    "docs": ("docs/*.md",),
+    "README": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"),
+    "docs": ("docs/*.md", "docs/reference/*.md", "docs/*.py"),
     "decisions": ("docs/decisions/*.md",),
     "toml": ("weft/**/*.toml",),
 }

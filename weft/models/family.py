@@ -110,6 +110,8 @@ class HFMapping:
 class Family:
     """Everything that weft knows about a model family.
 
+    Each of the optional entries enables a feature.
+
     Required entries:
         config: pydantic section with the model's fields.
         presets: named configurations.
@@ -123,7 +125,7 @@ class Family:
         num_params: config -> number of parameters, a tied embedding counted once.
         flops_per_token: (config, sequence length) -> training FLOPs per token.
 
-    Optional entries, each of which enables a feature:
+    Optional entries:
         sharding: module name patterns -> `TensorParallelSpec`; tensor parallelism.
         tp_divided_fields: config fields that the number of tensor-parallel ranks must divide.
         unit_costs: (config, sequence length) -> cost of every pipeline unit; pipeline parallelism

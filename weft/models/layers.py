@@ -27,8 +27,8 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalization with a gain and no bias.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.  Computed in float32 for any input.  The
-        normalized
-    value is rounded to the input's dtype before the gain is applied, as in Llama and transformers.
+    normalized value is rounded to the input's dtype before the gain is applied, as in Llama and
+    transformers.
 
     Args:
         dim: size of the last dimension, D.

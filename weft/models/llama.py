@@ -233,9 +233,8 @@ class Llama(nn.Module):
     """Decoder-only transformer as in Llama 2 and 3.
 
     Source: arXiv:2307.09288, arXiv:2407.21783.  Can be built on any device, including meta.
-        Parameters
-    hold PyTorch's default values until `INIT` or a checkpoint fills them.  The rotary tables are
-    always valid (see `init_buffers`).
+    Parameters hold PyTorch's default values until `INIT` or a checkpoint fills them.  The rotary
+    tables are always valid (see `init_buffers`).
 
     Raises:
         ValueError: if `check` rejects the configuration.

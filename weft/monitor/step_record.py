@@ -75,17 +75,19 @@ class StepRecord:
     Rates and times are means over the steps since the last record.
     """
 
-    step: int
-    loss: float  # nats per token (DPO: per pair), over the global batch
-    grad_norm: float  # before clipping
-    lr: float
-    tokens: int  # since the run began, with padding and skipped sequences
-    step_seconds: float
+    step: int  # optimizer steps since the run began
+    # Training loss over the global batch, in nats per token (DPO: per pair); the perplexity is
+    # exp(loss).
+    loss: float
+    grad_norm: float  # global L2 norm of the gradients, before clipping
+    lr: float  # learning rate of the step
+    tokens: int  # tokens since the run began, with padding and skipped sequences
+    step_seconds: float  # wall-clock time of a step
     data_seconds: float  # seconds of step_seconds that waited for data
-    tokens_per_second: float
-    tokens_per_second_per_device: float
-    tflops_per_device: float
-    mfu: float | None
+    tokens_per_second: float  # tokens of a step over step_seconds, all devices together
+    tokens_per_second_per_device: float  # tokens_per_second over the number of devices
+    tflops_per_device: float  # model TFLOP/s without recomputation: see `tflops_per_device`
+    mfu: float | None  # model FLOPs utilization: fraction of the dense peak; None if unknown
     mfu_causal: float | None  # MFU with only the half of attention that a causal mask needs
     memory_peak_gib: float  # peak so far on the fullest rank: see `weft.monitor.device_memory`
     time: float  # seconds since the epoch
@@ -94,19 +96,21 @@ class StepRecord:
     eval_loss: float | None = None  # validation loss, in the unit of the loss
     # Steps since the last record that were skipped, rewound or computed twice.
     anomalies: list[dict[str, Any]] | None = None
-    straggler_rank: int | None = None
+    straggler_rank: int | None = None  # rank that slows down all others
     straggler_slowdown: float | None = None  # step time with the straggler over the time without
     predicted_memory_gib: float | None = None  # the planner's memory_peak_gib
     predicted_step_seconds: float | None = None  # the planner's step_seconds
-    ranks: dict[str, dict[str, float]] | None = None  # see `rank_stats`
-    layer_grad_norms: dict[str, float] | None = None  # before clipping
+    # Minimum, median, maximum and its rank, of several metrics: see `rank_stats`.
+    ranks: dict[str, dict[str, float]] | None = None
+    layer_grad_norms: dict[str, float] | None = None  # L2 norm of each layer, before clipping
     moe_max_load: float | None = None  # tokens of the most loaded expert over the mean, worst layer
-    loss_by_source: dict[str, float] | None = None  # means since the last record
-    eval_loss_by_source: dict[str, float] | None = None
-    metrics: dict[str, float] | None = None  # of the objective, means since the last record
-    eval_metrics: dict[str, float] | None = None
+    loss_by_source: dict[str, float] | None = None  # mean of each source since the last record
+    eval_loss_by_source: dict[str, float] | None = None  # validation loss of each source
+    # Further values of the objective, means since the last record.
+    metrics: dict[str, float] | None = None
+    eval_metrics: dict[str, float] | None = None  # the same on the validation set
     best_loss: float | None = None  # lowest smoothed loss so far: see `DivergenceDetector`
-    diverged_since: int | None = None  # step, if the run has diverged
+    diverged_since: int | None = None  # step at which the run diverged
 
     @classmethod
     def create(

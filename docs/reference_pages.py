@@ -1,0 +1,230 @@
+"""References of keys and metrics, as Markdown made from weft's own tables."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import re
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from weft.config import schema
+from weft.monitor import step_record
+from weft.monitor.step_timer import KINDS
+
+PEERS = {
+    "torchtitan": "TorchTitan",
+    "megatron": "Megatron-LM",
+    "huggingface": "Hugging Face",
+    "axolotl": "axolotl",
+}
+Json = dict[str, Any]
+
+
+@cache
+def peer_table(name: str) -> dict[str, Any]:
+    """Return a table of `weft.config`: peer_names or peer_answers."""
+    return tomllib.loads((resources.files("weft.config") / f"{name}.toml").read_text("utf-8"))
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+# --------------------------------------------------------------------------- keys
+
+
+def type_text(values: Json) -> str:
+    """Describe a property of the JSON schema: its type and its range."""
+    if choices := values.get("anyOf"):
+        return ", or ".join(map(type_text, choices))
+    if "const" in values:
+        return code(values["const"])
+    if "enum" in values:
+        return "one of " + ", ".join(map(code, values["enum"]))
+    if "$ref" in values:
+        return "table"
+    if values["type"] == "array":
+        return f"list of {type_text(values['items'])}s"
+    if values["type"] == "object":
+        return "table"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [
+        f"{sign} {values[name]}"
+        for name, sign in signs.items()
+        if name in values and values[name] != schema.MOST
+    ]
+    return " ".join([values["type"], ", ".join(bounds)]).strip()
+
+
+def default_text(value: object) -> str:
+    return code(json.dumps(value, ensure_ascii=False)) if value != "" else "empty"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
+
+
+def properties(model: type[schema.Section]) -> dict[str, Json]:
+    values: dict[str, Json] = model.model_json_schema()["properties"]
+    return values
+
+
+def peers_line(names: dict[str, str]) -> Iterator[str]:
+    """Yield lines with the names that other projects use."""
+    known = [f"{title} {code(names[peer])}" for peer, title in PEERS.items() if peer in names]
+    if known:
+        yield f":Elsewhere: {', '.join(known)}"
+    if "words" in names:
+        yield f":Related: {names['words']}"
+
+
+def key_entry(name: str, values: Json) -> Iterator[str]:
+    yield f"```{{confval}} {name}"
+    yield f":type: {type_text(values)}"
+    yield f":default: {default_text(values['default'])}"
+    yield ""
+    yield sentence(values["description"])
+    if lines := list(peers_line(peer_table("peer_names").get(name, {}))):
+        yield from ["", *lines]
+    yield from ["```", ""]
+
+
+def section_text(section: type[schema.Section]) -> str:
+    """Return the docstring of a section, with links to the pages that it names."""
+    text = inspect.cleandoc(section.__doc__ or "")
+    return re.sub(r"docs/(\w[\w-]*)\.md", r"[\1](../\1.md)", text)
+
+
+def keys_page() -> str:
+    """Return every key of every section: type, default, description, other projects' names."""
+    lines: list[str] = []
+    for name, section in schema.SECTIONS.items():
+        lines += [f"## {name}", "", section_text(section), ""]
+        for key, values in properties(section).items():
+            lines += key_entry(f"{name}.{key}", values)
+        if name == "model":
+            lines += ["The [fields of the family](#fields-of-model-families) are further keys.", ""]
+        if name == "resilience":
+            lines += ["Each table of `resilience.faults` has these keys:", ""]
+            lines += fields_table(schema.Fault)
+    return "\n".join([*lines, *model_fields()])
+
+
+def fields_table(section: type[schema.Section]) -> list[str]:
+    rows = [
+        f"| {code(key)} | {type_text(values)} | {default_text(values['default'])} "
+        f"| {values['description']} |"
+        for key, values in properties(section).items()
+    ]
+    return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def model_fields() -> list[str]:
+    """Return the fields of each family's configuration, which are further keys of ``model``."""
+    from weft.models import FAMILIES
+
+    lines = [
+        "## Fields of model families",
+        "",
+        "Further keys of `[model]` override fields of the family's configuration, such as "
+        "`--model.num_layers 4`. A preset sets all of them; the defaults here are those of a "
+        "configuration without a preset.",
+        "",
+    ]
+    for name, family in FAMILIES.items():
+        presets = ", ".join(map(code, family.presets))
+        lines += [f"### {name}", "", f"Presets: {presets}.", "", *fields_table(family.config)]
+    return lines
+
+
+def peers_page() -> str:
+    """Return a table of all names of other projects, and the answers without a key."""
+    lines: list[str] = []
+    section = ""
+    for key, names in peer_table("peer_names").items():
+        if set(names) & set(PEERS):
+            if key.partition(".")[0] != section:
+                section = key.partition(".")[0]
+                titles = " | ".join(["weft", *PEERS.values()])
+                lines += ["", f"## {section}", "", f"| {titles} |"]
+                lines.append("|---" * (1 + len(PEERS)) + "|")
+            cells = [code(names[peer]) if peer in names else "" for peer in PEERS]
+            lines.append(f"| {code(key)} | {' | '.join(cells)} |")
+    lines += ["", "## Names without a key", "", "| elsewhere | in weft |", "|---|---|"]
+    lines += [f"| {code(name)} | {answer} |" for name, answer in peer_table("peer_answers").items()]
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+def field_comments() -> dict[str, tuple[str, str]]:
+    """Return the annotation and the comment of each field of `StepRecord`."""
+    source = inspect.getsource(step_record)
+    comments = {
+        token.start[0]: (token.line.lstrip().startswith("#"), token.string.removeprefix("# "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (definition,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "StepRecord"
+    )
+    results = {}
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above: list[str] = []
+            line = node.lineno - 1
+            while (own := comments.get(line)) and own[0]:
+                above.insert(0, own[1])
+                line -= 1
+            text = " ".join(above) or comments.get(node.end_lineno or node.lineno, (False, ""))[1]
+            results[node.target.id] = (ast.unparse(node.annotation), text)
+    return results
+
+
+def metric_entries() -> Iterator[tuple[str, str, str, str]]:
+    """Yield key in metrics.jsonl, type, description and name in trackers."""
+    prefixes = {name: f"{prefix}/" for name, prefix in step_record.KEY_PREFIXES.items()}
+    parts = {"loss": "source", "eval_loss": "source", "grad_norm": "layer"}
+    for name, (annotation, text) in field_comments().items():
+        key, prefix = name, prefixes.get(name)
+        if prefix:
+            key, annotation = f"{prefix}<{parts[prefix[:-1]]}>", "float | None"
+        tracked = step_record.TRACKER_NAMES.get(prefix or name, "")
+        if prefix:
+            tracked += key.removeprefix(prefix)
+        text = re.sub(r"(: see|, by) `[^`]*`", "", text)  # names inside the code
+        yield key, annotation, text, tracked
+
+
+def metrics_page() -> str:
+    """Return every metric of a record: type, meaning, and name in trackers."""
+    lines: list[str] = []
+    for key, annotation, text, tracked in metric_entries():
+        lines += [f"```{{metric}} {key}", ""]
+        lines += [sentence(text) if text else f"{key.replace('_', ' ').capitalize()}.", ""]
+        if key == "time_breakdown":
+            lines += [f"Kinds: {', '.join(map(code, KINDS))}.", ""]
+        lines.append(f":Type: {code(annotation.removesuffix(' | None'))}")
+        if annotation.endswith("None"):
+            lines.append(":Present: where it applies")
+        if tracked:
+            lines.append(f":In trackers: {code(tracked)}")
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "keys": keys_page,
+    "peers": peers_page,
+    "metrics": metrics_page,
+}
