@@ -96,12 +96,28 @@ def name_language(match: re.Match[str]) -> str:
     return f"{fence}{info.strip() or language_of(block)}\n{block}{fence}"
 
 
+# Where the files of the directory above are among the pages.
+PLACES = {
+    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "docs/decisions/": "decisions/index.md",
+}
+
+
+def move_link(match: re.Match[str]) -> str:
+    """Return a link of the directory above as it is here; code is not among the pages."""
+    text, target, anchor = match[1], match[2], match[3] or ""
+    if target.startswith("http") or not target:
+        return match[0]
+    if target in PLACES or target.startswith("docs/"):
+        return f"[{text}]({PLACES.get(target, target.removeprefix('docs/'))}{anchor})"
+    return text if "`" in text else f"`{text}`"
+
+
 def page_above(path: Path) -> str:
     """Return a page of the directory above, with links that lead to where things are here."""
-    text = path.read_text("utf-8").replace("](docs/", "](")
-    text = re.sub(r"\[([^\]]*)\]\(weft/[^)]*\)", r"`\1`", text)  # code is not among the pages
-    text = re.sub(r"\]\((CONTRIBUTING|CHANGELOG)\.md\)", lambda m: f"]({m[1].lower()}.md)", text)
-    return text.replace("](decisions/)", "](decisions/index.md)")
+    return re.sub(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", move_link, path.read_text("utf-8"))
 
 
 def automodule(match: re.Match[str]) -> str:
@@ -144,11 +160,12 @@ def link_keys(app: Any, doctree: nodes.document, name: str) -> None:
 
 def break_code(app: Any, name: str, template: str, context: Json, doctree: Any) -> None:
     """Let inline code break after dots and underscores, so that tables fit narrow pages."""
-    context["body"] = re.sub(
+    body = re.sub(
         r'(?<=<span class="pre">)[^<]*(?=</span></code>)',
         lambda match: re.sub(r"(?<=\w[._])(?=\w)", "<wbr>", match[0]),
         context.get("body", ""),
     )
+    context["body"] = body.replace("</strong> -- ", "</strong>: ")  # lists of parameters
 
 
 def write_llms(app: Any, error: Exception | None) -> None:
