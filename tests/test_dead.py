@@ -25,6 +25,8 @@ CALLED_BY_OTHERS = {
     "_loglikelihood_tokens",
     "loglikelihood_rolling",
     "generate_until",
+    "_repr_html_",  # IPython
+    "exit_reason",  # docs/python.md
 }
 
 

@@ -26,6 +26,7 @@ ORDER = (
     "estimate",
     "tools",
     "cluster",
+    "api",
     "cli",
     "__main__",
 )

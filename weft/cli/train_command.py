@@ -8,6 +8,8 @@ import sys
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.help_command import list_keys
+from weft.cluster import FAILED, USAGE_ERROR
+from weft.config.errors import InvalidConfig
 
 
 def add_train(commands: Commands) -> None:
@@ -27,7 +29,8 @@ def run_train(options: argparse.Namespace) -> int:
     """Check the configuration, prepare the data, and run the ranks."""
     if "RANK" not in os.environ:  # the launcher reports what torch's C++ warns about
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from weft.cluster.start import run_rank, start_training
+    from weft.cluster.rank_exit import TrainingFailed, exit_process
+    from weft.cluster.start import start_training, train_rank
     from weft.monitor.terminal import quiet_console
     from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
@@ -45,6 +48,14 @@ def run_train(options: argparse.Namespace) -> int:
         print(plan.to_json() if options.json else describe_plan(plan, machine, name))
         return 0
     if is_launched_rank():
-        run_rank(base, plan, options.recipe, options.force)
+        try:
+            status = train_rank(base, plan, options.recipe, options.force)
+        except BaseException as error:  # it is in the rank's report
+            status = USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
+        exit_process(status)
     console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
-    return start_training(base, plan, options.recipe, console, options.force)
+    try:
+        return start_training(base, plan, options.recipe, console, options.force)
+    except TrainingFailed as failure:
+        print(f"weft: {failure}", file=sys.stderr)
+        return failure.status

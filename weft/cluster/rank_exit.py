@@ -17,9 +17,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from weft.cluster import FAILED
 from weft.config.errors import WeftError
 from weft.config.escaping import escaping_stream
 from weft.config.files import describe_cause, read_json, write_json
+
+
+class TrainingFailed(WeftError):
+    """The training failed; the message has the cause, the log and how to resume.
+
+    Attributes:
+        status: the exit status of ``weft train``.
+        log: the log of the rank that failed first.
+    """
+
+    def __init__(self, message: str, status: int = FAILED, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.status, self.log = status, log
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -31,7 +31,7 @@ from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ER
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
 from weft.cluster.rank_exit import (
-    exit_process,
+    TrainingFailed,
     log_path,
     redirect_output,
     write_error,
@@ -97,7 +97,10 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         force: start even if the predicted memory does not fit.
 
     Returns:
-        The exit status.
+        The exit status, if the run ended without a failure.
+
+    Raises:
+        TrainingFailed: if a rank failed or hung.
     """
     job = plan.job
     run_dir = plan.run_path
@@ -118,6 +121,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     prediction, warning = predict_run(plan, detect_machine(job.run), force)
     dataset = load_dataset(plan, console)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
+    error: TrainingFailed | None = None
     with lock, report_pages(plan, console):
         print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
@@ -145,11 +149,14 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
             if failure is not None:
-                return print_failure(failure, home, run_dir)
+                error = explain_failure(failure, home, run_dir)
         else:
             message = f"{run_dir} is complete at step {step}: nothing to do"
             console.print(f"{message}; to train longer, raise --train.steps")
-        print_results(plan, recipe, dataset, console)
+        if error is None:
+            print_results(plan, recipe, dataset, console)
+    if error is not None:
+        raise error  # after the report, which shows it
     return 0
 
 
@@ -231,14 +238,19 @@ def rollback(run_dir: Path, step: int) -> str:
     return f"{resume_hint(home)}; dropped the checkpoints of steps {dropped}"
 
 
-def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
-    """Train as one rank that an external launcher started, and end the process.
+def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
+    """Train as one rank that an external launcher started; return the exit status.
+
+    From then on the output of this process goes to the rank's log.
 
     Args:
         base: see `start_training`.
         plan: see `start_training`.
         recipe: see `start_training`.
         force: start even if the predicted memory does not fit.
+
+    Raises:
+        Exception: of any type, after its report for the launcher is written.
     """
     # A launcher, which does not train, imports neither.
     from weft.train.loop import train
@@ -256,7 +268,7 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
         reason = f"this node is unhealthy and does not train; see {run_dir / 'logs'}"
         write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
         terminal.flush()
-        exit_process(UNHEALTHY)
+        return UNHEALTHY
     try:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
@@ -284,13 +296,12 @@ def run_rank(base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
     except BaseException as error:
         write_error(run_dir, rank, error, terminal)
-        is_config_error = isinstance(error, InvalidConfig)
-        if rank == 0 or not is_config_error:  # every rank has the same configuration errors
+        if rank == 0 or not isinstance(error, InvalidConfig):  # every rank has the same ones
             kind = type(error).__name__
             print(f"weft: rank {rank} failed: {kind}: {error}", file=terminal)
             print(f"  log: {log_path(run_dir, rank)}", file=terminal, flush=True)
-        exit_process(USAGE_ERROR if is_config_error else FAILED)
-    exit_process(0 if is_complete else REQUEUE)
+        raise
+    return 0 if is_complete else REQUEUE
 
 
 def load_dataset_on_host(plan: Plan, console: Console, rank: Rank) -> Dataset:
@@ -492,23 +503,22 @@ def describe_failure(failure: Failure) -> str:
     return f"rank {failure.rank} failed: {failure.kind}: {failure.message}"
 
 
-def print_failure(failure: Failure, home: Path, run_dir: Path) -> int:
-    """Print and record the root cause and how to resume; return the exit status."""
+def explain_failure(failure: Failure, home: Path, run_dir: Path) -> TrainingFailed:
+    """Record the root cause; return the error with the log and how to resume."""
     message = describe_failure(failure)
-    print(f"weft: {message}", file=sys.stderr)
     is_hang = failure.kind == "Hang"
     note_event(run_dir, "hang" if is_hang else "failure", last_logged_step(run_dir), message)
     if failure.kind == "InvalidConfig":
-        return USAGE_ERROR
+        return TrainingFailed(message, USAGE_ERROR, failure.log)
+    lines = [message]
     if failure.traceback and not failure.is_expected:
-        for line in failure.traceback.rstrip().splitlines()[-12:]:
-            print(f"  | {line}", file=sys.stderr)
-    print(f"  log: {failure.log}", file=sys.stderr)
+        lines += [f"  | {line}" for line in failure.traceback.rstrip().splitlines()[-12:]]
+    lines.append(f"  log: {failure.log}")
     if failure.no_retry_reason:
-        print(f"  not restarted: {failure.no_retry_reason}", file=sys.stderr)
+        lines.append(f"  not restarted: {failure.no_retry_reason}")
     if not failure.is_expected or failure.kind != "CheckpointError":  # its message has the remedy
-        print(f"  {resume_hint(home)}", file=sys.stderr)
-    return HUNG if is_hang else FAILED
+        lines.append(f"  {resume_hint(home)}")
+    return TrainingFailed("\n".join(lines), HUNG if is_hang else FAILED, failure.log)
 
 
 def resume_hint(home: Path) -> str:

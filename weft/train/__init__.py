@@ -1,1 +1,8 @@
-"""The training loop and what it is made of."""
+"""The training loop and what it is made of.
+
+``weft.train(...)`` calls `weft.api.train`.
+"""
+
+from weft import make_callable
+
+make_callable(__name__)

@@ -1,0 +1,44 @@
+"""Process of `weft.api.child.run_in_child`: ``python -m weft.api CONNECTION``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from weft.cluster import INTERRUPTED
+from weft.cluster.rank_exit import exit_process
+from weft.config.errors import WeftError
+from weft.monitor.signals import STOP_SIGNALS
+
+
+def main() -> None:
+    """Call the function that the parent names, and send the result."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    connection = Connection(int(sys.argv[1]))
+    answer: tuple[str, object]
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        function, args = connection.recv()
+        sys.path.append(os.getcwd())  # for module:attribute names, as in weft.cli.main
+        module, _, name = function.partition(":")
+        answer = ("result", getattr(importlib.import_module(module), name)(*args))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        answer = ("exit", INTERRUPTED)
+    except SystemExit as exit:
+        answer = ("exit", exit.code)
+    except WeftError as error:
+        answer = ("error", error)
+    except Exception:
+        answer = ("error", WeftError(f"unexpected error\n{traceback.format_exc()}"))
+    connection.send(answer)
+    exit_process(0)
+
+
+if __name__ == "__main__":
+    main()

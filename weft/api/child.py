@@ -1,0 +1,225 @@
+"""Run a function in its own process, as a command of the terminal would run.
+
+``weft.train`` starts ranks, handles signals and sets environment variables; ``weft.verify`` forks.
+None of that belongs into the process of a notebook or a user's program.  So both run in a new
+interpreter, which does not import the user's main module: no ``__main__`` guard is needed.
+
+*Output.*  The process writes to this process's terminal, if ``sys.stdout`` is it.  Otherwise (a
+notebook, a redirected ``sys.stdout``) this process forwards the lines.  In a notebook, lines of
+progress replace each other.
+
+*Signals.*  The process is in its own session, so only this process can signal it.  This process
+forwards stop signals, and handles them itself after the other one has ended: Ctrl-C first saves,
+then raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any, TextIO
+
+from weft.cluster import INTERRUPTED, REQUEUE
+from weft.config.errors import WeftError
+from weft.monitor.process import PYTHON, die_with_parent
+from weft.monitor.signals import STOP_SIGNALS
+
+PROGRESS = re.compile(r"step \d+/\d+  ")
+# ipykernel sets them; then rich would draw a bar into the pipe.
+COLOR_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+
+
+class Exited(WeftError):
+    """The function ended its process with an exit status, without a result."""
+
+    def __init__(self, status: int) -> None:
+        is_stop = status in (REQUEUE, INTERRUPTED)
+        reason = "was stopped; the same call resumes" if is_stop else f"ended with status {status}"
+        super().__init__(f"the process {reason}")
+        self.status = status
+
+
+def run_in_child(function: str, *args: Any) -> Any:
+    """Call ``module:name`` with ``args`` in a new process; return its result.
+
+    Args:
+        function: is imported in the new process.
+        *args: must pickle, as must the result.
+
+    Raises:
+        Exited: if the function ended the process.
+        KeyboardInterrupt: after Ctrl-C, when the process has ended.
+        Exception: what the function raised.
+    """
+    here, there = Pipe()
+    is_terminal = _is_process_stream(sys.stdout, 1) and _is_process_stream(sys.stderr, 2)
+    target = None if is_terminal else subprocess.PIPE
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        [*PYTHON, "weft.api", str(there.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=target,
+        stderr=target,
+        env=_child_environment(is_terminal),
+        pass_fds=[there.fileno()],
+        start_new_session=True,
+        preexec_fn=partial(_prepare_child, os.getpid()),
+    )
+    there.close()
+    try:
+        with here, _forward_signals(process) as received:
+            here.send((function, args))
+            answer = _wait(process, here)
+    finally:
+        process.kill()
+        process.wait()
+    _handle_signals(received)
+    kind, value = answer
+    if kind == "result":
+        return value
+    raise value if kind == "error" else Exited(value)
+
+
+def _prepare_child(parent: int) -> None:
+    """Block stop signals until the process handles them; end with the parent."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    die_with_parent(parent)
+
+
+def _child_environment(is_terminal: bool) -> dict[str, str]:
+    dropped = () if is_terminal else COLOR_VARIABLES
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def _is_process_stream(stream: TextIO, number: int) -> bool:
+    """Return True if a stream writes to this process's file descriptor."""
+    try:
+        return type(stream).__module__ == "_io" and stream.fileno() == number
+    except (OSError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------- signals
+
+
+@contextmanager
+def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Forward stop signals to the process; yield the list of those received."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python handles signals in the main thread alone
+        return
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handle_signals(received: list[int]) -> None:
+    """Handle the first signal as if it came now; by default it ends this process."""
+    if not received:
+        return
+    number = received[0]
+    if signal.getsignal(number) == signal.SIG_DFL:
+        sys.exit(REQUEUE)  # as weft train does
+    signal.raise_signal(number)  # by default SIGINT raises KeyboardInterrupt
+
+
+# --------------------------------------------------------------------------- output
+
+
+def _wait(process: subprocess.Popen[bytes], connection: Connection) -> tuple[str, Any]:
+    """Forward the output of a process until it ends; return its answer."""
+    write = _notebook_writer() or _write_line
+    answer: tuple[str, Any] | None = None
+    with selectors.DefaultSelector() as selector:
+        for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                reader = _LineReader(pipe, partial(write, stream))
+                selector.register(pipe, selectors.EVENT_READ, reader)
+        selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            has_ended = process.poll() is not None
+            ready = [key for key, _ in selector.select(0.2)]
+            for key in ready:
+                if isinstance(key.data, _LineReader):
+                    is_open = key.data.read()
+                else:
+                    is_open, answer = False, _receive(connection)
+                if not is_open:
+                    selector.unregister(key.fileobj)
+            if has_ended and not ready:
+                break  # an orphan may keep the pipes open
+    return answer or ("exit", process.wait())
+
+
+def _receive(connection: Connection) -> tuple[str, Any] | None:
+    try:
+        answer: tuple[str, Any] = connection.recv()
+    except EOFError:  # it was killed
+        return None
+    return answer
+
+
+class _LineReader:
+    """Reader of a pipe that does not block; passes complete lines on."""
+
+    def __init__(self, pipe: IO[bytes], write: Callable[[str], None]) -> None:
+        self._pipe, self._write, self._text = pipe, write, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self) -> bool:
+        """Read the text that has arrived; return False at the end."""
+        data: bytes | None = self._pipe.read(1 << 16)
+        if data is None:
+            return True
+        *lines, self._text = (self._text + self._decoder.decode(data, not data)).split("\n")
+        for line in lines:
+            self._write(line + "\n")
+        if not data and self._text:
+            self._write(self._text)
+        return bool(data)
+
+
+def _write_line(stream: TextIO, line: str) -> None:
+    stream.write(line)
+    stream.flush()
+
+
+def _notebook_writer() -> Callable[[TextIO, str], None] | None:
+    """Return a function that writes a line into a notebook's cell; None elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if not hasattr(shell, "kernel"):
+        return None
+    display = importlib.import_module("IPython.display").display
+    handle: Any = None
+
+    def write(stream: TextIO, line: str) -> None:
+        nonlocal handle
+        if not PROGRESS.match(line):
+            _write_line(stream, line)
+        elif handle is None:
+            handle = display({"text/plain": line.rstrip()}, raw=True, display_id=True)
+        else:
+            handle.update({"text/plain": line.rstrip()}, raw=True)
+
+    return write

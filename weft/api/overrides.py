@@ -1,0 +1,65 @@
+"""Overrides as Python values, in the form that the command line has."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from weft.config.errors import ConfigErrors
+from weft.config.schema import SECTIONS
+
+
+def encode_overrides(
+    overrides: Mapping[str, object] | None, errors: ConfigErrors
+) -> list[tuple[str, str]]:
+    """Return pairs of key and text, which `weft.config.reader.read_job` checks.
+
+    Args:
+        overrides: ``{"section.key": value}``; numbers, booleans, strings, paths, lists, mappings.
+        errors: receives an error for each value of another type.
+    """
+    pairs = []
+    for key, value in (overrides or {}).items():
+        try:
+            pairs.append((str(key), encode_value(str(key), value)))
+        except TypeError as error:
+            remedy = "use a number, boolean, string, path, list or mapping"
+            errors.add(str(key), str(error), remedy, value=repr(value))
+    return pairs
+
+
+def encode_value(key: str, value: object) -> str:
+    """Return the text of a value on the command line.
+
+    Raises:
+        TypeError: if the value has no such text.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        return _format_toml(value)
+    section, _, last = key.partition(".")
+    model = SECTIONS.get(section)
+    # A key without a type, as of a user's model: quotes keep "8" a string.
+    is_typed = model is None or last in model.model_fields
+    return value if is_typed else _format_toml(value)
+
+
+def _format_toml(value: object) -> str:
+    if callable(item := getattr(value, "item", None)):  # a number of NumPy or PyTorch
+        value = item()
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items = (f"{_format_toml(str(k))} = {_format_toml(v)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_format_toml, value))}]"
+    raise TypeError(f"has the type {type(value).__name__}, which no key has")

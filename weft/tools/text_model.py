@@ -1,0 +1,139 @@
+"""A trained model that continues texts and answers conversations, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.config.errors import InvalidConfig
+from weft.tools.generate import (
+    ChatFormat,
+    GeneratedSequence,
+    Prompt,
+    Sampling,
+    generate,
+    load_chat_format,
+    make_sequences,
+)
+from weft.tools.inference_model import (
+    CheckpointRef,
+    LanguageModel,
+    find_checkpoint,
+    load_local_model,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from torch import nn
+
+
+class TextModel:
+    """A model in evaluation mode, with its tokenizer and chat template.
+
+    Args:
+        language_model: the model on its device.
+        checkpoint: where its weights come from.
+        template: path of a chat template, or auto for the run's.
+
+    Attributes:
+        text_format: for prompts that the model continues.
+        chat_format: for conversations; None if the run has no chat template.
+    """
+
+    def __init__(
+        self, language_model: LanguageModel, checkpoint: CheckpointRef, template: str = "auto"
+    ) -> None:
+        self.language_model, self.checkpoint = language_model, checkpoint
+        self.text_format = load_chat_format(checkpoint)
+        self._template = template
+        self.chat_format: ChatFormat | None = None
+        try:
+            self.chat_format = load_chat_format(checkpoint, template)
+        except InvalidConfig as error:
+            if template != "auto":
+                raise
+            self._no_chat = error
+
+    @property
+    def module(self) -> nn.Module:
+        """The PyTorch module: ``module(tokens_BT)`` returns hidden states or logits."""
+        return self.language_model.module
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration: ``config.num_layers``, ``config.vocab_size`` ..."""
+        return self.language_model.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, of the library `tokenizers`."""
+        return self.text_format.tokenizer
+
+    def select_format(self, is_chat: bool) -> ChatFormat:
+        """Return the format of texts or of conversations.
+
+        Raises:
+            InvalidConfig: if the run has no chat template.
+        """
+        if not is_chat:
+            return self.text_format
+        if self.chat_format is None:
+            raise self._no_chat
+        return self.chat_format
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, is_chat: bool = False
+    ) -> Iterator[str]:
+        """Yield the continuation of a prompt, as the model generates it.
+
+        Args:
+            prompt: a text, or the messages of a conversation.
+            sampling: temperature, filters, stop texts and length.
+            is_chat: format a text as the message of a user.
+
+        Raises:
+            InvalidConfig: if the run has no chat template, or the template rejects the prompt.
+        """
+        chosen = sampling or Sampling()
+        chat_format = self.select_format(is_chat or not isinstance(prompt, str))
+        sequences = make_sequences([prompt], chat_format, chosen)
+        for _, text in generate(self.language_model, chat_format, sequences, chosen):
+            yield text
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        is_chat: bool = False,
+        batch_size: int = 8,
+    ) -> list[GeneratedSequence]:
+        """Continue several prompts, ``batch_size`` at a time; see `stream`."""
+        chosen, results = sampling or Sampling(), list[GeneratedSequence]()
+        chat_format = self.select_format(is_chat)
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            sequences = make_sequences(batch, chat_format, chosen, first)
+            for _ in generate(self.language_model, chat_format, sequences, chosen):
+                pass
+            results += sequences
+        return results
+
+
+def load_text_model(
+    path: Path, device: torch.device | None = None, template: str = "auto"
+) -> TextModel:
+    """Load the newest checkpoint of a run, or a given one, in this process.
+
+    Args:
+        path: run directory, or directory of a checkpoint.
+        device: default: a GPU if there is one.  On a GPU the weights are bfloat16, unless the run
+            computes in float32.
+        template: see `TextModel`.
+
+    Raises:
+        InvalidConfig: if there is no checkpoint, or no such template.
+    """
+    checkpoint = find_checkpoint(path.resolve())
+    return TextModel(load_local_model(checkpoint, device), checkpoint, template)
