@@ -2,9 +2,9 @@
 
 The seed of a prompt is --seed plus its number from 0, for any --batch.
 
-  weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
+  weft generate runs/demo 'class ' 'def ' --temperature 0
   weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
-  weft generate runs/tuned --chat --prompt 'What is 2 + 2?'
+  weft generate runs/tuned 'What is 2 + 2?' --chat
 
 --parallel.tp and --parallel.dp_shard shard the model over that many ranks of this machine, or of
 torchrun, in any layout that it was trained in.
@@ -19,18 +19,25 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from weft.cli.command_parser import Commands, add_command
+from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.cli.option_values import count, not_negative, positive
 from weft.config.errors import ConfigErrors
 from weft.config.escaping import raw_stream
 
+if TYPE_CHECKING:
+    from weft.tools.generate import Sampling
+
 
 def add_generate(commands: Commands) -> None:
     """Add ``weft generate``."""
-    add = add_command(commands, "generate", run_generate, __doc__).add_argument
+    parser = add_command(commands, "generate", run_generate, __doc__)
+    add = parser.add_argument
     add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
-    text = "prompt; repeatable (default: start of a document)"
+    text = "prompts (default: start of a document)"
+    add("texts", metavar="PROMPT", nargs="*", help=text)
+    text = "another prompt, which may begin with --; repeatable"
     add("--prompt", action="append", default=[], help=text)
     text = "file with one prompt per line; .jsonl: a string, or an object with 'prompt'"
     add("--prompts", type=Path, metavar="FILE", help=text)
@@ -42,6 +49,25 @@ def add_generate(commands: Commands) -> None:
     )
     add("--batch", type=positive, default=8, help="batch size in prompts (default: 8)")
     add("--json", action="store_true", help="print one JSON object per prompt")
+    add_sampling(parser)
+    accept_prompts_anywhere(parser)
+
+
+def accept_prompts_anywhere(parser: CommandParser) -> None:
+    """Accept prompts after other options; argparse only takes those beside the checkpoint."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = parse(args, namespace)
+        options.texts = [*options.texts, *(word for word in unknown if not word.startswith("-"))]
+        return options, [word for word in unknown if word.startswith("-")]
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def add_sampling(parser: CommandParser) -> None:
+    """Add the options of sampling."""
+    add = parser.add_argument
     min_p_help = "minimum probability relative to the most likely token (default: 0, off)"
     for name, kind, default, text in (
         ("--max-tokens", count, 200, "maximum new tokens (default: 200)"),
@@ -57,11 +83,26 @@ def add_generate(commands: Commands) -> None:
     add("--seed", type=count, default=0, help="seed of the first prompt (default: 0)")
 
 
+def read_sampling(options: argparse.Namespace, errors: ConfigErrors) -> Sampling:
+    """Return the options of `add_sampling`; append errors."""
+    from weft.tools.generate import Sampling
+
+    values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+    sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
+    errors += sampling.errors()
+    return sampling
+
+
+def write_backslashes(stream: TextIO) -> None:
+    """Write backslash escapes of characters that a terminal other than UTF-8 cannot show."""
+    if isinstance(raw := raw_stream(stream), io.TextIOWrapper):
+        raw.reconfigure(errors="backslashreplace")
+
+
 def run_generate(options: argparse.Namespace) -> int:
     """Print prompts and their continuations; stream a single one."""
     from weft.tools.generate import (
         Prompt,
-        Sampling,
         generate,
         load_chat_format,
         make_sequences,
@@ -73,18 +114,15 @@ def run_generate(options: argparse.Namespace) -> int:
 
     errors: ConfigErrors = options.errors
     prompts: list[Prompt] = [
-        os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
+        os.fsencode(text).decode("utf-8", "replace") for text in (*options.texts, *options.prompt)
     ]
     if options.prompts:
         prompts += read_prompts(options.prompts, errors, options.chat)
     if options.chat and not prompts and not errors:
-        remedy = "add --prompt or --prompts"
+        remedy = "add a prompt after the run, or --prompts"
         errors.add("--chat", "needs a prompt", remedy)
-    values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
-    sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
-    errors += sampling.errors()
-    if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
-        stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    sampling = read_sampling(options, errors)
+    write_backslashes(sys.stdout)
     checkpoint = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat

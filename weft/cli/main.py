@@ -13,6 +13,7 @@ from collections.abc import Callable
 from textwrap import indent
 
 import weft
+from weft.cli.chat_command import add_chat
 from weft.cli.checkpoint_commands import add_export, add_import, add_rollback
 from weft.cli.command_parser import CommandParser, Commands
 from weft.cli.compare_command import add_compare
@@ -36,7 +37,7 @@ from weft.config.escaping import escaping_stream, is_one_line
 GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
     "Train": (add_train, add_launch, add_job),
     "Before a run": (add_recipes, add_plan, add_verify, add_compare, add_data, add_doctor),
-    "Use a model": (add_generate, add_evaluate, add_import, add_export),
+    "Use a model": (add_chat, add_generate, add_evaluate, add_import, add_export),
     "Explain and repair a run": (add_report, add_diff, add_hang, add_rollback),
     "Help": (add_help, add_completion, add_schema),
 }

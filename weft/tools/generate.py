@@ -188,7 +188,7 @@ def make_sequences(
         InvalidConfig: if the chat template rejects a prompt.
     """
     return [
-        make_sequence(prompt, _encode_prompt(prompt, chat_format), chat_format, sampling.seed + i)
+        make_sequence(prompt, encode_prompt(prompt, chat_format), chat_format, sampling.seed + i)
         for i, prompt in enumerate(prompts, first_index)
     ]
 
@@ -207,7 +207,12 @@ def make_sequence(
     )
 
 
-def _encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:
+def encode_prompt(prompt: Prompt, chat_format: ChatFormat) -> list[int]:
+    """Return the token ids of a text, or of a conversation up to the next answer.
+
+    Raises:
+        InvalidConfig: if the chat template rejects the conversation.
+    """
     if chat_format.encoder is None:
         assert isinstance(prompt, str)
         return list(chat_format.tokenizer.encode(prompt).ids) or [chat_format.start_token]

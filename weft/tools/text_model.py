@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from weft.tools.generate import (
     GeneratedSequence,
     Prompt,
     Sampling,
+    encode_prompt,
     generate,
     load_chat_format,
     make_sequences,
@@ -137,3 +140,93 @@ def load_text_model(
     """
     checkpoint = find_checkpoint(path.resolve())
     return TextModel(load_local_model(checkpoint, device), checkpoint, template)
+
+
+class ChatSession:
+    """A conversation with a model, or without a chat template a text that both extend.
+
+    Args:
+        model: the model.
+        sampling: its seed counts up with every answer.
+
+    Attributes:
+        messages: the conversation, if the model has a chat template.
+        text: the text so far, if it has none.
+    """
+
+    def __init__(self, model: TextModel, sampling: Sampling) -> None:
+        self._model, self._sampling = model, sampling
+        self._num_answers = 0
+        self.is_chat = model.chat_format is not None
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Yield the answer as the model generates it; closing the iterator ends the answer.
+
+        If the conversation is longer than the model's context, the model does not see the oldest
+        messages, except the system prompt.
+
+        Raises:
+            InvalidConfig: if the chat template rejects the conversation, which is then unchanged.
+        """
+        before = len(self.messages), self.text
+        if self.is_chat:
+            self.messages.append({"role": "user", "content": text})
+        else:
+            self.text += "\n" * bool(self.text) + text
+        sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
+        self._num_answers += 1
+        answer = ""
+        try:
+            prompt = self._recent_messages() if self.is_chat else self.text
+            for piece in self._model.stream(prompt, sampling):
+                answer += piece
+                yield piece
+        except InvalidConfig:
+            del self.messages[before[0] :]
+            self.text = before[1]
+            raise
+        finally:
+            self._record(answer)
+
+    def _record(self, answer: str) -> None:
+        """Append an answer, which the user may have stopped."""
+        if not self.is_chat:
+            self.text += answer
+        elif self.messages and self.messages[-1]["role"] == "user":
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()  # templates want an answer to each message
+
+    def _recent_messages(self) -> list[dict[str, str]]:
+        """Return the system prompt and the newest messages that fit into the context."""
+        chat_format = self._model.select_format(is_chat=True)
+        room = chat_format.max_context - min(
+            self._sampling.max_tokens, chat_format.max_context // 2
+        )
+        system = [message for message in self.messages[:1] if message["role"] == "system"]
+        recent = self.messages[len(system) :]
+        while len(recent) > 1 and len(encode_prompt([*system, *recent], chat_format)) > room:
+            recent = recent[2:]  # a question and its answer
+        return [*system, *recent]
+
+    def reset(self) -> None:
+        """Forget the conversation, except its system prompt."""
+        self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
+        self.text = ""
+
+    def set_system(self, text: str) -> None:
+        """Set the system prompt of the conversation; an empty one removes it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}] * bool(text) + others
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as a line of JSON, as fine-tuning reads it; or the text.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        line = json.dumps({"messages": self.messages}, ensure_ascii=False)
+        path.write_text((line if self.is_chat else self.text) + "\n", "utf-8")
