@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, TextIO
 
@@ -148,7 +149,7 @@ def _handle_signals(received: list[int]) -> None:
 
 def _wait(process: subprocess.Popen[bytes], connection: Connection) -> tuple[str, Any]:
     """Forward the output of a process until it ends; return its answer."""
-    write = _notebook_writer() or _write_line
+    write = _notebook_writer() or _write_text
     answer: tuple[str, Any] | None = None
     with selectors.DefaultSelector() as selector:
         for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -181,7 +182,7 @@ def _receive(connection: Connection) -> tuple[str, Any] | None:
 
 
 class _LineReader:
-    """Reader of a pipe that does not block; passes complete lines on."""
+    """Reader of a pipe that does not block; writes complete lines elsewhere."""
 
     def __init__(self, pipe: IO[bytes], write: Callable[[str], None]) -> None:
         self._pipe, self._write, self._text = pipe, write, ""
@@ -192,34 +193,37 @@ class _LineReader:
         data: bytes | None = self._pipe.read(1 << 16)
         if data is None:
             return True
-        *lines, self._text = (self._text + self._decoder.decode(data, not data)).split("\n")
-        for line in lines:
-            self._write(line + "\n")
-        if not data and self._text:
-            self._write(self._text)
+        text = self._text + self._decoder.decode(data, not data)
+        end = text.rfind("\n") + 1 if data else len(text)
+        self._text = text[end:]
+        if end:
+            self._write(text[:end])
         return bool(data)
 
 
-def _write_line(stream: TextIO, line: str) -> None:
-    stream.write(line)
+def _write_text(stream: TextIO, text: str) -> None:
+    stream.write(text)
     stream.flush()
 
 
 def _notebook_writer() -> Callable[[TextIO, str], None] | None:
-    """Return a function that writes a line into a notebook's cell; None elsewhere."""
+    """Return a function that writes lines into a notebook's cell; None elsewhere."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"):
         return None
     display = importlib.import_module("IPython.display").display
     handle: Any = None
 
-    def write(stream: TextIO, line: str) -> None:
+    def write(stream: TextIO, text: str) -> None:
         nonlocal handle
-        if not PROGRESS.match(line):
-            _write_line(stream, line)
-        elif handle is None:
-            handle = display({"text/plain": line.rstrip()}, raw=True, display_id=True)
-        else:
-            handle.update({"text/plain": line.rstrip()}, raw=True)
+        lines = text.removesuffix("\n").split("\n")
+        for is_progress, group in groupby(lines, lambda line: bool(PROGRESS.match(line))):
+            *earlier, last = group
+            if not is_progress:
+                _write_text(stream, "\n".join([*earlier, last, ""]))
+            elif handle is None:
+                handle = display({"text/plain": last}, raw=True, display_id=True)
+            else:
+                handle.update({"text/plain": last}, raw=True)
 
     return write
