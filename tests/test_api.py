@@ -318,7 +318,7 @@ def test_compare_runs_and_plans(
 @pytest.mark.slow
 @pytest.mark.system
 def test_failed_training_raises_with_the_log(tmp_path: Path, store_path: Path) -> None:
-    faults = [{"site": "step", "kind": "raise", "step": 2}]
+    faults = [{"site": "step", "kind": "raise", "passing": 2}]
     overrides = TINY | {
         "data.path": store_path,
         "run.dir": tmp_path / "run",

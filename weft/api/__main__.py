@@ -1,4 +1,4 @@
-"""Process of `weft.api.child.run_in_child`: ``python -m weft.api CONNECTION``."""
+"""Process of `weft.api.child.run_in_child`: ``python -m weft.api CONNECTION PARENT``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from multiprocessing.connection import Connection
 from weft.cluster import INTERRUPTED
 from weft.cluster.rank_exit import exit_process
 from weft.config.errors import WeftError
+from weft.config.escaping import escaping_stream
+from weft.monitor.process import die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 
 
 def main() -> None:
     """Call the function that the parent names, and send the result."""
+    die_with_parent(int(sys.argv[2]))
+    sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)
     connection = Connection(int(sys.argv[1]))

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe
@@ -33,7 +33,7 @@ from typing import IO, Any, TextIO
 
 from weft.cluster import INTERRUPTED, REQUEUE
 from weft.config.errors import WeftError
-from weft.monitor.process import PYTHON, die_with_parent
+from weft.monitor.process import PYTHON
 from weft.monitor.signals import STOP_SIGNALS
 
 PROGRESS = re.compile(r"step \d+/\d+  ")
@@ -64,27 +64,16 @@ def run_in_child(function: str, *args: Any) -> Any:
         Exception: what the function raised.
     """
     here, there = Pipe()
-    is_terminal = _is_process_stream(sys.stdout, 1) and _is_process_stream(sys.stderr, 2)
-    target = None if is_terminal else subprocess.PIPE
-    sys.stdout.flush()
-    process = subprocess.Popen(
-        [*PYTHON, "weft.api", str(there.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=target,
-        stderr=target,
-        env=_child_environment(is_terminal),
-        pass_fds=[there.fileno()],
-        start_new_session=True,
-        preexec_fn=partial(_prepare_child, os.getpid()),
-    )
-    there.close()
+    # The process inherits the mask: it receives no stop signal before it handles them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        with here, _forward_signals(process) as received:
-            here.send((function, args))
+        with here, _start_process(there) as process, _forward_signals(process) as received:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            with suppress(ConnectionError):  # the process has died
+                here.send((function, args))
             answer = _wait(process, here)
     finally:
-        process.kill()
-        process.wait()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _handle_signals(received)
     kind, value = answer
     if kind == "result":
@@ -92,15 +81,28 @@ def run_in_child(function: str, *args: Any) -> Any:
     raise value if kind == "error" else Exited(value)
 
 
-def _prepare_child(parent: int) -> None:
-    """Block stop signals until the process handles them; end with the parent."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    die_with_parent(parent)
-
-
-def _child_environment(is_terminal: bool) -> dict[str, str]:
+@contextmanager
+def _start_process(connection: Connection) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process; kill it at the end, if it still runs."""
+    is_terminal = _is_process_stream(sys.stdout, 1) and _is_process_stream(sys.stderr, 2)
+    output = None if is_terminal else subprocess.PIPE
     dropped = () if is_terminal else COLOR_VARIABLES
-    return {name: value for name, value in os.environ.items() if name not in dropped}
+    sys.stdout.flush()
+    with connection:
+        process = subprocess.Popen(
+            [*PYTHON, "weft.api", str(connection.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={name: value for name, value in os.environ.items() if name not in dropped},
+            pass_fds=[connection.fileno()],
+            start_new_session=True,
+        )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _is_process_stream(stream: TextIO, number: int) -> bool:

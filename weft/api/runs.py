@@ -6,6 +6,7 @@ import html
 import importlib.util
 import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +118,6 @@ class RunHandle:
     @property
     def state(self) -> str:
         """One of finished, running, failed, stopped, not started."""
-        import time
-
         return RunReader(self.path).state(time.time())[0]
 
     @property
