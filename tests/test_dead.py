@@ -13,6 +13,8 @@ SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").
 # Methods that other packages' base classes call, and names that recipes or commands use.
 CALLED_BY_OTHERS = {
     "_create_tcp_store_server",  # torch's DynamicRendezvousHandler
+    "do_GET",  # http.server.BaseHTTPRequestHandler
+    "log_message",
     "emit",  # logging.Handler
     "extra_repr",  # torch.nn.Module
     "readable",  # io.RawIOBase

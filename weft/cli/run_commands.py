@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import check_file, not_negative, write_file
+from weft.cli.option_values import check_file, count, not_negative, write_file
 from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
+
+MAX_PORT = 65535
 
 
 def add_report(commands: Commands) -> None:
@@ -17,6 +20,9 @@ def add_report(commands: Commands) -> None:
     add("runs", metavar="RUN", type=Path, nargs="+", help="run directory")
     text = "output file (default: report.html in the run directory, or here for several runs)"
     add("--out", metavar="FILE", type=Path, help=text)
+    text = "serve the page on this machine's loopback interface and update it while the run trains"
+    add("--serve", action="store_true", help=text)
+    add("--port", type=count, default=8899, help="port of --serve; 0: any free one (default: 8899)")
 
 
 def add_hang(commands: Commands) -> None:
@@ -45,9 +51,18 @@ def run_report(options: argparse.Namespace) -> None:
     run_dirs: list[Path] = options.runs
     errors = ConfigErrors()
     errors += [run_dir_error(run) for run in run_dirs if not is_run_dir(run)]
-    if options.out:
+    if options.out and options.serve:
+        errors.add("--serve", "writes no file", "omit --out, or omit --serve")
+    elif options.out:
         check_file("--out", options.out, errors)
+    if options.port > MAX_PORT:
+        errors.add("--port", f"is above {MAX_PORT:,}", "use another port, or 0", value=options.port)
     errors.raise_any()
+    if options.serve:
+        from weft.tools.report.report_server import serve
+
+        serve(run_dirs, options.port, partial(print, flush=True))
+        return
     from weft.tools.report.report_sections import prediction_sections
 
     runs = [RunReader(run) for run in run_dirs]

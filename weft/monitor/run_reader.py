@@ -24,7 +24,14 @@ from weft.config.files import describe_cause, open_regular, read_json, read_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.monitor.event_log import read_event_log
-from weft.monitor.jsonl import MAX_NUMBER, MAX_STEP, parse_records, read_lines
+from weft.monitor.jsonl import (
+    MAX_NUMBER,
+    MAX_STEP,
+    is_number,
+    parse_records,
+    read_lines,
+    read_values,
+)
 from weft.monitor.step_timer import KINDS, goodput
 
 Floats = NDArray[np.float64]
@@ -34,6 +41,8 @@ T = TypeVar("T")
 WARMUP_RECORDS = 2  # first records of a start, before the steady state
 # A run is stopped if its last record is older than this plus the time of ten records.
 SILENCE_SECONDS = 60.0
+
+SYSTEM_FILE = "system.jsonl"  # of `weft.monitor.system_sampler`
 
 # Kinds of expected events, and of events that end a run.
 ROUTINE_KINDS = {"start", "checkpoint", "evaluation", "stop", "end"}
@@ -102,6 +111,7 @@ class RunReader:
         self.damaged = self.damaged_events = 0
         self.unreadable: dict[str, str] = {}
         self._offset = 0
+        self._system: tuple[int, dict[str, Floats]] | None = None  # bytes read, and samples
         if not is_run_dir(run_dir):
             raise InvalidConfig([run_dir_error(run_dir)])
         text = self._read("job.toml", read_text) or ""
@@ -185,6 +195,14 @@ class RunReader:
         breakdown = self.time_breakdown()
         return goodput(breakdown) if sum(breakdown.values()) else None
 
+    def read_system(self) -> dict[str, Floats]:
+        """Return the samples of the node as columns: see `weft.monitor.system_sampler`."""
+        path = self.run_dir / SYSTEM_FILE
+        if self._system is None or (path.exists() and path.stat().st_size != self._system[0]):
+            size = path.stat().st_size if path.exists() else 0
+            self._system = (size, self._read(SYSTEM_FILE, _read_samples) or {} if size else {})
+        return self._system[1]
+
     def read_events(self) -> list[RunEvent]:
         """Read the events of the run, sorted by time."""
         log = self._read("events.jsonl", lambda path: read_event_log(path.parent))
@@ -237,6 +255,12 @@ def _job(text: str) -> dict[str, dict[str, Any]]:
     return {name: section for name, section in tree.items() if isinstance(section, dict)}
 
 
+def _read_samples(path: Path) -> dict[str, Floats]:
+    values, _ = read_values(path)
+    samples = [v for v in values if isinstance(v, dict) and is_number(v.get("time"))]
+    return to_columns(samples, "system.") if samples else {}
+
+
 def _number(value: object) -> float:
     """Return a JSON value as a float; NaN if it is not a number."""
     try:
@@ -268,31 +292,3 @@ def to_columns(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
                 column[np.abs(column) > MAX_NUMBER] = np.nan
             columns[prefix + name] = column
     return columns
-
-
-def downsample(values: Floats, max_points: int) -> tuple[NDArray[np.intp], Floats | None]:
-    """Select points to draw, without a loss of extremes.
-
-    The finite values are divided into bins of equal size.  Each bin keeps its minimum and maximum;
-    the first and the last value are also kept.
-
-    Returns:
-        The ascending indices of about ``max_points`` finite values; and the mean of the bin of each
-        one, None if all finite values are selected.
-    """
-    indices = np.flatnonzero(np.isfinite(values))
-    if len(indices) <= max_points:
-        return indices, None
-    finite = values[indices]
-    bin_size = -(-len(finite) // (max_points // 2))
-    num_binned = len(finite) // bin_size * bin_size  # values in full bins
-    table = finite[:num_binned].reshape(-1, bin_size)
-    rows = np.arange(len(table)) * bin_size
-    tail = finite[num_binned:]
-    selected = [rows + table.argmin(1), rows + table.argmax(1), np.array([0, len(finite) - 1])]
-    if len(tail):
-        selected.append(num_binned + np.array([tail.argmin(), tail.argmax()]))
-    positions = np.unique(np.concatenate(selected))
-    starts = np.arange(0, len(finite), bin_size)
-    means = np.add.reduceat(finite, starts) / np.minimum(bin_size, len(finite) - starts)
-    return indices[positions], means[positions // bin_size]

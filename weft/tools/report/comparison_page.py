@@ -99,7 +99,7 @@ def interval_plot(
     def position(value: float) -> float:
         return round(100 * (value - start) / width, 3)
 
-    ends = [value for value in (low, high) if abs(position(value) - position(0.0)) > 10]
+    ends = [value for value in (low, high) if abs(position(value) - position(0.0)) > 16]
     return {
         "kind": "intervals",
         "title": title,
@@ -112,7 +112,7 @@ def interval_plot(
         else None,
         "rows": [
             {
-                "text": f"{label}: {mean:+.2g} ({a:+.2g} to {b:+.2g})",
+                "text": "{}: {} ({} to {})".format(label, *map(format_percent, (mean, a, b))),
                 "left": position(a),
                 "width": round(position(b) - position(a), 3),
                 "mean": position(mean),
@@ -120,6 +120,11 @@ def interval_plot(
             for label, (a, mean, b) in rows
         ],
         "ticks": [
-            {"at": position(value), "text": f"{value:+.3g}"} for value in sorted({0.0, *ends})
+            {"at": position(value), "text": format_percent(value)} for value in sorted({0.0, *ends})
         ],
     }
+
+
+def format_percent(value: float) -> str:
+    """Format percent points with a sign, and thousands without an exponent."""
+    return f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.2g}"

@@ -1,8 +1,9 @@
 """Render pages from plain dicts by the templates beside this module.
 
 A page has ``title``, ``header`` (parts), ``sections`` (``heading`` and ``parts``), and optionally
-``reload_seconds`` and ``chart_data`` (see `report_charts.chart_data`).  A part is a dict whose
-``kind`` is a macro of ``templates/parts.html``.
+``written`` (when), ``reload_seconds``, ``chart_data`` (see `report_charts.chart_data`) with its
+``time_unit``, and the ``version`` of a page that a server updates.  A part is a dict whose ``kind``
+is a macro of ``templates/parts.html``.
 
 jinja2 escapes every text, unless it is a `markupsafe.Markup`.  In addition, the page's content
 security policy allows only its two scripts, by their hashes, and no requests.
@@ -23,6 +24,9 @@ from markupsafe import Markup
 REPORT_FILE = "report.html"  # in the directory of a run or a comparison
 TEMPLATES = Path(__file__).parent / "templates"
 
+# Entries that a page may omit.
+OPTIONAL = dict.fromkeys(("chart_data", "reload_seconds", "time_unit", "version", "written"))
+
 Part = dict[str, Any]
 Section = dict[str, Any]
 Page = dict[str, Any]
@@ -35,8 +39,10 @@ def render_page(page: Page) -> bytes:
     style = _read("page.css") + (_read("uplot/uPlot.min.css") if has_charts else "")
     digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     policy = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    if page.get("version"):
+        policy += "; connect-src 'self'"  # for the page that `weft report --serve` updates
     text = _template().render(
-        page={"chart_data": None, "reload_seconds": None} | page,
+        page=OPTIONAL | page,
         scripts=scripts,
         script_policy=Markup(policy),
         style=style,
@@ -63,7 +69,7 @@ def _template() -> Template:
 
 
 def text_part(text: str, style: str = "") -> Part:
-    """Return a paragraph; ``style``: ``faint`` or ``damage``."""
+    """Return a paragraph; ``style``: ``faint``, ``lead`` or ``damage``."""
     return {"kind": "text", "text": text, "style": style}
 
 

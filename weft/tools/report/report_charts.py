@@ -1,49 +1,71 @@
-"""Charts of a report, and the data from which ``report.js`` draws their curves."""
+"""Charts of a report, and the data from which ``report.js`` draws them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weft.monitor.run_reader import ROUTINE_KINDS, Floats, RunEvent, RunReader, downsample
+from weft.monitor.run_reader import ROUTINE_KINDS, Floats, RunEvent, RunReader
 from weft.monitor.step_timer import KINDS
+from weft.tools.report.chart_points import (
+    MAX_POINTS,
+    CurvePoints,
+    interpolate_axes,
+    points_per_curve,
+    to_json,
+)
+from weft.tools.report.heat_maps import MIN_ROWS, heat_maps
 from weft.tools.report.page import Part, Section, text_part
 
-MAX_POINTS = 2000  # points of a curve
-MAX_EVENTS = 400  # events of a run
+MAX_EVENTS = 200  # events of a run
 
 NATS = "nats per token"
 LOSS_UNITS = {"next_token": NATS, "dpo": "nats per pair"}  # by ``train.objective``
-# Heading and unit of each chart.
+# Heading and unit of each chart, by the heading of its section.  A name that ends with "/" or "."
+# stands for all metrics with this prefix.
 CHARTS = {
-    "loss": ("Loss", NATS),
-    "speed": ("Speed", "tokens per second"),
-    "mfu": ("Model FLOPs utilization", "%"),
-    "grad_norm": ("Gradient norm", "before clipping"),
-    "lr": ("Learning rate", ""),
-    "step_seconds": ("Step time", "seconds, mean since the last record"),
-    "memory": ("Memory of the fullest rank", "GiB, peak so far"),
-    "step_breakdown": ("Step time by activity", "seconds, stacked"),
-    "time_breakdown": ("Time of the run by kind", "seconds, stacked"),
-    "data_seconds": ("Waiting for data", "seconds per step"),
-    "moe_max_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
+    "Training": {
+        "loss": ("Loss", NATS),
+        "loss/": ("Loss by source", NATS),
+        "eval_loss/": ("Validation loss by source", NATS),
+        "grad_norm": ("Gradient norm", "before clipping"),
+        "lr": ("Learning rate", ""),
+        "metrics.": ("Metrics of the objective", "mean since the last record"),
+        "eval_metrics.": ("Validation metrics of the objective", "mean over the samples"),
+        "moe_max_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
+    },
+    "Speed": {
+        "speed": ("Throughput", "tokens per second"),
+        "mfu": ("Model FLOPs utilization", "MFU"),
+        "step_seconds": ("Step time", "seconds, mean since the last record"),
+        "step_breakdown": ("Step time by activity", "seconds, stacked"),
+        "data_seconds": ("Waiting for data", "seconds per step"),
+        "time_breakdown": ("Time of the run by kind", "seconds, stacked"),
+        "ranks.compute_seconds.": ("Compute time over the ranks", "seconds per step"),
+        "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds per step"),
+    },
+    "Memory": {
+        "memory": ("Memory of the fullest rank", "GiB, peak so far"),
+        "ranks.memory_peak_gib.": ("Memory over the ranks", "GiB, peak so far"),
+    },
+    "System": {
+        "system_gpu": ("GPU utilization", "% of the time, over the GPUs of the node"),
+        "system_gpu_memory": ("GPU memory", "GiB, fullest GPU of the node"),
+        "system_gpu_power": ("GPU power", "watts, all GPUs of the node"),
+        "system_gpu_temperature": ("GPU temperature", "°C, hottest GPU of the node"),
+        "system_cpu": ("Processor", "% of all cores of the node"),
+        "system_memory": ("Host memory", "GiB used on the node"),
+        "system_disk": ("Disk", "MB/s, all disks of the node"),
+        "system_free": ("Free disk space", "GiB, file system of the run"),
+        "system_network": ("Network", "MB/s, all interfaces but loopback"),
+    },
+    "Layers": {"grad_norm/": ("Gradient norm by layer", "before clipping")},
 }
 STACKED = {"step_breakdown", "time_breakdown"}
-# Heading and unit of the charts that have all metrics with a prefix.
-GROUPED = {
-    "grad_norm/": ("Gradient norm by layer", "before clipping"),
-    "loss/": ("Loss by source", NATS),
-    "eval_loss/": ("Validation loss by source", NATS),
-    "metrics.": ("Metrics of the objective", "mean since the last record"),
-    "eval_metrics.": ("Validation metrics of the objective", "mean over the samples"),
-    "ranks.memory_peak_gib.": ("Memory over the ranks", "GiB, peak so far"),
-    "ranks.compute_seconds.": ("Compute time over the ranks", "seconds per step"),
-    "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds per step"),
-}
+WIDE = {"loss"}
 # Curves of `CHARTS`: chart, metric, label, and style (``exact``: not smoothed).
 CURVES = [
     ("loss", "loss", "train", ""),
@@ -62,6 +84,19 @@ CURVES = [
     *(("time_breakdown", f"time_breakdown.{kind}", kind, "") for kind in KINDS),
     ("data_seconds", "data_seconds", "", ""),
     ("moe_max_load", "moe_max_load", "", ""),
+    ("system_gpu", "system.gpu_percent", "mean", ""),
+    ("system_gpu", "system.gpu_percent_min", "least busy GPU", ""),
+    ("system_gpu_memory", "system.gpu_memory_gib", "", "exact"),
+    ("system_gpu_power", "system.gpu_power_w", "", ""),
+    ("system_gpu_temperature", "system.gpu_temperature", "", ""),
+    ("system_cpu", "system.cpu_percent", "", ""),
+    ("system_memory", "system.memory_gib", "used", "exact"),
+    ("system_memory", "system.memory_total_gib", "total", "dash"),
+    ("system_disk", "system.disk_read_mb_s", "read", ""),
+    ("system_disk", "system.disk_write_mb_s", "write", ""),
+    ("system_free", "system.disk_free_gib", "", "exact"),
+    ("system_network", "system.net_in_mb_s", "received", ""),
+    ("system_network", "system.net_out_mb_s", "sent", ""),
 ]
 
 
@@ -75,41 +110,54 @@ def select_events(events: Sequence[RunEvent]) -> list[RunEvent]:
     return events
 
 
+def run_column(run: RunReader, name: str) -> Floats:
+    """Return a column of the records, or of the samples of the node (``system.``)."""
+    if name.startswith("system."):
+        return run.read_system().get(name, np.zeros(0))
+    return run.column(name)
+
+
 def build_charts(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
     """Return the charts for which a run has values; stacked ones only for one run."""
-    metrics = {
-        name for run in runs for name, values in run.columns.items() if np.isfinite(values).any()
-    }
-    if {"step_seconds", "data_seconds"} <= metrics:
-        metrics.add("rest_seconds")
-    grouped = [
-        (group, name, label, "")
-        for group in GROUPED
-        for name in sorted(metrics)
-        if (label := name.removeprefix(group)) != name
-        and not (group.startswith("ranks.") and label == "rank")  # the rank of the maximum
-    ]
+    metrics = dict.fromkeys(
+        name
+        for run in runs
+        for name, values in (run.columns | (run.read_system() if len(run) else {})).items()
+        if np.isfinite(values).any()
+    )
+    if {"step_seconds", "data_seconds"} <= metrics.keys():
+        metrics["rest_seconds"] = None
     omitted = STACKED if len(runs) > 1 else {"data_seconds"}
+    if sum(name.startswith("grad_norm/") for name in metrics) >= MIN_ROWS:
+        omitted = omitted | {"grad_norm/"}  # a heat map
     objectives = [str(run.job.get("train", {}).get("objective", "next_token")) for run in runs]
-    charts = []
-    for name, (heading, unit) in (CHARTS | GROUPED).items():
-        curves = [
-            (key, label, style)
-            for chart, key, label, style in (*CURVES, *grouped)
-            if chart == name and key in metrics
-        ]
-        if curves and name not in omitted:
-            charts.append(
-                {
-                    "id": re.sub(r"\W", "-", name),
-                    "heading": heading,
-                    "unit": loss_unit(objectives) if unit == NATS else unit,
-                    "stack": name in STACKED,
-                    "format": "%" if name == "mfu" else "",
-                    "curves": curves,
-                }
-            )
-    return charts
+    return [
+        {
+            "id": re.sub(r"\W", "-", name),
+            "group": group,
+            "heading": heading,
+            "unit": loss_unit(objectives) if unit == NATS else unit,
+            "stack": name in STACKED,
+            "format": "%" if name == "mfu" else "",
+            "curves": curves,
+        }
+        for group, charts in CHARTS.items()
+        for name, (heading, unit) in charts.items()
+        if name not in omitted and (curves := list(chart_curves(name, metrics)))
+    ]
+
+
+def chart_curves(chart: str, metrics: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the curves of a chart: metric, label and style."""
+    if chart[-1] not in "/.":
+        known = {*metrics}
+        yield from (curve[1:] for curve in CURVES if curve[0] == chart and curve[1] in known)
+        return
+    for name in metrics:
+        label = name.removeprefix(chart)
+        # The rank of the maximum is not a curve.
+        if label != name and not (chart.startswith("ranks.") and label == "rank"):
+            yield name, label, ""
 
 
 def loss_unit(objectives: Iterable[str]) -> str:
@@ -118,32 +166,53 @@ def loss_unit(objectives: Iterable[str]) -> str:
     return ", ".join(units) or NATS
 
 
-def curves_section(
-    runs: Sequence[RunReader], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
-) -> Section:
-    """Return the section of the curves: controls, a figure for each chart, and notes."""
-    figures = [
-        {
-            "id": chart["id"],
-            "heading": chart["heading"],
-            "unit": chart["unit"],
-            "description": describe_chart(runs, names, chart),
-            "is_wide": chart["id"] == "loss",
-        }
-        for chart in charts
-    ]
-    curves: Part = {"kind": "curves", "time_unit": choose_time_unit(runs)[0], "figures": figures}
-    notes = [
-        f"{name}: a curve has about {MAX_POINTS:,} points for {len(run):,} records, the "
-        "minimum and maximum of each interval; smoothing uses the means of the intervals."
-        for name, run in zip(names, runs, strict=True)
-        if len(run) > MAX_POINTS
-    ]
+def chart_sections(
+    runs: Sequence[RunReader],
+    names: Sequence[str],
+    charts: Sequence[Mapping[str, Any]],
+    maps: Sequence[Mapping[str, Any]],
+) -> Iterator[Section]:
+    """Yield a section for each group of charts, with a figure for each chart."""
+    for group in CHARTS:
+        figures = [
+            {
+                **{key: chart[key] for key in ("id", "heading", "unit")},
+                "description": describe_chart(runs, names, chart),
+                "is_wide": chart["id"] in WIDE,
+            }
+            for chart in charts
+            if chart["group"] == group
+        ]
+        if group == "Layers":
+            figures += [
+                {
+                    **{key: each[key] for key in ("id", "heading", "unit")},
+                    "description": f"{len(each['names'])} rows, color by size",
+                    "is_wide": True,
+                }
+                for each in maps
+            ]
+        if figures:
+            parts: list[Part] = [{"kind": "charts", "figures": figures}]
+            if group == "Training":
+                parts += [text_part(note, "faint") for note in chart_notes(runs, names)]
+            yield {"heading": group, "parts": parts}
+
+
+def chart_notes(runs: Sequence[RunReader], names: Sequence[str]) -> Iterator[str]:
+    """Yield how to use and read the charts."""
+    yield (
+        "Drag over a chart to zoom all of them, double-click to reset. Click a name to hide its "
+        "curve. With the keyboard: Tab to a chart, arrow keys read its values, + and - zoom."
+    )
     if any(run.read_events() for run in runs):
-        notes.append(
-            "Triangles on the axis are events, gray if routine, else red; hover for details."
-        )
-    return {"heading": "Curves", "parts": [curves, *(text_part(note, "faint") for note in notes)]}
+        yield "Triangles on the axis are events, gray if routine, else red with a line."
+    for name, run in zip(names, runs, strict=True):
+        if len(run) > MAX_POINTS:
+            yield (
+                f"{name}: a curve has at most {MAX_POINTS:,} points for {len(run):,} records, the "
+                "minimum and maximum of each interval; smoothing uses the means of the intervals."
+            )
 
 
 def describe_chart(
@@ -152,7 +221,7 @@ def describe_chart(
     """Describe the first curve of each run, for screen readers."""
     descriptions = []
     for run, name in zip(runs, names, strict=True):
-        values = run.column(chart["curves"][0][0])
+        values = run_column(run, chart["curves"][0][0])
         values = values[np.isfinite(values)]
         if len(values):
             text = f"from {values[0]:.4g} to {values[-1]:.4g}, minimum {values.min():.4g}, "
@@ -172,72 +241,86 @@ def chart_data(
 ) -> dict[str, Any]:
     """Return the data of report.js.
 
-    Each run has ``x``, the positions of the drawn records on each axis; ``curves``; and ``events``.
-    A curve has ``y``; the ``indices`` of its points among the drawn records, unless it has all of
-    them; and ``means`` for smoothing, if its points were selected (`downsample`).
+    Each run has ``grids``, the positions of drawn records on each axis; ``curves``, which name
+    their grid; and ``events``.  See `weft.tools.report.chart_points`.
     """
     unit, seconds = choose_time_unit(runs)
-    data = [_run_data(run, name, charts, seconds) for run, name in zip(runs, names, strict=True)]
-    return {"runs": data, "charts": charts, "time_unit": unit}
+    num_points = points_per_curve(len(runs) * sum(len(chart["curves"]) for chart in charts))
+    data = [
+        _run_data(run, name, charts, seconds, num_points)
+        for run, name in zip(runs, names, strict=True)
+    ]
+    return {
+        "runs": data,
+        "charts": charts,
+        "maps": run_maps(runs),
+        "time_unit": unit,
+        "smooth": default_smoothing(max(map(len, runs))),
+    }
+
+
+def default_smoothing(num_records: int) -> float:
+    """Return the initial weight of the smoothing; means of bins need less."""
+    return 0.0 if num_records <= 200 else 0.8 if num_records <= MAX_POINTS else 0.5
+
+
+def run_maps(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
+    """Return the heat maps of a single run; several runs have none."""
+    if len(runs) != 1 or not len(runs[0]):
+        return []
+    axes = run_axes(runs[0], start_time(runs[0]), choose_time_unit(runs)[1])
+    return [*heat_maps(runs[0], axes)]
+
+
+def start_time(run: RunReader) -> float:
+    """Return the seconds since the epoch at which a run began; 0 if unknown."""
+    times = run.column("time")
+    return float(
+        min([*times[np.isfinite(times)][:1], *(e.time for e in run.read_events()[:1])], default=0.0)
+    )
+
+
+def run_axes(run: RunReader, begin: float, unit_seconds: float) -> dict[str, Floats]:
+    """Return the positions of a run's records on each axis."""
+    step, tokens, time = (run.column(key) for key in ("step", "tokens", "time"))
+    return {"step": step, "token": tokens, "time": (time - begin) / unit_seconds}
 
 
 def _run_data(
-    run: RunReader, name: str, charts: Sequence[Mapping[str, Any]], unit_seconds: float
+    run: RunReader,
+    name: str,
+    charts: Sequence[Mapping[str, Any]],
+    unit_seconds: float,
+    num_points: int,
 ) -> dict[str, Any]:
     """Return the data of one run: see `chart_data`."""
-    events = select_events(run.read_events())
-    step, tokens, time = (run.column(key) for key in ("step", "tokens", "time"))
-    start_time = min([*time[np.isfinite(time)][:1], *(e.time for e in events[:1])], default=0.0)
-    points = _select_points(run, charts)
-    drawn = np.unique(np.concatenate([np.zeros(0, np.intp), *(i for i, _ in points.values())]))
-    curves: dict[str, dict[str, Any]] = {}
-    for key, (indices, means) in points.items():
-        curves[key] = {"y": to_json(run.column(key)[indices])}
-        if len(indices) < len(drawn):
-            curves[key]["indices"] = np.searchsorted(drawn, indices).tolist()
-        if means is not None:
-            curves[key]["means"] = [float(f"{value:.6g}") for value in means]
-    x = {"step": step, "token": tokens, "time": (time - start_time) / unit_seconds}
+    events, begin = select_events(run.read_events()), start_time(run)
+    axes = run_axes(run, begin, unit_seconds)
+    system = run.read_system()
+    samples = system.get("system.time", np.zeros(0))
+    system_axes = interpolate_axes(axes, run.column("time"), samples)
+    system_axes["time"] = (samples - begin) / unit_seconds
+    points = CurvePoints(num_points)
+    for chart in charts:
+        keys = [key for key, _, _ in chart["curves"]]
+        for group in [keys] if chart["stack"] else [[key] for key in keys]:
+            is_system = group[0].startswith("system.")
+            columns = {key: run_column(run, key) for key in group}
+            points.add(system_axes if is_system else axes, columns)
     event_steps = np.array([event.step for event in events], np.float64)
-    event_tokens = np.interp(event_steps, step, tokens) if len(run) else event_steps
+    tokens = np.interp(event_steps, axes["step"], axes["token"]) if len(run) else event_steps
     return {
         "name": name,
-        "x": {axis: to_json(values[drawn]) for axis, values in x.items()},
-        "curves": curves,
+        "grids": points.grids,
+        "curves": points.curves,
         "events": [
             {
                 "step": event.step,
                 "token": token,
-                "time": (event.time - start_time) / unit_seconds,
+                "time": (event.time - begin) / unit_seconds,
                 "routine": event.kind in ROUTINE_KINDS,
                 "text": f"{event.kind}: {event.text}",
             }
-            for event, token in zip(events, to_json(event_tokens), strict=True)
+            for event, token in zip(events, to_json(tokens), strict=True)
         ],
     }
-
-
-def _select_points(
-    run: RunReader, charts: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[NDArray[np.intp], Floats | None]]:
-    """Return for each curve the records to draw and their means: see `downsample`.
-
-    The curves of a stack share the records of their sum, because they are drawn as sums.
-    """
-    points: dict[str, tuple[NDArray[np.intp], Floats | None]] = {}
-    for chart in charts:
-        keys = [key for key, _, _ in chart["curves"]]
-        groups = [keys] if chart["stack"] else [[key] for key in keys]
-        for group in groups:
-            columns = [run.column(key) for key in group]
-            total = np.sum([np.nan_to_num(column, nan=0.0) for column in columns], axis=0)
-            total[np.all([~np.isfinite(column) for column in columns], axis=0)] = np.nan
-            indices, means = downsample(total, MAX_POINTS)
-            if len(indices):
-                points |= dict.fromkeys(group, (indices, None if chart["stack"] else means))
-    return points
-
-
-def to_json(values: Floats) -> list[float | None]:
-    """Return values as JSON values; NaN and Inf become None."""
-    return [value if np.isfinite(value) else None for value in values.tolist()]

@@ -45,9 +45,16 @@ class RunForecast:
     error: str = ""
 
 
-def prediction_sections(runs: Sequence[RunReader]) -> list[Section]:
-    """Return a table, and for a single run all charts."""
-    run_forecasts = [forecast_run(run) for run in runs]
+def prediction_sections(
+    runs: Sequence[RunReader], forecasts: Sequence[RunForecast] = ()
+) -> list[Section]:
+    """Return a table, and for a single run all charts.
+
+    Args:
+        runs: the runs.
+        forecasts: of these runs, if they are known (`forecast_run`).
+    """
+    run_forecasts = [*forecasts] or [forecast_run(run) for run in runs]
     has_several = len(run_forecasts) > 1
     rows = [
         [*([run_forecast.run.name] * has_several), *row]

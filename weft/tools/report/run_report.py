@@ -17,6 +17,7 @@ from typing import Self
 from weft.config.errors import WeftError
 from weft.config.files import describe_cause, replace_bytes
 from weft.monitor.run_reader import RunReader
+from weft.monitor.system_sampler import SystemSampler
 from weft.monitor.terminal import format_duration
 from weft.tools.report.page import (
     REPORT_FILE,
@@ -31,9 +32,11 @@ from weft.tools.report.page import (
 from weft.tools.report.report_charts import (
     build_charts,
     chart_data,
-    curves_section,
+    chart_sections,
+    choose_time_unit,
     select_events,
 )
+from weft.tools.report.report_summary import summary_parts
 
 UPDATE_SECONDS = 60  # between updates, and reloads, of the page of a running run
 POLL_SECONDS = 2.0  # between checks for new records
@@ -81,28 +84,29 @@ def run_page(
     now = time.time()
     states = [run.state(now, running) for run in runs]
     is_running = any(state == "running" for state, _ in states)
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    reload_note = f"; this page reloads every {UPDATE_SECONDS} s" * is_running
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     charts = build_charts(runs)
+    data = chart_data(runs, names, charts) if charts else None
     return {
-        "title": title or ", ".join(names),
+        "title": title or (", ".join(names) if len(runs) <= 3 else f"{len(runs)} runs"),
+        "written": written,
         "reload_seconds": UPDATE_SECONDS if is_running else None,
+        "time_unit": choose_time_unit(runs)[0] if charts else None,
         "header": [
-            text_part(f"written {written}{reload_note}", "faint"),
             *summary_parts(runs, names, states),
             *damage_notes(runs, names),
             *([] if any(map(len, runs)) else [text_part("No step has been recorded yet.")]),
         ],
         "sections": [
             *sections,
-            *([curves_section(runs, names, charts)] if charts else []),
+            *(chart_sections(runs, names, charts, data["maps"]) if data else []),
             *time_section(runs, names),
             *appendix,
             *events_section(runs, names),
             configuration_section(runs, names),
             *environment_section(runs, names),
         ],
-        "chart_data": chart_data(runs, names, charts) if charts else None,
+        "chart_data": data,
     }
 
 
@@ -113,55 +117,6 @@ def unique_names(runs: Sequence[RunReader]) -> list[str]:
         name if names.count(name) == 1 else str(run.run_dir)
         for name, run in zip(names, runs, strict=True)
     ]
-
-
-# --------------------------------------------------------------------------- progress
-
-
-def summarize(run: RunReader, state: str) -> Iterator[dict[str, str]]:
-    """Yield the most important metrics that the run has: key, label, text."""
-    if not len(run):
-        return
-    step = run.last("step") or 0.0
-    values = [("step", "step", f"{step:,.0f}" + f" of {run.steps:,}" * bool(run.steps))]
-    for key, read, label, text in (
-        ("loss", run.last, "loss", "{:.4f}"),
-        ("eval_loss", run.last, "validation loss", "{:.4f}"),
-        ("tokens_per_second", run.steady_median, "tokens/s", "{:,.0f}"),
-        ("mfu", run.steady_median, "MFU", "{:.1%}"),
-        ("step_seconds", run.steady_median, "step time", "{:.3g} s"),
-        ("memory_peak_gib", run.last, "memory of the fullest rank", "{:.2f} GiB"),
-    ):
-        if (value := read(key)) is not None:
-            values.append((key, label, text.format(value)))
-    if (value := run.goodput()) is not None:
-        values.append(("goodput", "goodput", f"{value:.1%}"))
-        values.append(("seconds", "time", format_duration(sum(run.time_breakdown().values()))))
-    seconds = run.steady_median("step_seconds")
-    if state == "running" and run.steps and seconds is not None:
-        left = (run.steps - step) * seconds / max(0.05, run.goodput() or 1.0)
-        values.append(("left", "estimated time left", format_duration(left)))
-    for key, label, text in values:
-        yield {"key": key, "label": label, "text": text}
-
-
-def summary_parts(
-    runs: Sequence[RunReader], names: Sequence[str], states: Sequence[tuple[str, str]]
-) -> list[Part]:
-    """Return the state and metrics of one run as tiles, of several as a table."""
-    summaries = [list(summarize(run, state)) for run, (state, _) in zip(runs, states, strict=True)]
-    if len(runs) == 1:
-        ((state, reason),) = states
-        tiles: Part = {"kind": "tiles", "tiles": summaries[0]}
-        line: Part = {"kind": "state", "state": state, "reason": reason}
-        return [line, tiles] if summaries[0] else [line]
-    labels = list(dict.fromkeys(tile["label"] for summary in summaries for tile in summary))
-    rows = []
-    for run, name, (state, _), summary in zip(runs, names, states, summaries, strict=True):
-        state += ", diverged" * bool(run.divergence())
-        texts = {tile["label"]: tile["text"] for tile in summary}
-        rows.append([name, state, *(texts.get(label, "") for label in labels)])
-    return [table_part(["run", "state", *labels], rows, numbers=range(2, 2 + len(labels)))]
 
 
 def damage_notes(runs: Sequence[RunReader], names: Sequence[str]) -> Iterator[Part]:
@@ -272,7 +227,9 @@ def environment_section(runs: Sequence[RunReader], names: Sequence[str]) -> list
 
 
 class LiveReport:
-    """Thread that updates the page of a running run, outside the training processes.
+    """Thread that samples the node and updates the page of a running run.
+
+    It runs in the launcher, so training never waits for it.
 
     The page is written at the first record, and then at most once per `UPDATE_SECONDS`.
 
@@ -284,6 +241,7 @@ class LiveReport:
     def __init__(self, run_dir: Path, log: Callable[[str], None]) -> None:
         self._run_dir, self._log = run_dir, log
         self._run: RunReader | None = None
+        self._sampler = SystemSampler(run_dir)
         self._num_records = -1
         self.has_warned = False
         self._stop = threading.Event()
@@ -298,9 +256,11 @@ class LiveReport:
         self._thread.join()
 
     def _loop(self) -> None:
+        due = 0.0
         while not self._stop.wait(POLL_SECONDS):
-            if self.write_if_changed():
-                self._stop.wait(UPDATE_SECONDS)
+            self._sampler.sample_if_due()
+            if time.monotonic() >= due and self.write_if_changed():
+                due = time.monotonic() + UPDATE_SECONDS
 
     def write_if_changed(self) -> bool:
         """Write the page if there are new records; return True if it was written."""

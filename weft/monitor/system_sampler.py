@@ -1,0 +1,152 @@
+"""Use of a node during a run: processor, memory, disk, network and GPUs.
+
+The launcher samples it beside the ranks, so that training never waits for a sample.  The numbers
+come from ``/proc`` and ``nvidia-smi`` and describe the whole node, with all its processes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from weft.config.files import append_bytes
+from weft.monitor.run_reader import SYSTEM_FILE
+
+MIN_SECONDS, MAX_SECONDS = 2.0, 60.0  # between samples
+NUM_DENSE_SAMPLES = 1000  # until the time between samples grows with the run
+TOOL_SECONDS = 10.0  # with a broken driver, nvidia-smi never returns
+SECTOR_BYTES = 512  # of /proc/diskstats, independent of the disk
+GPU_FIELDS = "utilization.gpu,memory.used,power.draw,temperature.gpu"
+
+
+class SystemSampler:
+    """Writer of ``system.jsonl`` in a run directory.
+
+    A sample has rates since the previous one.  The time between samples grows with the run, so
+    that a month has some ten thousand samples.
+
+    Args:
+        run_dir: the run directory, whose file system has ``disk_free_gib``.
+        proc: directory of the kernel's files.
+    """
+
+    def __init__(self, run_dir: Path, proc: Path = Path("/proc")) -> None:
+        self._run_dir, self._proc = run_dir, proc
+        self._start = self._last = time.monotonic()
+        self._counters = read_counters(proc)
+        self._has_gpus = shutil.which("nvidia-smi") is not None
+
+    def sample_if_due(self) -> bool:
+        """Append a sample if enough time has passed; return True if it did.
+
+        Failures are ignored: a run needs no samples.
+        """
+        now = time.monotonic()
+        interval = (now - self._start) / NUM_DENSE_SAMPLES
+        if now - self._last < min(MAX_SECONDS, max(MIN_SECONDS, interval)):
+            return False
+        with suppress(OSError, ValueError):
+            counters = read_counters(self._proc)
+            sample = {"time": round(time.time(), 3)}
+            sample |= compute_rates(self._counters, counters, now - self._last)
+            sample |= read_memory(self._proc)
+            sample["disk_free_gib"] = round(shutil.disk_usage(self._run_dir).free / 2**30, 3)
+            if self._has_gpus:
+                sample |= self._query_gpus()
+            self._counters = counters
+            append_bytes(self._run_dir / SYSTEM_FILE, f"{json.dumps(sample)}\n".encode())
+        self._last = now
+        return True
+
+    def _query_gpus(self) -> dict[str, float]:
+        command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+        try:
+            output = subprocess.run(
+                command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            self._has_gpus = False  # ask no more
+            return {}
+        return parse_gpus(output)
+
+
+def read_counters(proc: Path) -> dict[str, float]:
+    """Return counters since the node booted: ticks of all cores, and bytes."""
+    counters: dict[str, float] = {}
+    with suppress(OSError, ValueError, IndexError):
+        ticks = [int(word) for word in (proc / "stat").read_text().split("\n")[0].split()[1:9]]
+        counters["cpu_total"] = float(sum(ticks))
+        counters["cpu_idle"] = float(ticks[3] + ticks[4])  # idle, and waiting for a disk
+    with suppress(OSError, ValueError, IndexError):
+        rows = [line.split() for line in (proc / "diskstats").read_text().splitlines()]
+        disks = [row for row in rows if is_disk(row[2])]
+        counters["disk_read"] = float(sum(int(row[5]) for row in disks) * SECTOR_BYTES)
+        counters["disk_write"] = float(sum(int(row[9]) for row in disks) * SECTOR_BYTES)
+    with suppress(OSError, ValueError, IndexError):
+        lines = (proc / "net" / "dev").read_text().splitlines()[2:]
+        rows = [line.replace(":", " ").split() for line in lines]
+        interfaces = [row for row in rows if row[0] != "lo"]
+        counters["net_in"] = float(sum(int(row[1]) for row in interfaces))
+        counters["net_out"] = float(sum(int(row[9]) for row in interfaces))
+    return counters
+
+
+def is_disk(name: str) -> bool:
+    """Return True for a whole disk, not a partition or a virtual disk."""
+    return re.fullmatch(r"(sd|vd|xvd|hd)[a-z]+|nvme\d+n\d+|mmcblk\d+", name) is not None
+
+
+def compute_rates(
+    before: Mapping[str, float], after: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """Return rates between two readings: percent of all cores, and MB/s."""
+    rates = {}
+    if "cpu_total" in before and "cpu_total" in after:
+        total = after["cpu_total"] - before["cpu_total"]
+        idle = after["cpu_idle"] - before["cpu_idle"]
+        if total > 0:
+            rates["cpu_percent"] = round(100 * min(1.0, max(0.0, 1 - idle / total)), 2)
+    for name in ("disk_read", "disk_write", "net_in", "net_out"):
+        if name in before and name in after and after[name] >= before[name]:
+            rates[f"{name}_mb_s"] = round((after[name] - before[name]) / seconds / 1e6, 4)
+    return rates
+
+
+def read_memory(proc: Path) -> dict[str, float]:
+    """Return the used and total memory of the node in GiB."""
+    text = (proc / "meminfo").read_text()
+    sizes = {name: int(kib) / 2**20 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
+    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
+        return {}
+    used = sizes["MemTotal"] - sizes["MemAvailable"]
+    return {"memory_gib": round(used, 3), "memory_total_gib": round(sizes["MemTotal"], 3)}
+
+
+def parse_gpus(output: str) -> dict[str, float]:
+    """Return what ``nvidia-smi`` reports for `GPU_FIELDS`, over the GPUs of the node.
+
+    These are the mean and minimum utilization, the fullest GPU's memory in GiB, the power of all
+    GPUs in watts, and the temperature of the hottest one.  A field that no GPU reports is missing.
+    """
+    columns: list[list[float]] = [[], [], [], []]
+    for line in output.splitlines():
+        for column, word in zip(columns, line.split(","), strict=False):
+            with suppress(ValueError):  # '[N/A]'
+                column.append(float(word))
+    busy, memory, power, temperature = columns
+    values: dict[str, float] = {}
+    if busy:
+        values |= {"gpu_percent": round(sum(busy) / len(busy), 2), "gpu_percent_min": min(busy)}
+    if memory:
+        values["gpu_memory_gib"] = round(max(memory) / 1024, 3)
+    if power:
+        values["gpu_power_w"] = round(sum(power), 1)
+    if temperature:
+        values["gpu_temperature"] = max(temperature)
+    return values

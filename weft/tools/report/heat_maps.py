@@ -1,0 +1,71 @@
+"""Heat maps of a run: gradient norms by layer, and layer statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from weft.config.errors import WeftError
+from weft.monitor.jsonl import read_records
+from weft.monitor.run_reader import Floats, RunReader
+from weft.tools.report.chart_points import heat_map
+
+MIN_ROWS = 8  # layers; fewer are curves
+MAX_ROWS = 320  # tensors; more are not readable
+# Heading of the statistics of each kind of tensor.
+KIND_HEADINGS = {
+    "activation": "RMS of each layer's output",
+    "gradient": "RMS of each gradient",
+    "parameter": "RMS of each parameter",
+}
+
+
+def heat_maps(run: RunReader, axes: Mapping[str, Floats]) -> Iterator[dict[str, Any]]:
+    """Yield the heat maps of a run.
+
+    Args:
+        run: the run.
+        axes: positions of its records on each axis.
+    """
+    norms = {
+        name.removeprefix("grad_norm/"): values
+        for name, values in run.columns.items()
+        if name.startswith("grad_norm/")
+    }
+    if len(norms) >= MIN_ROWS:
+        rows = dict([*norms.items()][:MAX_ROWS])
+        yield heat_map("map-norms", "Gradient norm by layer", "before clipping", axes, rows)
+    yield from statistics_maps(run, axes)
+
+
+def statistics_maps(run: RunReader, axes: Mapping[str, Floats]) -> Iterator[dict[str, Any]]:
+    """Yield a map of the RMS of each kind of tensor; NaN and Inf are marked."""
+    try:
+        records = read_records(run.run_dir / "statistics.jsonl")
+    except WeftError:
+        return
+    tables: dict[str, dict[str, dict[int, float]]] = {kind: {} for kind in KIND_HEADINGS}
+    for row in records:
+        kind, name, rms = row.get("kind"), row.get("name"), row.get("rms")
+        if kind in tables and isinstance(name, str) and isinstance(rms, int | float):
+            value = math.inf if row.get("nonfinite") else float(rms)
+            tables[kind].setdefault(name, {})[row["step"]] = value
+    for kind, table in tables.items():
+        if not table:
+            continue
+        steps = sorted({step for values in table.values() for step in values})
+        moments = np.array(steps, np.float64)
+        columns = {
+            name: np.interp(moments, axes["step"], axis) if name != "step" else moments
+            for name, axis in axes.items()
+        }
+        rows = {
+            name: np.array([values.get(step, math.nan) for step in steps])
+            for name, values in [*table.items()][:MAX_ROWS]
+        }
+        note = f", the first {MAX_ROWS} of {len(table):,}" * (len(table) > MAX_ROWS)
+        unit = f"in the steps of debug.layer_stats_steps{note}"
+        yield heat_map(f"map-{kind}", KIND_HEADINGS[kind], unit, columns, rows)
