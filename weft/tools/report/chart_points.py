@@ -80,7 +80,7 @@ class CurvePoints:
         identity = (id(axes), indices.tobytes())
         if identity not in self._numbers:
             self._numbers[identity] = len(self.grids)
-            self.grids.append({name: to_json(axis[indices], 16) for name, axis in axes.items()})
+            self.grids.append({name: exact_json(axis[indices]) for name, axis in axes.items()})
         return self._numbers[identity]
 
 
@@ -133,7 +133,7 @@ def heat_map(
         "heading": heading,
         "unit": unit,
         "names": [*rows],
-        "columns": {axis: to_json(values[starts], 16) for axis, values in axes.items()},
+        "columns": {axis: exact_json(values[starts]) for axis, values in axes.items()},
         "cells": cells,
     }
 
@@ -152,6 +152,11 @@ def to_json(values: Floats, digits: int = 6) -> list[float | None]:
     """Return rounded values as JSON values; NaN and Inf become None."""
     form = f"{{:.{digits}g}}".format
     return [_shorten(form(v)) if np.isfinite(v) else None for v in values.tolist()]
+
+
+def exact_json(values: Floats) -> list[float | None]:
+    """Return positions on an axis as JSON values: integers exactly, others rounded."""
+    return to_json(values, 16 if (np.round(values) == values).all() else 7)
 
 
 def _shorten(text: str) -> float:
