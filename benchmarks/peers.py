@@ -122,8 +122,8 @@ class Work:
         """Return the offsets of this rank's rows in the tokens, in the order of their use."""
         job, ranks = self.job, self.plan.world_size
         windows = (len(self.tokens()) - 1) // job.train.seq_len
-        positions = np.arange(job.train.steps * job.train.global_batch_size, dtype=np.int64)
-        local = positions.reshape(job.train.steps, ranks, -1)[:, self.rank].ravel()
+        positions = np.arange(job.train.known_steps * job.train.global_batch_size, dtype=np.int64)
+        local = positions.reshape(job.train.known_steps, ranks, -1)[:, self.rank].ravel()
         return sample_index(local, windows, job.train.seed) * job.train.seq_len
 
     def tokens(self) -> np.ndarray:
@@ -230,7 +230,7 @@ def bare_loop(
     T, B = work.job.train.seq_len, work.rows
     work.turn.watch(model, forward, work)
     with (work.directory / "losses.txt").open("w") as log:
-        for step in range(1, work.job.train.steps + 1):
+        for step in range(1, work.job.train.known_steps + 1):
             work.turn()
             batch = starts[(step - 1) * B : step * B].tolist()
             rows = np.stack([tokens[start : start + T + 1] for start in batch]).astype(np.int64)
@@ -362,7 +362,7 @@ def lightning(work: Work) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=work.job.train.steps,
+        max_steps=work.job.train.known_steps,
         gradient_clip_val=1.0,
         log_every_n_steps=LOG,
         logger=TensorBoardLogger(work.directory),
@@ -430,7 +430,7 @@ def hf_trainer(work: Work) -> None:
     arguments = TrainingArguments(
         output_dir=str(work.directory),
         use_cpu=True,
-        max_steps=work.job.train.steps,
+        max_steps=work.job.train.known_steps,
         per_device_train_batch_size=work.rows,
         learning_rate=work.job.optim.lr,
         lr_scheduler_type="constant",
@@ -530,7 +530,7 @@ def litgpt(work: Work) -> None:
             global_batch_size=work.rows,
             micro_batch_size=work.rows,
             lr_warmup_steps=0,
-            max_tokens=work.job.train.steps * work.rows * T,
+            max_tokens=work.job.train.known_steps * work.rows * T,
             max_norm=1.0,
             min_lr=lr,
         ),

@@ -577,7 +577,8 @@ class Updates:
     def step(self, number: int, grads: dict[str, Tensor]) -> float:
         """Clip the gradients and update the parameters; return the norm before clipping."""
         total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-        factor = min(1.0, self.job.optim.max_grad_norm / (total + 1e-6))
+        limit = self.job.optim.max_grad_norm or math.inf
+        factor = min(1.0, limit / (total + 1e-6))
         lr = rate(number, self.job)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -738,7 +739,7 @@ def draw_case(seed: int) -> Case:
         "optim__beta1": choose(0.9, 0.8, 0.0),
         "optim__beta2": choose(0.95, 0.99),
         "optim__weight_decay": choose(0.0, 0.1, 1.0),
-        "optim__max_grad_norm": choose(0.05, 1.0, 100.0),
+        "optim__max_grad_norm": choose(0.0, 0.05, 1.0, 100.0),
         "optim__schedule": choose("wsd", "cosine", "linear"),
         "optim__warmup_steps": choose(0, 1, 2),
         "optim__min_lr_ratio": choose(0.0, 0.1),

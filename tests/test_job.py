@@ -58,6 +58,29 @@ def test_text_is_read_by_the_type_of_its_key(key: str, text: str, value: object)
     assert type(result) is type(value)
 
 
+def test_epochs_and_steps_the_later_choice_replaces_the_earlier(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "demo"\n[train]\nepochs = 3.0\n')
+    assert (read("demo").train.steps, read("demo").train.known_steps) == (220, 220)
+    assert read(str(mine)).train.model_dump() | {"steps": "auto", "epochs": 3.0} == (
+        read(str(mine)).train.model_dump()
+    )
+    assert read(str(mine)).train.known_steps == 0
+    job = read(str(mine), ("train.steps", "7"))
+    assert (job.train.steps, job.train.epochs) == (7, 0.0)
+    job = read("demo", ("train.epochs", "2"))
+    assert (job.train.steps, job.train.epochs) == ("auto", 2.0)
+    assert read("demo", ("train.epochs", "0")).train.steps == 220
+    assert Job().train.known_steps == 1000
+
+
+def test_model_path_replaces_the_model_keys_of_the_recipe(tmp_path: Path) -> None:
+    job = read("llama3-8b-lora", ("model.path", "mine"))
+    assert job.model.model_dump() == Job().model.model_dump() | {"path": "mine"}
+    both = read("demo", ("model.path", "mine"), ("model.num_layers", "3"))
+    assert (both.model.path, both.model.overrides()) == ("mine", {"num_layers": 3})
+
+
 def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:
     assert read("demo", ("train.steps", "1"), ("train.steps", "2")).train.steps == 2
     job, _, errors = read_job("demo", [("train.steps", "x")])

@@ -72,6 +72,22 @@ def test_clip_grad_norm_small_gradients_are_unchanged() -> None:
     torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.0, 0.8, 0.0]))
 
 
+def test_clip_grad_norm_zero_returns_the_norm_and_changes_nothing() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3e9, 4e9])
+    assert clip_grad_norm([param], 0.0).item() == pytest.approx(5e9)
+    assert param.grad.tolist() == [3e9, 4e9]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (60, 6), (1000, 100), (9000, 100)])
+def test_learning_rate_auto_warmup_is_a_tenth_of_the_steps(steps: int, warmup: int) -> None:
+    auto = OptimSection(schedule="linear")
+    fixed = OptimSection(schedule="linear", warmup_steps=warmup)
+    for step in (1, max(1, warmup), steps):
+        rates = [learning_rate(step, steps, optim, SCHEDULES["linear"]) for optim in (auto, fixed)]
+        assert rates[0] == rates[1]
+
+
 def test_grad_norm_of_frozen_part_is_on_its_device() -> None:
     """Else the reduction over stages would use another backend, or hang."""
     frozen = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)

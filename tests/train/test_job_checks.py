@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
+
+import pytest
 
 from tests.harness import run_ranks
 from tests.small import small_job, train_rank
 from weft.cluster.start import print_dataset
-from weft.config.schema import Job
+from weft.config.errors import InvalidConfig
+from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
-from weft.plan.plan import Machine
+from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
+from weft.train.job_checks import plan_with_data
 from weft.train.run_dir import MAX_EPOCHS, epoch_warnings
 
 
@@ -54,8 +59,48 @@ def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
     text = open_dataset(store_path)
     plan = resolve(job, Machine("cpu", 2, world_size=1))
     print_dataset(plan, text, quiet_console(written))
-    assert " epochs\n" in written.getvalue()
+    assert " epochs in 100,000 steps\n" in written.getvalue()
     assert "warning: the run sees " in written.getvalue()
+
+
+def planned(store_path: Path, *overrides: tuple[str, str]) -> tuple[Plan, int]:
+    """Return the plan with the data, and the sequences of the training set."""
+    text = open_dataset(store_path)
+    job = replace(small_job(*overrides), run={"nproc_per_node": 2})
+    plan = plan_with_data(resolve(job, Machine("cpu", 2)), text)
+    samples = build_mixture(text, "train", plan.seq_len, job.data, plan.seed)
+    return plan, len(samples.sources[0])
+
+
+def test_plan_with_data_derives_the_steps_of_the_epochs(store_path: Path) -> None:
+    epochs = ("train.steps", "auto"), ("train.epochs", "1.5")
+    plan, count = planned(store_path, *epochs, ("optim.warmup_steps", "auto"))
+    assert plan.num_steps == math.ceil(1.5 * count / 8) > 20
+    assert (plan.global_batch_size, plan.warnings) == (8, ())
+    plan, _ = planned(store_path, ("train.steps", "7"), ("optim.warmup_steps", "auto"))
+    assert (plan.num_steps, plan.warnings) == (7, ())
+
+
+def test_plan_with_data_shrinks_a_batch_that_the_data_cannot_fill(store_path: Path) -> None:
+    large = ("train.global_batch_size", "100000"), ("train.epochs", "3"), ("train.steps", "auto")
+    plan, count = planned(store_path, *large)
+    size = count // 2 * 2
+    sizes = plan.global_batch_size, plan.job.train.global_batch_size, plan.local_batch_size
+    assert sizes == (size, size, size // 2)
+    assert plan.num_steps == math.ceil(3 * count / size)
+    first, second, _ = plan.warnings
+    assert first == (
+        f"train.global_batch_size=100000 exceeds the {count:,} sequences of the training set: "
+        f"it is now {size}"
+    )
+    assert second.startswith(f"train.epochs=3 is only {plan.num_steps} steps of {size} sequences.")
+    assert plan.warnings[2].startswith("optim.warmup_steps=5 leaves no step")
+
+
+def test_plan_rejects_epochs_beside_steps() -> None:
+    job = replace(small_job(), train={"epochs": 2.0})
+    with pytest.raises(InvalidConfig, match=r"train\.epochs=2\.0 and train\.steps=20 both set"):
+        resolve(job, Machine("cpu", 2, world_size=1))
 
 
 def test_plan_of_a_run_has_its_warnings(store_path: Path, tmp_path: Path) -> None:

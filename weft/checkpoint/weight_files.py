@@ -276,7 +276,7 @@ def write_weights_checkpoint(
     Any layout can load it; the optimizer then starts without state.  The caller makes it visible.
 
     Args:
-        path: new directory.
+        path: new or empty directory.
         weights: weights by weft's name.
         manifest: manifest without the table of contents.
         report: called with the number of bytes just written.
@@ -284,7 +284,7 @@ def write_weights_checkpoint(
     Raises:
         UnrepresentableValue: if a weight is not finite.
     """
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     shards = []
     for name, weight in weights.items():
         shape = tuple(weight.shape)

@@ -48,7 +48,7 @@ from weft.monitor.heartbeat import (
     summarize_collectives,
 )
 from weft.monitor.jsonl import is_number, read_tail
-from weft.monitor.run_reader import read_run_job
+from weft.monitor.run_reader import RunReader, read_run_job
 from weft.parallel.private import parse_collectives
 from weft.train.state import checkpoint_dir
 
@@ -281,7 +281,8 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
     logs, other_hosts = run_dir / "logs", {host.host for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
-    if step >= job.train.steps:
+    num_steps = RunReader(run_dir).steps
+    if num_steps and step >= num_steps:
         sentence = f"no hang: the run is complete, at step {step}"
     elif reports := read_error_reports(run_dir):
         first = reports[0]
@@ -295,6 +296,6 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
         names = ", ".join(sorted(other_hosts))
         advice.insert(0, f"the run was started on {names}: run this command there")
     else:
-        sentence = f"no hang: the run was stopped or killed at step {step} of {job.train.steps}"
+        sentence = f"no hang: the run was stopped or killed at step {step} of {num_steps}"
         advice.append(hint)
     return HangReport(sentence, "no live ranks, and no evidence in logs/", [], [], advice)

@@ -58,10 +58,11 @@ from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
-from weft.plan.model_config import expand_preset
+from weft.plan.model_config import expand_preset, model_name
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages
+from weft.tools.model_import import import_on_rank_0, import_source, open_source
 from weft.tools.report.page import REPORT_FILE
 from weft.tools.report.run_report import (
     PREDICTION_NOTE,
@@ -69,7 +70,7 @@ from weft.tools.report.run_report import (
     report_page,
     unwritten_message,
 )
-from weft.train.job_checks import check_text
+from weft.train.job_checks import check_text, plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings, lock_directory, unwritable_error
 from weft.train.state import checkpoint_dir
@@ -119,12 +120,16 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
     prediction, warning = predict_run(plan, detect_machine(job.run), force)
+    source = open_source(plan)
     dataset = load_dataset(plan, console)
+    plan = plan_with_data(plan, dataset)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
     error: TrainingFailed | None = None
     with lock, report_pages(plan, console):
         print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
+        plan = import_source(plan, source, console)
+        job = plan.job
         changes = describe_changes(run_dir, job)
         write_run_files(plan, base, recipe, dataset, prediction)
         home = checkpoint_dir(job.checkpoint, run_dir)
@@ -132,7 +137,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         step = intact_checkpoint_step(newest)
         if step < plan.num_steps:
             if newest:
-                console.print(f"resuming from {newest[0]}{changes}")
+                resuming = f"resuming from {newest[0]}{changes}"
+                console.print(resuming if step else f"starting from {newest[0]}")
             try:
                 failure = launch(plan, dataset.path, console.print, on_restart)
             except UnhealthyNode:
@@ -152,7 +158,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
                 error = explain_failure(failure, home, run_dir)
         else:
             message = f"{run_dir} is complete at step {step}: nothing to do"
-            console.print(f"{message}; to train longer, raise --train.steps")
+            console.print(f"{message}; to train longer, raise train.steps or train.epochs")
         if error is None:
             print_results(plan, recipe, dataset, console)
     if error is not None:
@@ -275,6 +281,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             dataset = load_dataset_on_host(plan, console, ranks)
+            plan = import_on_rank_0(plan_with_data(plan, dataset), console)
             if rank == 0:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, warning)
@@ -377,7 +384,7 @@ def print_plan(
     layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
     has_frozen = plan.num_trainable_params < plan.num_params
     console.print(
-        f"weft {weft.__version__}  {Path(recipe).stem}: "
+        f"weft {weft.__version__}  {run_title(plan, recipe)}: "
         f"{format_count(plan.num_params)} parameters, "
         f"{f'{format_count(plan.num_trainable_params)} of them trained, ' if has_frozen else ''}"
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
@@ -397,6 +404,12 @@ def print_plan(
         console.print(f"warning: {text}")
 
 
+def run_title(plan: Plan, recipe: str) -> str:
+    """Return the names of model and recipe; of a ``job.toml`` the name of its run."""
+    name, model = Path(recipe).stem, model_name(plan.job.model.path)
+    return plan.run_path.name if name == "job" else f"{model} {name}" if model else name
+
+
 def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
     """Print the data sources with their epochs and packing, and warnings."""
     job = plan.job
@@ -410,7 +423,7 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
         manifest = source.store.manifest
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
-        line += f"{plan.seq_len:,}, {epochs:,.1f} epochs"
+        line += f"{plan.seq_len:,}, {epochs:,.1f} epochs in {plan.num_steps:,} steps"
         share = f"  {source.share:6.1%}  " if dataset.shares else ""
         console.print(f"{share}{line}")
         if manifest.kind != "text" or job.data.packing == "best_fit":

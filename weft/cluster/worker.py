@@ -33,15 +33,17 @@ def main() -> None:
         from weft.data.dataset import open_dataset
         from weft.monitor.terminal import quiet_console
         from weft.plan.resolve import resolve
+        from weft.train.job_checks import plan_with_data
         from weft.train.loop import train
         from weft.train.machine import detect_machine
         from weft.train.setup import connect
 
         job, _, _ = read_job(str(run_dir / "job.toml"))
-        plan = resolve(job, detect_machine(job.run))
+        dataset = open_dataset(dataset_dir)
+        plan = plan_with_data(resolve(job, detect_machine(job.run)), dataset)
         with connect(plan, job.debug.deterministic) as ranks:
             start_watchdog(job, run_dir, ranks)
-            is_complete = train(plan, open_dataset(dataset_dir), ranks, quiet_console(terminal))
+            is_complete = train(plan, dataset, ranks, quiet_console(terminal))
             # The launcher kills all ranks as soon as one exits early.
             dist.barrier()
     except BaseException as error:

@@ -89,9 +89,28 @@ def read_job(
     errors += cli_errors
     tree = _load_recipe(recipe, errors)
     base = _validate(tree, errors)
+    _drop_replaced(tree, dict(overrides))
     for name, text in overrides:
         _override(tree, name, text, errors)
     return _validate(tree, errors), base, errors
+
+
+def _drop_replaced(tree: Tree, chosen: Mapping[str, object]) -> None:
+    """Remove the keys of ``tree`` that keys chosen later take the place of.
+
+    Those are ``train.epochs`` and ``train.steps``, and ``model.path`` and the other model keys.
+    """
+    model = [name for name in chosen if name.startswith("model.") and name != "model.path"]
+    for first, others in (("train.steps", ["train.epochs"]), ("model.path", model)):
+        is_first = chosen.get(first, "auto") not in ("auto", "")
+        is_other = any(chosen.get(name, 0) not in (0, "0") for name in others)
+        section, _, last = first.partition(".")
+        values = tree.get(section, {})
+        if is_other and not is_first:
+            values.pop(last, None)
+        elif is_first and not is_other:
+            for key in ["epochs"] if last == "steps" else [k for k in values if k != last]:
+                values.pop(key, None)
 
 
 def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
@@ -124,6 +143,9 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
         errors.add("extends", "must be the name or path of a recipe", value=parent)
         return tree
     below = _load_recipe(parent, errors, (*seen, str(path)))
+    _drop_replaced(
+        below, {f"{n}.{k}": v for n, section in tree.items() for k, v in section.items()}
+    )
     return {
         name: below.get(name, {}) | tree.get(name, {}) for name in dict.fromkeys([*below, *tree])
     }

@@ -128,6 +128,11 @@ class ModelSection(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
+    path: Name = key(
+        "",
+        "model to train further, in place of all other model keys: a Hugging Face directory, "
+        "org/name on the Hub, or a weft run; its weights are imported at the first start",
+    )
     kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
 
@@ -231,7 +236,12 @@ class DataSection(Section):
 class TrainSection(Section):
     """The length of the run, its batches and its objective."""
 
-    steps: Positive = key(1000, "optimizer steps of the whole run")
+    steps: Positive | Auto = key(
+        "auto", "optimizer steps of the whole run; auto: those of train.epochs, or 1000"
+    )
+    epochs: Annotated[float, Field(ge=0, le=MOST)] = key(
+        0.0, "passes over the training data, in place of train.steps; 0: train.steps decides"
+    )
     seed: Seed = key(0, "seed of the initial weights and of the data order")
     seq_len: Positive = key(1024, "sequence length, in tokens")
     global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
@@ -254,6 +264,11 @@ class TrainSection(Section):
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "validation sequences per evaluation")
+
+    @property
+    def known_steps(self) -> int:
+        """``steps``; 0 if ``epochs`` and the data decide."""
+        return (0 if self.epochs else 1000) if self.steps == "auto" else self.steps
 
 
 class LoraSection(Section):
@@ -293,19 +308,25 @@ class OptimSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = key(
         0.1, "decoupled weight decay of matrices; norms and embeddings have none"
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] = key(
-        1.0, "global gradient norm above which gradients are clipped"
+    max_grad_norm: Annotated[float, Field(ge=0)] = key(
+        1.0, "global gradient norm above which gradients are clipped; 0: no clipping"
     )
     schedule: Name = key(
         "wsd", "learning-rate schedule after warmup: wsd, cosine, linear, or module:function"
     )
-    warmup_steps: NonNegative = key(100, "steps of linear warmup")
+    warmup_steps: NonNegative | Auto = key(
+        "auto", "steps of linear warmup; auto: a tenth of all steps, at most 100"
+    )
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = key(
         0.2, "wsd: fraction of the steps after warmup in which the learning rate decays"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1, "final learning rate, as a fraction of the peak"
     )
+
+    def num_warmup_steps(self, steps: int) -> int:
+        """Return the steps of warm-up in a run of ``steps``."""
+        return min(100, steps // 10) if self.warmup_steps == "auto" else self.warmup_steps
 
 
 class ParallelSection(Section):

@@ -95,7 +95,7 @@ class RunReader:
     Attributes:
         columns: float64 ``[records]`` for each metric; NaN where a record lacks it.  Names of
             nested metrics have dots: ``time_breakdown.productive``.
-        steps: ``train.steps``; 0 if job.toml cannot be read.
+        steps: steps of the whole run; 0 if neither plan.json nor job.toml has them.
         damaged: number of damaged lines of metrics.jsonl.
         damaged_events: number of damaged lines of events.jsonl, after `read_events`.
         unreadable: for each file that cannot be read, the reason.
@@ -117,14 +117,14 @@ class RunReader:
         text = self._read("job.toml", read_text) or ""
         self.job: dict[str, dict[str, Any]] = self._read("job.toml", lambda path: _job(text)) or {}
         steps = self.job.get("train", {}).get("steps")
-        self.steps = steps if type(steps) is int and 0 < steps <= MAX_STEP else 0
-        if not self.steps and "job.toml" not in self.unreadable:
+        self.steps = _valid_steps(steps)
+        if not self.steps and steps != "auto" and "job.toml" not in self.unreadable:
             self.unreadable["job.toml"] = "train.steps is not a valid number of steps"
         head = [line for line in text.splitlines() if line.startswith("# ")]
         changes = [line[2:].partition(": ") for line in head if " -> " in line]
         self.changes = {name: change for name, _, change in changes}
         self.environment = self._read("environment.json", read_json) or {}
-        self.plan = self._read("plan.json", read_json) or {}
+        self.plan: dict[str, Any] = self._read("plan.json", read_json) or {}
         self.read_new_records()
 
     def __len__(self) -> int:
@@ -147,6 +147,9 @@ class RunReader:
 
     def read_new_records(self) -> None:
         """Append the new complete lines of metrics.jsonl to the columns."""
+        if not self.steps:  # train.epochs and the data decide; the ranks write the plan
+            self.plan = self._read("plan.json", read_json) or {}
+            self.steps = _valid_steps(self.plan.get("num_steps"))
         if os.path.lexists(self.run_dir / "metrics.jsonl"):
             self._read("metrics.jsonl", self._read_records)
 
@@ -259,6 +262,10 @@ def _read_samples(path: Path) -> dict[str, Floats]:
     values, _ = read_values(path)
     samples = [v for v in values if isinstance(v, dict) and is_number(v.get("time"))]
     return to_columns(samples, "system.") if samples else {}
+
+
+def _valid_steps(value: object) -> int:
+    return value if type(value) is int and 0 < value <= MAX_STEP else 0
 
 
 def _number(value: object) -> float:

@@ -113,7 +113,7 @@ def learning_rate(step: int, steps: int, optim: OptimSection, decay: Decay) -> f
     Linear warm-up over ``warmup_steps`` from ``lr / warmup_steps``, then ``decay``, scaled to end
     at ``min_lr_ratio`` of the peak.
     """
-    warmup_steps = optim.warmup_steps
+    warmup_steps = optim.num_warmup_steps(steps)
     if step <= warmup_steps:
         return optim.lr * step / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
@@ -147,7 +147,7 @@ def clip_grad_norm(
 
     Args:
         params: parameters with gradients.
-        max_norm: maximum norm.
+        max_norm: maximum norm; 0: no limit.
         pp_group: pipeline-parallel group; None without pipeline parallelism.
 
     Returns:
@@ -215,7 +215,12 @@ def compute_grad_norm(
 def clip_grads_with_norm(
     params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float
 ) -> None:
-    """Scale all gradients in place from ``norm`` down to ``max_norm``, if it is above."""
+    """Scale all gradients in place from ``norm`` down to ``max_norm``, if it is above.
+
+    A ``max_norm`` of 0 leaves them unchanged.
+    """
+    if max_norm == 0:
+        return
     # As in torch, a norm below the limit multiplies by exactly one.  The host does not read the
     # norm, which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

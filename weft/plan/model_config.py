@@ -1,15 +1,31 @@
-"""Resolve the model section of a job to the configuration of its family."""
+"""Resolve the model section of a job to the configuration of its family.
+
+With ``model.path`` the section is that of another model: `adopt_model` reads it, and only it.  The
+weights are imported by ``weft train``, or by ``weft import``, once (`weft.tools.hf_import`).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
-from weft.config.reader import check_section
+from weft.config.reader import check_section, read_job
 from weft.config.schema import Job, ModelSection, Section, replace
-from weft.models import load_family
+from weft.models import FAMILIES, load_family
+from weft.models.hf_mapping import detect_family, from_hf_config
+
+REQUIRED = "required"  # ``model.path`` of the recipes that train any model
+PATH_REMEDY = (
+    "give a directory with config.json, safetensors and tokenizer.json, org/name of the Hugging "
+    "Face Hub, or the directory of a weft run"
+)
+HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
+SMALL_FILES, WEIGHT_FILES = ("*.json", "*.jinja"), ("*.safetensors",)
+MAX_CONFIG_BYTES = 1 << 20
 
 
 def resolve_model(
@@ -73,3 +89,174 @@ def expand_preset(job: Job) -> Job:
         return job
     first = next(iter(load_family(job.model.kind).presets))
     return replace(job, model={"preset": first, **config.model_dump()})
+
+
+def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
+    """Return the job with the model of ``model.path``, or of the imported run that it continues.
+
+    It also gets the tokenizer, unless it names one, and sequences no longer than the model's if
+    the recipe sets their length.  A run that has started does not read ``model.path`` again.
+
+    Args:
+        job: the user's choices.
+        recipe: the recipe without overrides.
+        run_dir: the run directory.
+
+    Returns:
+        The job, unchanged after an error, and all errors.
+    """
+    section, errors = job.model, ConfigErrors()
+    saved = _read_imported(run_dir)
+    is_named = section.path not in ("", REQUIRED)
+    if saved is not None and (
+        _is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
+    ):
+        section, directory = saved.model, run_dir
+    elif section.path == REQUIRED:
+        errors.add("model.path", "is not set", PATH_REMEDY, value="")
+        return job, errors
+    elif not is_named:
+        return job, errors
+    else:
+        fields = section.overrides()
+        if fields and not _is_complete(section):
+            for name, value in fields.items():
+                rule = "cannot be set beside model.path, which decides it"
+                errors.add(f"model.{name}", rule, "remove one of the two", value=value)
+            return job, errors
+        with errors.collect():
+            directory = locate_model(section.path)
+            if not fields:
+                section = _read_model(directory, section.path)
+    if errors:
+        return job, errors
+    changes: dict[str, dict[str, Any]] = {"model": section.model_dump()}
+    if job.data.trains_tokenizer:
+        changes["data"] = {"tokenizer": str(directory.absolute() / "tokenizer.json")}
+    limit = section.overrides().get("max_seq_len", job.train.seq_len)
+    if job.train.seq_len == recipe.train.seq_len:
+        changes["train"] = {"seq_len": min(limit, job.train.seq_len)}
+    return replace(job, **changes), errors
+
+
+def _read_imported(run_dir: Path) -> Job | None:
+    """Return the job of a run whose weights are imported; None if it is no such run."""
+    if not (run_dir / "job.toml").is_file():
+        return None
+    job, _, errors = read_job(str(run_dir / "job.toml"))
+    return None if errors or not job.model.path else job
+
+
+def _is_same_path(ours: str, theirs: str) -> bool:
+    """Return True if a name means a saved ``model.path``, which may not exist any more."""
+    return theirs in (ours, str(Path(ours).expanduser().absolute()))
+
+
+def _is_complete(section: ModelSection) -> bool:
+    """Return True if the section has every field, as that of a ``job.toml`` with a path."""
+    config, errors = resolve_section(section)
+    return not errors and config is not None and {*config.model_dump()} <= {*section.overrides()}
+
+
+def model_name(path: str) -> str:
+    """Return the short name of ``model.path``; empty without one."""
+    parts = Path(path.rstrip("/")).parts
+    if "snapshots" in parts[-2:-1] and len(parts) > 2:  # the Hub's cache: models--org--name
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts and path != REQUIRED else ""
+
+
+def locate_model(path: str, with_weights: bool = False) -> Path:
+    """Return the directory of ``model.path``; download it if it is a name on the Hub.
+
+    Args:
+        path: a directory, or org/name.
+        with_weights: download the weights, too, not only the configuration and the tokenizer.
+
+    Raises:
+        InvalidConfig: there is no such directory, or the Hub cannot be reached.
+    """
+    local, name = Path(path).expanduser(), path.removeprefix("hf://")
+    rule = "is not a directory" if local.exists() else "does not exist"
+    if local.is_dir():
+        return local
+    if local.exists() or not HUB_NAME.fullmatch(path):
+        raise InvalidConfig([ConfigError("model.path", path, rule, PATH_REMEDY)])
+    remedy = (
+        f"on a machine with network run: hf download {name} --local-dir DIRECTORY. Then use "
+        "--model.path DIRECTORY"
+    )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        rule = "is no directory, and a model of the Hub needs huggingface_hub"
+        remedy = f"run pip install huggingface_hub, or {remedy}"
+        raise InvalidConfig([ConfigError("model.path", path, rule, remedy)]) from error
+    disable_progress_bars()
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
+    reason = ""
+    for is_offline in (True, False):  # the cache first
+        try:
+            found = snapshot_download(name, allow_patterns=patterns, local_files_only=is_offline)
+        except Exception as error:  # of the network, or of the Hub
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        else:
+            if _has_files(Path(found), with_weights):
+                return Path(found)
+            reason = "the Hub has no config.json and safetensors of it"
+    rule = f"is no directory, and cannot be downloaded from the Hub: {reason}"
+    raise InvalidConfig([ConfigError("model.path", path, rule, remedy)])
+
+
+def _has_files(directory: Path, with_weights: bool) -> bool:
+    """Return True if a snapshot is complete; a download may have been interrupted."""
+    names = ["config.json"]
+    index = directory / "model.safetensors.index.json"
+    if with_weights and index.is_file():
+        names += set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())
+    elif with_weights:
+        names.append("model.safetensors")
+    return all((directory / name).is_file() for name in names)
+
+
+def _read_model(directory: Path, path: str) -> ModelSection:
+    """Return the section of a Hugging Face directory or of a weft run.
+
+    Raises:
+        InvalidConfig: the model is unknown, or a file cannot be read.
+    """
+    if (directory / "job.toml").is_file():
+        job, _, errors = read_job(str(directory / "job.toml"))
+        errors.raise_any()
+        _, problems = resolve_section(job.model)
+        if problems:
+            raise InvalidConfig(problems)
+        return expand_preset(job).model.model_copy(update={"path": path})
+    file, rule = directory / "config.json", ""
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES:,} bytes")
+        tree = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        rule = "has neither config.json nor job.toml"
+    except (OSError, ValueError, RecursionError) as error:
+        rule = f"has a config.json that cannot be read: {error}"
+    else:
+        rule = "" if isinstance(tree, dict) else "has a config.json that is not an object"
+    if rule:
+        raise InvalidConfig([ConfigError("model.path", path, rule, PATH_REMEDY)])
+    kind, problems = detect_family(tree, FAMILIES)
+    if kind is not None:
+        config, problems = from_hf_config(FAMILIES[kind], tree)
+    if kind is None or problems:
+        raise InvalidConfig(problems)
+    return model_section(kind, config, path)
+
+
+def model_section(kind: str, config: Any, path: str) -> ModelSection:
+    """Return the section of a configuration, with all of its fields."""
+    preset = next(iter(load_family(kind).presets))
+    return ModelSection.model_validate(
+        {"path": path, "kind": kind, "preset": preset, **config.model_dump()}
+    )

@@ -143,7 +143,7 @@ class Plan:
     mesh_order: str  # a key of `MESH_ORDERS`
     num_threads: int  # CPU threads per rank
     seq_len: int  # tokens of a sequence
-    num_steps: int  # optimizer steps of the run
+    num_steps: int  # optimizer steps of the run; 0: train.epochs and the data decide
     global_batch_size: int  # sequences
     local_batch_size: int  # sequences per rank
     microbatch_size: int  # sequences per forward pass; the last may have fewer

@@ -17,6 +17,7 @@ from weft.config.reader import read_job
 from weft.config.schema import Job, RunSection
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.lora_plan import plan_cost
+from weft.plan.model_config import model_name
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, Plan
 from weft.plan.rank_map import format_rank_map
@@ -148,8 +149,10 @@ def describe_machine(plan: Plan, machine: Machine) -> str:
 
 def _describe_model(plan: Plan) -> str:
     job = plan.job
-    name = job.model.full_name
-    changes = ", ".join(f"{field} {value}" for field, value in job.model.overrides().items())
+    name, fields = job.model.full_name, job.model.overrides()
+    if job.model.path:
+        name, fields = f"{model_name(job.model.path)} ({job.model.kind})", {}
+    changes = ", ".join(f"{field} {value}" for field, value in fields.items())
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
     if plan.num_trainable_params < plan.num_params:
         trainable, rank = plan.num_trainable_params, plan.lora_rank
@@ -170,9 +173,11 @@ def _describe_layout(plan: Plan) -> str:
 
 
 def _describe_batch(plan: Plan) -> str:
+    epochs = plan.job.train.epochs
+    steps = f"; train.epochs={epochs:g} and the data decide the number of steps"
     return (
         f"{plan.global_batch_size:,} sequences of {plan.seq_len:,} tokens: "
-        f"{plan.tokens_per_step:,} tokens per step"
+        f"{plan.tokens_per_step:,} tokens per step{steps * bool(epochs)}"
     )
 
 

@@ -254,9 +254,11 @@ def unused_key_warnings(plan: Plan) -> Iterator[str]:
 def warmup_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if warm-up takes all steps."""
     steps, optim = plan.num_steps, plan.job.optim
-    warmup = optim.warmup_steps
+    warmup = optim.num_warmup_steps(steps)
     problem = f"optim.warmup_steps={warmup} leaves no step of train.steps={steps} after warm-up"
-    remedy = f"Use optim.warmup_steps={steps // 10} or less, or more steps."
+    remedy = "Use optim.warmup_steps=auto, or more steps."
+    if not steps:
+        return  # train.epochs and the data decide
     if warmup > steps:
         last_lr = optim.lr * steps / warmup
         yield (

@@ -1,8 +1,8 @@
 """Derive the Plan of a Job on a given machine, or every reason why there is none.
 
 `resolve` is pure: it queries no device and starts no process.  It reads only a schedule's CSV file,
-the device tables and a user's model family.  Equal arguments give an equal Plan, or the same
-complete list of configuration errors.
+the device tables, a user's model family, and the configuration of ``model.path``.  Equal arguments
+give an equal Plan, or the same complete list of configuration errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.plan.matrices import (
     find_float8_matrices,
     supports_float8,
 )
-from weft.plan.model_config import resolve_section
+from weft.plan.model_config import adopt_model, model_name, resolve_section
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS, ParallelDims
 from weft.plan.plan import Machine, PipelinePlan, Plan
@@ -72,6 +72,7 @@ SAME_MODEL_KEYS = (
     "debug.",
     "launch.",
     "train.steps",
+    "train.epochs",
     "train.microbatch_size",
     "train.eval",
 )
@@ -89,9 +90,13 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     Raises:
         InvalidConfig: with every reason why the job cannot run on this machine.
     """
+    recipe_job = base or job
+    run_dir = _run_dir(job, recipe, recipe_job)
+    job, path_errors = adopt_model(job, recipe_job, Path(run_dir))
     errors = ConfigErrors(job)
+    errors += path_errors
     train, parallel = job.train, job.parallel
-    model, new_errors = resolve_section(job.model)
+    model, new_errors = (None, []) if path_errors else resolve_section(job.model)
     errors += new_errors
     if model is not None:
         check_data(errors, job, model)
@@ -139,9 +144,9 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     plan = Plan(
         job=job,
         seq_len=train.seq_len,
-        num_steps=train.steps,
+        num_steps=train.known_steps,
         global_batch_size=train.global_batch_size,
-        run_dir=_run_dir(job, recipe, base or job),
+        run_dir=run_dir,
         device=machine.device,
         world_size=world_size,
         local_world_size=local_world_size,
@@ -350,9 +355,9 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
         return job.run.dir
     # A user's recipe may change, or share its name with another: hash all of its keys.
     keys = difference(job, base) if recipe in recipe_names() else difference(job, Job())
-    changes = {
-        key: value for key, (value, _) in keys.items() if not key.startswith(SAME_MODEL_KEYS)
-    }
+    model = model_name(job.model.path)
+    same = (*SAME_MODEL_KEYS, "model.") if model else SAME_MODEL_KEYS
+    changes = {key: value for key, (value, _) in keys.items() if not key.startswith(same)}
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
-    return str(Path("runs").absolute() / f"{Path(recipe).stem}{suffix}")
+    return str(Path("runs").absolute() / f"{f'{model}-' * bool(model)}{Path(recipe).stem}{suffix}")

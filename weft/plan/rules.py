@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import Job, ParallelSection, steps_of
+from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.plan.degrees import divisors, format_choices, nearest_divisors
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, ParallelDims, crosses_nodes
@@ -25,6 +25,9 @@ def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: Para
     _check_optimizer(errors, job, family)
     _check_activation_checkpoint(errors, job)
     _check_objective(errors, job, degrees)
+    if job.train.epochs and job.train.steps != "auto":
+        rule = f"and train.steps={job.train.steps} both set the length of the run"
+        errors.add("train.epochs", rule, "set one of them")
     _check_profile(errors, job)
     _check_debug(errors, job)
 
@@ -229,7 +232,7 @@ def _check_objective(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> N
 
 
 def _check_profile(errors: ConfigErrors, job: Job) -> None:
-    key, last_step = "profile.steps", job.train.steps
+    key, last_step = "profile.steps", job.train.known_steps or MOST
     ranges = steps_of(job.profile.steps)
     steps = ranges[0] if ranges else range(0)
     if len(ranges) > 1:
@@ -249,8 +252,8 @@ def _check_debug(errors: ConfigErrors, job: Job) -> None:
     if ranges and job.resilience.has_replica_groups:
         rule = "is not supported with replica groups (resilience.lighthouse)"
         errors.add(key, rule, "use resilience.lighthouse=none", (lighthouse,))
-    if ranges and min(steps[0] for steps in ranges) > job.train.steps:
-        rule = f"begins after the last step, train.steps={job.train.steps}"
+    if ranges and min(steps[0] for steps in ranges) > (last_step := job.train.known_steps or MOST):
+        rule = f"begins after the last step, train.steps={last_step}"
         errors.add(key, rule, "use an earlier step", ("train.steps",))
     if job.debug.deterministic:
         key, rule = "debug.deterministic", "needs a fixed number of ranks"

@@ -35,7 +35,8 @@ from weft.checkpoint.weight_files import (
     write_weights_checkpoint,
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
-from weft.config.schema import Job, replace, to_toml
+from weft.config.files import replace_bytes, replace_text
+from weft.config.schema import Job, ModelSection, replace, to_toml
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     find_document_tokens,
@@ -54,6 +55,7 @@ from weft.models.hf_mapping import (
     printable,
     to_hf_config,
 )
+from weft.plan.model_config import model_section
 from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
 from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
@@ -263,6 +265,34 @@ def _copy(path: Path, to: Path) -> None:
 # --------------------------------------------------------------------------- import
 
 
+class ModelSource(NamedTuple):
+    """A model to import, whose files are valid.
+
+    Attributes:
+        name: its name, for messages.
+        section: the section ``model`` of a run that trains it.
+        weights: weights by weft's name.
+        num_bytes: their size in float32.
+        dtypes: their dtypes in the files.
+        files: other files of the run directory, and where their content is.
+        note: a remark for the user, or ''.
+    """
+
+    name: str
+    section: ModelSection
+    weights: dict[str, Weight]
+    num_bytes: int
+    dtypes: list[str]
+    files: dict[str, Path]
+    note: str
+
+    @property
+    def summary(self) -> str:
+        """Number of weights and their conversion."""
+        dtypes = ", ".join(self.dtypes)
+        return f"{self.num_bytes // 4:,} weights, converted from {dtypes} to float32"
+
+
 def import_model(source: Path, run_dir: Path, report: Report, force: bool = False) -> str:
     """Import a Hugging Face directory as a run with a checkpoint of step 0.
 
@@ -278,12 +308,75 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     Raises:
         InvalidConfig: with every reason why the import is impossible.
     """
+    errors = ConfigErrors()
+    model = open_hf_source(source, str(source), force, errors)
+    _check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
+    errors.raise_any()
+    assert model is not None
+    job = replace(
+        Job(),
+        run={"dir": str(run_dir)},
+        model=model.section.model_dump(),
+        data={"tokenizer": str(run_dir / "tokenizer.json")},
+        train={"seq_len": min(1024, model.section.overrides()["max_seq_len"])},
+    )
+    with publish_directory(run_dir) as directory:
+        write_imported(directory, directory / "checkpoints", model, job, report)
+    summary = f"{run_dir}: {model.summary}"
+    return f"{summary}\n{model.note}" if model.note else summary
+
+
+def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, report: Report) -> None:
+    """Write tokenizer, companion files, ``job.toml`` and, last, the checkpoint of step 0.
+
+    It may be interrupted and repeated: a run without the checkpoint is not imported.
+
+    Args:
+        run_dir: the run directory.
+        home: directory of its checkpoints.
+        model: the model.
+        job: content of ``job.toml``.
+        report: called with the progress.
+
+    Raises:
+        InvalidConfig: if a weight is not finite.
+    """
+    manifest = {
+        "step": 0,
+        "samples": 0,
+        "mesh": {},
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "imported": model.section.path,
+    }
+    for name, path in model.files.items():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(run_dir / name, path.read_bytes())
+    replace_text(run_dir / "job.toml", to_toml(job, model.section.path, job))
+    progress = _count_progress(f"importing {model.name}", model.num_bytes, report)
+    with publish_directory(checkpoint_path(home, 0)) as directory:
+        try:
+            write_weights_checkpoint(directory, model.weights, manifest, progress)
+        except UnrepresentableValue as error:
+            rule = f"cannot be imported: {error}"
+            raise InvalidConfig([ConfigError("model.path", model.section.path, rule)]) from error
+
+
+def open_hf_source(
+    source: Path, path: str, force: bool, errors: ConfigErrors
+) -> ModelSource | None:
+    """Check the files of a Hugging Face directory; on an error append it and return None.
+
+    Args:
+        source: the directory.
+        path: its ``model.path``.
+        force: accept a tokenizer that is far smaller than the model's vocabulary.
+        errors: receives every reason why the import is impossible.
+    """
     if not source.is_dir():
         rule = "is not a directory" if source.exists() else "does not exist"
-        raise InvalidConfig(
-            [ConfigError("directory", str(source), rule, "give a model's directory")]
-        )
-    errors = ConfigErrors()
+        errors.add("directory", rule, "give a model's directory", value=str(source))
+        return None
     kind, config = _read_config(source / "config.json", errors)
     model = None if config is None else (FAMILIES[kind], config)
     contents = _read_contents(source, model, errors)
@@ -291,47 +384,19 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
     for name in companions[1:]:
         _check_companion(source / name, errors)
-    expected = {} if model is None or errors else param_shapes(*model)
-    num_bytes = 4 * sum(shape.numel() for shape in expected.values())
-    _check_out(errors, "run_dir", run_dir, num_bytes)
-    errors.raise_any()
-    family = FAMILIES[kind]
-    hf_name = get_hf_mapping(family).hf_name
-    job = replace(
-        Job(),
-        run={"dir": str(run_dir)},
-        model={"kind": kind, "preset": next(iter(family.presets)), **config.model_dump()},
-        data={"tokenizer": str(run_dir / "tokenizer.json")},
-        train={"seq_len": min(1024, config.max_seq_len)},
+    if model is None or errors:
+        return None
+    shapes, hf_name = param_shapes(*model), get_hf_mapping(model[0]).hf_name
+    files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
+    return ModelSource(
+        source.name,
+        model_section(kind, config, path),
+        {name: open_weight(contents, hf_name(name)) for name in shapes},
+        4 * sum(shape.numel() for shape in shapes.values()),
+        sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in shapes}),
+        {"tokenizer.json": source / "tokenizer.json", **files},
+        note,
     )
-    manifest = {
-        "step": 0,
-        "samples": 0,
-        "mesh": {},
-        "weft": weft.__version__,
-        "torch": torch.__version__,
-        "imported": str(source),
-    }
-    weights = {name: open_weight(contents, hf_name(name)) for name in expected}
-    progress = _count_progress(f"importing {source.name}", num_bytes, report)
-    with publish_directory(run_dir) as directory:
-        try:
-            path = checkpoint_path(directory / "checkpoints", 0)
-            write_weights_checkpoint(path, weights, manifest, progress)
-        except UnrepresentableValue as error:
-            errors.add("directory", f"cannot be imported: {error}", value=str(source))
-            raise InvalidConfig(errors) from error
-        (directory / SOURCE_DIR).mkdir()
-        for name in companions:
-            _copy(source / name, directory / SOURCE_DIR / name)
-        _copy(source / "tokenizer.json", directory / "tokenizer.json")
-        with create_file(directory / "job.toml") as file:
-            file.write(to_toml(job, str(source), job).encode())
-    dtypes = sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in expected})
-    summary = (
-        f"{run_dir}: {num_bytes // 4:,} weights, converted from {', '.join(dtypes)} to float32"
-    )
-    return f"{summary}\n{note}" if note else summary
 
 
 def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:

@@ -110,7 +110,7 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
     machine = _make_machine(small_job, sizes, notes)
     candidates = _candidates(plan, small_job, float8, sizes, steps)
     if unchanged:
-        candidates = itertools.chain([({"steps": steps}, {})], candidates)
+        candidates = itertools.chain([({"steps": steps, "epochs": 0.0}, {})], candidates)
     errors: list[ConfigError] = []
     for batch, fields in candidates:
         threshold = {"param_persistence_threshold": _param_persistence_threshold(plan, fields)}
@@ -148,6 +148,7 @@ def _shrink_keys(
         else:
             rule = f"off; to verify it, add --precision.float8 {plan.float8}"
             notes.append(f"precision.float8: {rule}")
+    warmup_steps = job.optim.num_warmup_steps(plan.num_steps or 1000)
     compiles = "compile.enable" in keep
     if plan.is_compiled and not compiles:
         notes.append("compile.enable: off; to compile, add --compile.enable true")
@@ -156,7 +157,7 @@ def _shrink_keys(
         run={"device": "cpu", "nproc_per_node": math.prod(sizes.values()), "cluster": "local"},
         # Verification reads no text, but the rules require a tokenizer that fits.
         data={"tokenizer": "train", "vocab_size": 257},
-        optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
+        optim={"warmup_steps": min(warmup_steps, 1)},
         parallel=parallel,
         pipeline=pipeline,
         precision=PrecisionSection(compute_dtype="float32").model_dump() | kept,
@@ -372,6 +373,7 @@ def _candidates(
         local = batch_size * count - short
         batch = {
             "steps": steps,
+            "epochs": 0.0,
             "seq_len": seq_len,
             "global_batch_size": local * sizes["dp_replicate"] * sizes["dp_shard"],
             "microbatch_size": batch_size,

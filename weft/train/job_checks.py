@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from weft.config.files import check_url
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.dataset import Dataset
-from weft.data.loader import check_length
+from weft.data.loader import build_mixture, check_length
 from weft.data.packing import check_conversations
 from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, check_path, is_user_function
@@ -36,8 +37,9 @@ from weft.monitor.faults import SITES
 from weft.monitor.terminal import format_count
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
-from weft.plan.model_config import expand_preset
+from weft.plan.model_config import HUB_NAME, REQUIRED, expand_preset
 from weft.plan.plan import Plan, is_schedule_file
+from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
 from weft.train.loss import OBJECTIVES
@@ -91,6 +93,11 @@ def prepare_job(
     later = ConfigErrors(job)
     with later.collect():
         plan = resolve_nodes(apply_environment(job), detect_machine(job.run), recipe, base)
+    if plan is not None:  # with the model of model.path
+        model = {"model": plan.job.model.model_dump()}
+        data = {"tokenizer": plan.job.data.tokenizer}
+        job = replace(job, **model, data=data, train={"seq_len": plan.seq_len})
+        base = replace(base, model=plan.job.model.model_dump() | {"path": base.model.path})
     _check_files(later, job)
     _check_tokenizer(later, job.data.tokenizer, plan)
     if plan is not None:
@@ -100,6 +107,8 @@ def prepare_job(
     is_reachable = _check_checkpoint_dir(later, job.checkpoint.dir)
     if job.run.dir != "auto" and "://" not in job.run.dir:
         later += _check_run_dir(job, is_reachable)
+    if job.model.path and job.data.trains_tokenizer:  # there is no plan, so no model
+        later[:] = [error for error in later if error.key != "data.tokenizer"]
     # Leave out errors that only follow from a reported one.
     errors.add_independent({str(error): error for error in later}.values())
     if errors or plan is None:
@@ -137,10 +146,16 @@ def _absolute_paths(job: Job) -> Job:
     def data(value: str) -> str:
         return value if is_user_function(value) else full(value, STDLIB)
 
+    def model_path(value: str) -> str:
+        is_local = value != REQUIRED and Path(value).expanduser().exists()
+        is_name = value == REQUIRED or HUB_NAME.fullmatch(value)
+        return full(value, "") if is_local or not is_name else value
+
     schedule = job.pipeline.schedule
     return replace(
         job,
         run={"dir": full(job.run.dir, "auto")},
+        model={"path": model_path(job.model.path)},
         data={
             "path": data(job.data.path),
             "mixture": {data(path): weight for path, weight in job.data.mixture.items()},
@@ -333,3 +348,40 @@ def check_text(plan: Plan, text: Dataset) -> None:
             errors.add(f"data.{key}", rule, "use another run.dir")
         break
     errors.raise_any()
+
+
+# A run of fewer steps hardly changes a model.
+FEW_STEPS = 20
+
+
+def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
+    """Return the plan with the steps of ``train.epochs``.
+
+    With ``train.epochs``, a global batch of more sequences than the training set is made smaller,
+    if the layout allows it.
+    """
+    train = plan.job.train
+    if plan.num_steps:
+        return plan
+    mixture = build_mixture(dataset, "train", plan.seq_len, plan.job.data, plan.seed)
+    count, notes = sum(map(len, mixture.sources)), []
+    if (size := plan.global_batch_size) > count:
+        smaller, new_size = None, count // plan.dp_size * plan.dp_size
+        with ConfigErrors().collect():
+            job = replace(plan.job, train={"global_batch_size": max(1, new_size)})
+            smaller = resolve_nodes(apply_environment(job), detect_machine(job.run))
+        plan = smaller or plan
+        action = f"it is now {plan.global_batch_size}" if smaller else "each step repeats some"
+        notes = [
+            f"train.global_batch_size={size} exceeds the {count:,} sequences of the training set: "
+            f"{action}"
+        ]
+    num_steps = max(1, math.ceil(train.epochs * count / plan.global_batch_size))
+    if num_steps < FEW_STEPS:
+        notes.append(
+            f"train.epochs={train.epochs:g} is only {num_steps} step{'s' * (num_steps > 1)} of "
+            f"{plan.global_batch_size} sequences. Use more epochs, or a smaller "
+            "train.global_batch_size or train.seq_len."
+        )
+    plan = changed(plan, num_steps=num_steps)
+    return changed(plan, warnings=(*plan.warnings, *notes, *warmup_warnings(plan)))

@@ -1,0 +1,126 @@
+"""Import the weights of ``model.path`` into a run directory, before its ranks start.
+
+The import is that of ``weft import``: a checkpoint of step 0, and the model's tokenizer and chat
+template.  One process imports, under a lock; after an interruption the next start imports again.  A
+run that has a checkpoint never reads ``model.path`` again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.storage import is_remote
+from weft.checkpoint.weight_files import open_weights
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import hold_lock
+from weft.config.schema import replace
+from weft.data.document_tokens import IMPORTED_DIR
+from weft.data.prepare import show_progress
+from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from weft.plan.model_config import expand_preset, locate_model, model_name
+from weft.plan.plan import Plan
+from weft.tools.hf_convert import (
+    COMPANION_FILES,
+    ModelSource,
+    open_hf_source,
+    path_exists,
+    write_imported,
+)
+from weft.tools.inference_model import find_base_checkpoint, find_checkpoint
+from weft.tools.peft_export import open_merged
+from weft.train.state import checkpoint_dir
+
+
+def open_source(plan: Plan) -> ModelSource | None:
+    """Find and check the model that a run imports; None: it imports none, or has a checkpoint.
+
+    Raises:
+        InvalidConfig: with every reason why the import is impossible.
+    """
+    path, home = plan.job.model.path, checkpoint_dir(plan.job.checkpoint, plan.run_path)
+    if not path or list_checkpoints(home):
+        return None
+    errors = ConfigErrors()
+    directory = locate_model(path, with_weights=True)
+    if (directory / "job.toml").is_file():
+        source: ModelSource | None = _open_run(directory, path)
+    else:
+        source = open_hf_source(directory, path, False, errors)
+    errors.raise_any()
+    assert source is not None
+    if source.section.overrides() != plan.job.model.overrides():
+        rule = "is not the model of this run any more: its configuration has changed"
+        errors.add("model.path", rule, "use another run.dir", value=path)
+    if not is_remote(home):
+        above = next(parent for parent in (home, *home.parents) if parent.exists())
+        if (free := shutil.disk_usage(above).free) < source.num_bytes:
+            rule = f"needs {source.num_bytes:,} bytes, but its disk has only {free:,} free"
+            errors.add("run.dir", rule, "use another disk, or free space", value=plan.run_dir)
+    errors.raise_any()
+    return source._replace(name=model_name(path))
+
+
+def _open_run(run_dir: Path, path: str) -> ModelSource:
+    """Open the newest checkpoint of a weft run, with its adapters merged.
+
+    Raises:
+        InvalidConfig: if the run has no checkpoint.
+    """
+    checkpoint = find_checkpoint(run_dir)
+    base = find_base_checkpoint(checkpoint)
+    weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
+    names = ["tokenizer.json", TEMPLATE_FILE, TOKENIZER_CONFIG_FILE]
+    names += [f"{IMPORTED_DIR}/{name}" for name in COMPANION_FILES]
+    section = expand_preset(checkpoint.job).model.model_copy(update={"path": path})
+    num_bytes = 4 * sum(weight.shape.numel() for weight in weights.values())
+    files = {name: run_dir / name for name in names if path_exists(run_dir / name)}
+    return ModelSource(run_dir.name, section, weights, num_bytes, ["F32"], files, "")
+
+
+def import_source(plan: Plan, source: ModelSource | None, console: Console) -> Plan:
+    """Import a source of `open_source`, if there is one; return the plan of the imported run.
+
+    Processes of several nodes may call this at once: one imports.
+    """
+    if source is None:
+        return plan
+    job, run_dir = plan.job, plan.run_path
+    tokenizer = run_dir / "tokenizer.json"
+    if Path(job.data.tokenizer) == source.files["tokenizer.json"].absolute():
+        job = replace(job, data={"tokenizer": str(tokenizer)})
+    home = checkpoint_dir(job.checkpoint, run_dir)
+
+    def wait() -> None:
+        console.print("waiting for another process that imports the model")
+
+    with hold_lock(run_dir / ".import", wait), show_progress(console) as show:
+        if not list_checkpoints(home):
+            write_imported(run_dir, home, source, job, show)
+            note = f"\n{source.note}" if source.note else ""
+            text = f"imported {job.model.path}: {source.summary}{note}"
+            console.print(text, soft_wrap=True, markup=False)
+    return dataclasses.replace(plan, job=job)
+
+
+def import_on_rank_0(plan: Plan, console: Console) -> Plan:
+    """Import the model on rank 0 of ranks that another launcher started; a collective."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # an import may take long
+    result: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            plan = import_source(plan, open_source(plan), console)
+        except InvalidConfig as error:
+            result = [error.errors]
+    dist.broadcast_object_list(result, 0, group=group)
+    if result[0]:
+        errors: list[ConfigError] = result[0]
+        raise InvalidConfig(errors)
+    return plan
