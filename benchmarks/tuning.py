@@ -285,7 +285,7 @@ def main() -> None:
         directory = Path(name)
         write_conversations(directory / "chat.jsonl")
         write_model(directory / "theirs", directory / "chat.jsonl")
-        from weft.tools.hf_convert import import_model
+        from weft.tools.hf_import import import_model
 
         import_model(directory / "theirs", directory / "run", lambda progress: None)
         context = multiprocessing.get_context("spawn")

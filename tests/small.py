@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.checkpoint.shard_files import find_overlaps, parse_contents, read_shards
 from weft.checkpoint.state_dict import trainable_parameters
-from weft.config.reader import read_job
+from weft.config.reader import read_job, recipe_names
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, build_mixture
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
+from weft.plan.model_config import REQUIRED
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train import loop
@@ -50,6 +51,11 @@ SMALL: Overrides = [
     ("monitor.trackers", ""),
     ("monitor.report", "false"),
 ]
+
+
+def sized_recipes() -> list[str]:
+    """Return the recipes with a model, without those that train any model."""
+    return [name for name in recipe_names() if read_job(name)[0].model.path != REQUIRED]
 
 
 def small_job(*overrides: tuple[str, str]) -> Job:

@@ -30,7 +30,7 @@ from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
 from weft.tools.evaluate import read_task
 from weft.tools.experiment import COMPARISON, comparison_record, open_comparison
 from weft.tools.generate import read_prompts
-from weft.tools.hf_convert import import_model
+from weft.tools.hf_import import import_model
 from weft.tools.trials import TrialResult
 from weft.tools.variants import Variant
 from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, read_log

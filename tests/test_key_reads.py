@@ -18,6 +18,7 @@ SECTION_OF_CLASS = {section.__name__: name for name, section in SECTIONS.items()
 EXCEPTIONS = {
     "data.path": "each kind of data source gets the section and names its path in messages",
     "launch.options": "each scheduler has other options",
+    "model.path": "names the run, and the model in messages of the import",
     "model.kind": "the name of the family, in messages of several rules and tools",
 }
 

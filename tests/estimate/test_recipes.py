@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from weft.config.reader import recipe_names
+from tests.small import sized_recipes
 from weft.config.schema import Job
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
@@ -41,7 +41,7 @@ def planned(recipe: str) -> tuple[Job, Plan, Machine]:
     return plan.job, plan, machine
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", sized_recipes())
 def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
     """The job is valid, and arithmetic predicts that memory suffices."""
     _job, plan, machine = planned(recipe)
@@ -65,7 +65,7 @@ def test_recipe_on_its_cluster_fits(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", sized_recipes())
 def test_recipe_in_full_on_its_cluster_fits(recipe: str) -> None:
     fits(*planned(recipe))
 

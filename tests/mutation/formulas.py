@@ -1574,7 +1574,8 @@ def check_export() -> None:
     """Check that transformers and PEFT compute equal outputs from an export."""
     from transformers import AutoModelForCausalLM
 
-    from weft.tools.hf_convert import export_checkpoint, import_model
+    from weft.tools.hf_convert import export_checkpoint
+    from weft.tools.hf_import import import_model
     from weft.tools.inference_model import find_checkpoint, load_unsharded
 
     tokens = torch.arange(48).view(2, 24) * 7 % 512

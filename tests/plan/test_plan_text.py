@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from weft.config.errors import InvalidConfig
+from weft.config.files import write_json
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, RunSection
+from weft.models import FAMILIES
+from weft.models.hf_mapping import to_hf_config
+from weft.plan.model_config import resolve_model
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import (
     describe_plan,
@@ -125,7 +129,48 @@ def test_every_recipe_is_tested() -> None:
     rest |= {"moe-demo", "qwen3-30b-a3b", "stories-30m", "llama-124m", "llama-350m"}
     rest |= {"llama3-1b", "llama3-3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
-    assert {*PUBLISHED, *rest, *tuned} == set(recipe_names())
+    assert {*PUBLISHED, *rest, *tuned, *ANY_MODEL} == set(recipe_names())
+
+
+ANY_MODEL = ("chat", "dpo", "lora", "pretrain", "qlora")
+
+
+@pytest.mark.parametrize("recipe", ANY_MODEL)
+def test_plan_recipe_of_any_model_takes_the_model_of_the_path(recipe: str, tmp_path: Path) -> None:
+    """It reads config.json only: there are neither weights nor a tokenizer."""
+    config = resolve_model("qwen3", "0.6b", {"max_seq_len": 512})[0]
+    family = FAMILIES["qwen3"]
+    path = tmp_path / "org" / "Tiny-Qwen"
+    path.mkdir(parents=True)
+    write_json(path / "config.json", to_hf_config(family, config, "bfloat16"))
+
+    def plan(*overrides: tuple[str, str]) -> Plan:
+        return plan_recipe(recipe, overrides, [], None, lambda device: Machine("cpu", 2))[0]
+
+    made = plan(("model.path", str(path)))
+    assert (made.model, made.job.model.kind, made.seq_len) == (config, "qwen3", 512)
+    assert made.job.data.tokenizer == str(path / "tokenizer.json")
+    assert made.run_path.name == f"Tiny-Qwen-{recipe}"
+    assert made.num_steps == 0
+    assert [w for w in made.warnings if "no effect" in w or "warm-up" in w] == []
+    assert (made.lora_rank, made.job.lora.quantize) == {
+        "lora": (16, "none"),
+        "qlora": (16, "nf4"),
+    }.get(recipe, (0, "none"))
+    text = describe_plan(made, Machine("cpu", 2), recipe)
+    assert "Tiny-Qwen (qwen3): " in text
+    assert "the data decide the number of steps" in text
+    steps = plan(("model.path", str(path)), ("train.steps", "7"), ("train.seq_len", "256"))
+    assert (steps.num_steps, steps.seq_len) == (7, 256)
+    for overrides, key in (
+        ([], "model.path"),
+        ([("model.path", str(path / "no"))], "model.path"),
+        ([("model.path", str(path)), ("model.num_layers", "2")], "model.num_layers"),
+        ([("model.path", str(path)), ("train.seq_len", "513")], "train.seq_len"),
+    ):
+        with pytest.raises(InvalidConfig) as caught:
+            plan(*overrides)
+        assert [error.key for error in caught.value.errors] == [key]
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.reader import read_job, recipe_names
+from tests.small import sized_recipes
+from weft.config.reader import read_job
 from weft.config.schema import keys
 from weft.plan.devices import parse_cluster
 from weft.plan.plan import Machine, Plan
@@ -18,9 +19,9 @@ ALWAYS_EFFECTIVE = frozenset(
     f"{section}.{name}"
     for section, names in {
         "run": "dir device cluster",
-        "model": "kind preset",
+        "model": "path kind preset",
         "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
-        "train": "steps seed seq_len global_batch_size microbatch_size world_size_invariant "
+        "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective eval_interval eval_sequences",
         "lora": "rank targets quantize",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
@@ -140,7 +141,7 @@ def test_every_key_has_an_effect_or_an_effect_rule() -> None:
     }
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if "405b" not in name])
+@pytest.mark.parametrize("recipe", [name for name in sized_recipes() if "405b" not in name])
 def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     recipe: str,
 ) -> None:

@@ -25,7 +25,8 @@ from weft.data.prepared_cache import Progress
 from weft.data.tokenizer import load_tokenizer, required_vocab_size, train_tokenizer
 from weft.tools.evaluate import encode_pair
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
-from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.hf_convert import export_checkpoint
+from weft.tools.hf_import import import_model
 from weft.tools.inference_model import find_checkpoint, load_local_model
 
 PROMPTS = ["def parse", "x = 1", "some words, and more"]

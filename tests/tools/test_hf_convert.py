@@ -54,7 +54,8 @@ from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.models.llama import LlamaConfig
 from weft.plan.model_config import resolve_model
 from weft.tools.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
-from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.hf_convert import export_checkpoint
+from weft.tools.hf_import import import_model
 from weft.tools.inference_model import find_checkpoint, load_local_model, load_unsharded
 from weft.train.job_checks import check_text, prepare_job
 from weft.train.setup import build

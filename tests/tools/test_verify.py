@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.small import sized_recipes
 from tests.test_extending import LOCAL
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig, WeftError
-from weft.config.reader import recipe_names
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
@@ -121,7 +121,7 @@ def test_verify_other_right_layout_holds(
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", sized_recipes())
 def test_verify_shipped_recipe_holds(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_holds(capsys, recipe)
 
@@ -619,7 +619,7 @@ def test_shrink_schedule_file_keeps_its_ranks(
 # --------------------------------------------------------------------------- shrinking
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", sized_recipes())
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> None:
     """All sizes are reduced; each technique remains if there are enough ranks."""

@@ -24,7 +24,8 @@ from weft.models import FAMILIES
 from weft.models.family import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.plan.model_config import resolve_model
-from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.hf_convert import export_checkpoint
+from weft.tools.hf_import import import_model
 from weft.tools.inference_model import find_checkpoint, load_unsharded
 
 MODEL: Overrides = [

@@ -66,7 +66,7 @@ def run_import(options: argparse.Namespace) -> None:
     """Import a Hugging Face model as a run, to train it further."""
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
-    from weft.tools.hf_convert import import_model
+    from weft.tools.hf_import import import_model
 
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:

@@ -40,8 +40,7 @@ from weft.cluster.rank_exit import (
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
-from weft.config.reader import read_job
-from weft.config.schema import Job, difference, to_toml
+from weft.config.schema import Job, to_toml
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.loader import build_mixture
@@ -58,10 +57,9 @@ from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
-from weft.plan.model_config import expand_preset, model_name
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
-from weft.plan.plan_text import describe_float8, format_stages
+from weft.plan.plan_text import describe_float8, format_stages, run_title
 from weft.tools.model_import import import_on_rank_0, import_source, open_source
 from weft.tools.report.page import REPORT_FILE
 from weft.tools.report.run_report import (
@@ -70,7 +68,7 @@ from weft.tools.report.run_report import (
     report_page,
     unwritten_message,
 )
-from weft.train.job_checks import check_text, plan_with_data
+from weft.train.job_checks import check_text, describe_changes, plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings, lock_directory, unwritable_error
 from weft.train.state import checkpoint_dir
@@ -364,15 +362,6 @@ def write_run_files(
         raise unwritable_error(run_dir, error) from error
 
 
-def describe_changes(run_dir: Path, job: Job) -> str:
-    """Describe keys that changed since the last start: '; optim.lr 0.003 -> 0.001'."""
-    if not (run_dir / "job.toml").is_file():
-        return ""
-    old, _, _ = read_job(str(run_dir / "job.toml"))
-    changes = difference(expand_preset(job), expand_preset(old))
-    return "".join(f"; {name} {before} -> {now}" for name, (now, before) in changes.items())
-
-
 # --------------------------------------------------------------------------- printed output
 
 
@@ -402,12 +391,6 @@ def print_plan(
         console.print(f"predicted: {prediction}")
     for text in filter(None, (*plan.warnings, warning)):
         console.print(f"warning: {text}")
-
-
-def run_title(plan: Plan, recipe: str) -> str:
-    """Return the names of model and recipe; of a ``job.toml`` the name of its run."""
-    name, model = Path(recipe).stem, model_name(plan.job.model.path)
-    return plan.run_path.name if name == "job" else f"{model} {name}" if model else name
 
 
 def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:

@@ -1,7 +1,7 @@
 """Resolve the model section of a job to the configuration of its family.
 
 With ``model.path`` the section is that of another model: `adopt_model` reads it, and only it.  The
-weights are imported by ``weft train``, or by ``weft import``, once (`weft.tools.hf_import`).
+weights are imported by ``weft train``, or by ``weft import``, once (`weft.tools.model_import`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def expand_preset(job: Job) -> Job:
 
 
 def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
-    """Return the job with the model of ``model.path``, or of the imported run that it continues.
+    """Return the job with the model of ``model.path``, or of its imported run.
 
     It also gets the tokenizer, unless it names one, and sequences no longer than the model's if
     the recipe sets their length.  A run that has started does not read ``model.path`` again.
@@ -148,12 +148,12 @@ def _read_imported(run_dir: Path) -> Job | None:
 
 
 def _is_same_path(ours: str, theirs: str) -> bool:
-    """Return True if a name means a saved ``model.path``, which may not exist any more."""
+    """Return True if a name means a saved ``model.path``, which may be gone."""
     return theirs in (ours, str(Path(ours).expanduser().absolute()))
 
 
 def _is_complete(section: ModelSection) -> bool:
-    """Return True if the section has every field, as that of a ``job.toml`` with a path."""
+    """Return True if the section has every field, as in a ``job.toml``."""
     config, errors = resolve_section(section)
     return not errors and config is not None and {*config.model_dump()} <= {*section.overrides()}
 

@@ -139,6 +139,12 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
     return "\n".join(lines)
 
 
+def run_title(plan: Plan, recipe: str) -> str:
+    """Return the names of model and recipe; of a ``job.toml`` the name of its run."""
+    name, model = Path(recipe).stem, model_name(plan.job.model.path)
+    return plan.run_path.name if name == "job" else f"{model} {name}" if model else name
+
+
 def describe_machine(plan: Plan, machine: Machine) -> str:
     """Format the hardware of a plan, such as ``64 nodes of 8 H100``."""
     nodes = math.ceil(plan.world_size / plan.local_world_size)

@@ -46,7 +46,7 @@ OverrideMap = dict[str, str]  # key -> text, as on the command line
 # Prefixes of keys that are not drawn, and why.
 EXCLUDED = {
     "run.": "verify sets directory, device and ranks",
-    "model.preset": "the sizes of a model are drawn one by one",
+    **dict.fromkeys(("model.preset", "model.path"), "a model's sizes are drawn one by one"),
     **dict.fromkeys(
         (
             *("data.path", "data.mixture", "data.text_field", "data.tokenizer"),
@@ -55,8 +55,7 @@ EXCLUDED = {
         ),
         "verify trains on random tokens",
     ),
-    "train.steps": "--steps sets it",
-    "train.epochs": "--steps sets the number of steps",
+    **dict.fromkeys(("train.steps", "train.epochs"), "--steps sets the number of steps"),
     "train.eval_interval": "verify evaluates once, at the end",
     "parallel.async_tp": "needs GPUs that reach each other's memory",
     "parallel.symmetric_memory": "needs GPUs that reach each other's memory",

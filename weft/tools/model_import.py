@@ -1,4 +1,4 @@
-"""Import the weights of ``model.path`` into a run directory, before its ranks start.
+"""Import the weights of ``model.path`` into a run, before its ranks start.
 
 The import is that of ``weft import``: a checkpoint of step 0, and the model's tokenizer and chat
 template.  One process imports, under a lock; after an interruption the next start imports again.  A
@@ -27,20 +27,15 @@ from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.plan.model_config import expand_preset, locate_model, model_name
 from weft.plan.plan import Plan
-from weft.tools.hf_convert import (
-    COMPANION_FILES,
-    ModelSource,
-    open_hf_source,
-    path_exists,
-    write_imported,
-)
+from weft.tools.hf_convert import COMPANION_FILES, path_exists
+from weft.tools.hf_import import ModelSource, open_hf_source, write_imported
 from weft.tools.inference_model import find_base_checkpoint, find_checkpoint
 from weft.tools.peft_export import open_merged
 from weft.train.state import checkpoint_dir
 
 
 def open_source(plan: Plan) -> ModelSource | None:
-    """Find and check the model that a run imports; None: it imports none, or has a checkpoint.
+    """Open the model that a run imports; None if there is none to import.
 
     Raises:
         InvalidConfig: with every reason why the import is impossible.
@@ -86,7 +81,7 @@ def _open_run(run_dir: Path, path: str) -> ModelSource:
 
 
 def import_source(plan: Plan, source: ModelSource | None, console: Console) -> Plan:
-    """Import a source of `open_source`, if there is one; return the plan of the imported run.
+    """Import a source of `open_source`; return the plan of the imported run.
 
     Processes of several nodes may call this at once: one imports.
     """

@@ -315,10 +315,20 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         return errors
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     for name, (ours, theirs) in difference(expand_preset(job), expand_preset(old)).items():
-        if name.startswith(fixed):
+        is_same = name == "model.path" and "" in (ours, theirs)  # the other keys decide
+        if name.startswith(fixed) and not is_same:
             rule = f"differs from the run in {folder}, which was started with {theirs}"
             errors.add(name, rule, f"use another run.dir, or {name}={theirs}", value=ours)
     return errors
+
+
+def describe_changes(run_dir: Path, job: Job) -> str:
+    """Describe keys that changed since the last start: '; optim.lr 0.003 -> 0.001'."""
+    if not (run_dir / "job.toml").is_file():
+        return ""
+    old, _, _ = read_job(str(run_dir / "job.toml"))
+    changes = difference(expand_preset(job), expand_preset(old))
+    return "".join(f"; {name} {before} -> {now}" for name, (now, before) in changes.items())
 
 
 def check_text(plan: Plan, text: Dataset) -> None:

@@ -1,0 +1,335 @@
+"""Import a Hugging Face directory as a run with a checkpoint of step 0.
+
+All files are checked before anything is written.  Imported data is never executed: only
+safetensors are read, and no code of a model is run.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import weft
+from weft.checkpoint.manifest import checkpoint_path
+from weft.checkpoint.safetensors import NAMES
+from weft.checkpoint.shard_files import Contents, read_file_contents
+from weft.checkpoint.storage import CorruptData
+from weft.checkpoint.weight_files import (
+    INDEX,
+    SINGLE,
+    UnrepresentableValue,
+    Weight,
+    open_weight,
+    publish_directory,
+    write_weights_checkpoint,
+)
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import replace_bytes, replace_text
+from weft.config.schema import Job, ModelSection, replace, to_toml
+from weft.data.document_tokens import find_document_tokens
+from weft.data.prepared_cache import Report
+from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size
+from weft.models import FAMILIES, Family
+from weft.models.hf_mapping import (
+    detect_family,
+    from_hf_config,
+    get_hf_mapping,
+    param_shapes,
+    printable,
+)
+from weft.plan.model_config import model_section
+from weft.tools.hf_convert import (
+    COMPANION_FILES,
+    DTYPES,
+    SOURCE_DIR,
+    check_out,
+    count_progress,
+    path_exists,
+    read_json_object,
+    read_small_file,
+)
+
+# A plain file name: no directory, no parent directory, not hidden.
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
+# Rotary tables of old checkpoints, which follow from the configuration.
+DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+MAX_PROBLEMS = 5
+SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
+
+
+class ModelSource(NamedTuple):
+    """A model to import, whose files are valid.
+
+    Attributes:
+        name: its name, for messages.
+        section: the section ``model`` of a run that trains it.
+        weights: weights by weft's name.
+        num_bytes: their size in float32.
+        dtypes: their dtypes in the files.
+        files: other files of the run directory, and where their content is.
+        note: a remark for the user, or ''.
+    """
+
+    name: str
+    section: ModelSection
+    weights: dict[str, Weight]
+    num_bytes: int
+    dtypes: list[str]
+    files: dict[str, Path]
+    note: str
+
+    @property
+    def summary(self) -> str:
+        """Number of weights and their conversion."""
+        dtypes = ", ".join(self.dtypes)
+        return f"{self.num_bytes // 4:,} weights, converted from {dtypes} to float32"
+
+
+def import_model(source: Path, run_dir: Path, report: Report, force: bool = False) -> str:
+    """Import a Hugging Face directory as a run with a checkpoint of step 0.
+
+    Args:
+        source: a directory with ``config.json``, safetensors and ``tokenizer.json``.
+        run_dir: a directory that does not exist; it appears when complete.
+        report: called with the progress.
+        force: accept a tokenizer that is far smaller than the model's vocabulary.
+
+    Returns:
+        A message for the user.
+
+    Raises:
+        InvalidConfig: with every reason why the import is impossible.
+    """
+    errors = ConfigErrors()
+    model = open_hf_source(source, str(source), force, errors)
+    check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
+    errors.raise_any()
+    assert model is not None
+    job = replace(
+        Job(),
+        run={"dir": str(run_dir)},
+        model=model.section.model_dump(),
+        data={"tokenizer": str(run_dir / "tokenizer.json")},
+        train={"seq_len": min(1024, model.section.overrides()["max_seq_len"])},
+    )
+    with publish_directory(run_dir) as directory:
+        write_imported(directory, directory / "checkpoints", model, job, report)
+    summary = f"{run_dir}: {model.summary}"
+    return f"{summary}\n{model.note}" if model.note else summary
+
+
+def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, report: Report) -> None:
+    """Write the files of an imported run and, last, its checkpoint of step 0.
+
+    It may be interrupted and repeated: a run without the checkpoint is not imported.
+
+    Args:
+        run_dir: the run directory.
+        home: directory of its checkpoints.
+        model: the model.
+        job: content of ``job.toml``.
+        report: called with the progress.
+
+    Raises:
+        InvalidConfig: if a weight is not finite.
+    """
+    manifest = {
+        "step": 0,
+        "samples": 0,
+        "mesh": {},
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "imported": model.section.path,
+    }
+    for name, path in model.files.items():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(run_dir / name, path.read_bytes())
+    replace_text(run_dir / "job.toml", to_toml(job, model.section.path, job))
+    progress = count_progress(f"importing {model.name}", model.num_bytes, report)
+    with publish_directory(checkpoint_path(home, 0)) as directory:
+        try:
+            write_weights_checkpoint(directory, model.weights, manifest, progress)
+        except UnrepresentableValue as error:
+            rule = f"cannot be imported: {error}"
+            raise InvalidConfig([ConfigError("model.path", model.section.path, rule)]) from error
+
+
+def open_hf_source(
+    source: Path, path: str, force: bool, errors: ConfigErrors
+) -> ModelSource | None:
+    """Open a Hugging Face directory; on an error append it and return None.
+
+    Args:
+        source: the directory.
+        path: its ``model.path``.
+        force: accept a tokenizer that is far smaller than the model's vocabulary.
+        errors: receives every reason why the import is impossible.
+    """
+    if not source.is_dir():
+        rule = "is not a directory" if source.exists() else "does not exist"
+        errors.add("directory", rule, "give a model's directory", value=str(source))
+        return None
+    kind, config = _read_config(source / "config.json", errors)
+    model = None if config is None else (FAMILIES[kind], config)
+    contents = _read_contents(source, model, errors)
+    note = _check_tokenizer(source / "tokenizer.json", config, force, errors)
+    companions = [name for name in COMPANION_FILES if path_exists(source / name)]
+    for name in companions[1:]:
+        _check_companion(source / name, errors)
+    if model is None or errors:
+        return None
+    shapes, hf_name = param_shapes(*model), get_hf_mapping(model[0]).hf_name
+    files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
+    return ModelSource(
+        source.name,
+        model_section(kind, config, path),
+        {name: open_weight(contents, hf_name(name)) for name in shapes},
+        4 * sum(shape.numel() for shape in shapes.values()),
+        sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in shapes}),
+        {"tokenizer.json": source / "tokenizer.json", **files},
+        note,
+    )
+
+
+def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:
+    """Return the family and the model's configuration, which is None after an error."""
+    kind, config = None, None
+    tree = read_json_object(path, errors)
+    if tree is not None:
+        kind, config_errors = detect_family(tree, FAMILIES)
+        if kind is not None:
+            config, config_errors = from_hf_config(FAMILIES[kind], tree)
+        errors += config_errors
+    return kind or "", config
+
+
+def _check_companion(path: Path, errors: ConfigErrors) -> None:
+    if path.suffix != ".json":
+        try:
+            read_small_file(path)
+        except CorruptData as error:
+            errors.add(path.name, str(error), "download it again, or remove it")
+        return
+    tree = read_json_object(path, errors)
+    if tree and "auto_map" in tree:
+        rule = "names code to run, which weft neither runs nor exports"
+        errors.add(f"{path.name} auto_map", rule, "remove the field")
+
+
+def _check_tokenizer(path: Path, config: Any, force: bool, errors: ConfigErrors) -> str:
+    """Return a note if the files disagree about the token that ends a text."""
+    try:
+        read_small_file(path)
+        tokenizer, _ = load_tokenizer(path)
+        note = find_document_tokens(tokenizer, [path.parent], str(path)).note
+    except CorruptData as error:
+        remedy = "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes one"
+        errors.add(path.name, str(error), remedy)
+    except InvalidConfig as error:  # `_check_companion` reports unreadable companion files
+        errors += [p for p in error.errors if p.key not in COMPANION_FILES]
+    else:
+        size = required_vocab_size(tokenizer)
+        if config and size > config.vocab_size:
+            rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
+            errors.add(path.name, rule, "use the tokenizer of this model")
+        elif config and not force and has_excess_padding(size, config.vocab_size):
+            rule = (
+                f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
+            )
+            remedy = "use the model's own tokenizer, or --force if this is it"
+            errors.add(path.name, rule, remedy)
+        return note
+    return ""
+
+
+def _read_contents(
+    source: Path, model: tuple[Family, Any] | None, errors: ConfigErrors
+) -> Contents:
+    """Return the tensors in the files of a model; append errors to ``errors``."""
+    contents = Contents(source, {}, {})
+    if path_exists(source / SINGLE):
+        index, files = None, [SINGLE]
+    elif path_exists(source / INDEX):
+        tree = read_json_object(source / INDEX, errors)
+        if tree is None:
+            return contents
+        index = tree.get("weight_map")
+        key = f"{INDEX} weight_map"
+        if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+            errors.add(key, "must map every tensor to a file", "download it again")
+            return contents
+        files = sorted(set(index.values()))
+        bad_names = [name for name in files if not FILE_NAME.fullmatch(name)]
+        for name in bad_names[:MAX_PROBLEMS]:
+            rule = "is not the plain name of a .safetensors file next to the index"
+            errors.add(key, rule, "do not use it", value=printable(name))
+        if bad_names:
+            return contents
+    else:
+        pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
+        rule, remedy = "does not exist, nor does its index", "download the weights"
+        if pickles:
+            rule = f"does not exist, only the pickle {printable(pickles[0])}, which may run code"
+            remedy = SAFETENSORS_REMEDY
+        errors.add(SINGLE, rule, remedy)
+        return contents
+
+    found = ConfigErrors()
+    files_of: dict[str, str] = {}  # the file of each tensor
+    for name in files:
+        try:
+            own = read_file_contents(source / name)
+        except CorruptData as error:
+            found.add(name, str(error), "download it again")
+            continue
+        for tensor in own.tensors:
+            if tensor in files_of:
+                rule = f"has {printable(tensor)}, which is also in {files_of[tensor]}"
+                found.add(name, rule, "do not use it")
+            files_of[tensor] = name
+        contents.tensors.update(own.tensors)
+        contents.files.update(own.files)
+    if not found:
+        if index not in (None, files_of):
+            rule = "does not match the tensors in the files"
+            found.add(INDEX, rule, "download index and files again")
+        if model is not None:
+            _check_shapes(contents, *model, found)
+    errors += found[:MAX_PROBLEMS]
+    if len(found) > MAX_PROBLEMS:
+        errors.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
+    return contents
+
+
+def _check_shapes(contents: Contents, family: Family, config: Any, errors: ConfigErrors) -> None:
+    """Check that the files have exactly the model's tensors, with its shapes."""
+    tensors = contents.tensors
+    if config.num_layers > len(tensors):
+        rule = f"needs more tensors than the {len(tensors)} in the files"
+        key = "config.json num_hidden_layers"
+        errors.add(key, rule, "download both again", value=config.num_layers)
+        return
+    mapping = get_hf_mapping(family)
+    shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}
+    for name in tensors.keys() - shapes.keys():
+        remedy = "use weights and config.json of one model"
+        if name == "lm_head.weight":
+            remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
+        if not DERIVED.fullmatch(name):
+            errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            errors.add(name, "is in none of the files", "download them again")
+            continue
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            file = tensor.shards[0].file
+            rule = f"has shape {list(tensor.shape)} in {file}, not {list(shape)}"
+            errors.add(name, rule, "use weights and config.json of one model")
+        if tensor.dtype not in DTYPES.values():
+            rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
+            errors.add(name, rule, "save it as F32, BF16 or F16")
