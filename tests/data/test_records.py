@@ -97,6 +97,13 @@ BAD_LINES = {
     "": None,
     "[1]": "line 2: is a list, not an object with a field 'text'",
     '{"txt": "a"}': "line 2: has no field 'text'; did you mean 'txt'?",
+    '{"messages": []}': "line 2: has no field 'text'; it has messages: use --data.format chat",
+    '{"prompt": "a", "response": "b"}': (
+        "line 2: has no field 'text'; it has prompt and response: use --data.format chat"
+    ),
+    '{"prompt": "a", "chosen": "b", "rejected": "c"}': (
+        "line 2: has no field 'text'; it has chosen and rejected: use --data.format preferences"
+    ),
     '{"text": 7}': "line 2: the field 'text' is a number, not text",
     '{"text": null}': None,
     '{"text": "\\ud800"}': "line 2: character 0 of the field 'text' is half a character",

@@ -20,7 +20,7 @@ from weft.cli.main import main
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.data.token_store import open_store
-from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
+from weft.tools.evaluate import ALL_SEQUENCES, SourceLoss, evaluate_sources
 from weft.tools.inference_model import find_checkpoint, load_local_model, plan_inference
 
 ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
@@ -67,6 +67,11 @@ def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: 
     assert (ours["tokens"], ours["bytes"]) == (size.tokens - 1, size.bytes)
     bits = expected * (size.tokens - 1) / size.bytes / math.log(2)
     assert ours["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_source_loss_without_recorded_bytes_has_none() -> None:
+    numbers = SourceLoss("chats.jsonl", 1.5, 10, 0).to_dict()
+    assert (numbers["bytes"], numbers["bits_per_byte"], numbers["tokens"]) == (None, None, 10)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,21 @@ def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]
         yield from read(fragment, stream, columns)
 
 
+# Fields of conversations and of preferences, and the ``data.format`` that reads them.
+CHAT_FIELDS = (
+    ({"chosen", "rejected"}, "preferences"),
+    ({"messages"}, "chat"),
+    ({"prompt", "response"}, "chat"),
+    ({"instruction", "output"}, "chat"),
+)
+
+
 def describe_fields(field: str, names: Iterable[str]) -> str:
-    """Return the name that ``field`` may stand for, or the names that exist."""
+    """Return what ``field`` may stand for, or the names that exist."""
     names = list(names)
+    for fields, name in CHAT_FIELDS:
+        if fields <= {*names} and field not in fields:
+            return f"it has {' and '.join(sorted(fields))}: use --data.format {name}"
     suggestion = suggest(field, names)
     if suggestion.startswith("did"):
         return suggestion

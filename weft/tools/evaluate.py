@@ -88,7 +88,8 @@ class SourceLoss(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON record, with perplexity per token and bits per byte.
 
-        Bits per byte do not depend on the tokenizer; None if the store does not record its bytes.
+        Bits per byte do not depend on the tokenizer.  They and the bytes are None if the store does
+        not record its bytes, as of conversations.
         """
         nats = self.nats_per_token * self.tokens
         bits = nats / self.bytes / math.log(2) if self.bytes else None
@@ -97,7 +98,7 @@ class SourceLoss(NamedTuple):
             "perplexity": math.exp(self.nats_per_token),
             "bits_per_byte": bits,
             "tokens": self.tokens,
-            "bytes": self.bytes,
+            "bytes": self.bytes or None,
         }
 
 
@@ -139,10 +140,9 @@ def evaluate_sources(
     for source in dataset.sources:
         nats, tokens, size = 0.0, 0, 0
         kind = source.store.manifest.kind
+        name = source.name if job.data.is_mixture else job.data.path
         if kind == "preferences":
-            raise WeftError(
-                f"{source.name}: cannot be evaluated, because it holds {kind}, not text"
-            )
+            raise WeftError(f"{name}: cannot be evaluated, because it holds {kind}, not text")
         for split in splits:
             single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
             samples = build_mixture(single, split, plan.seq_len, job.data, plan.seed)
@@ -150,13 +150,12 @@ def evaluate_sources(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
             total = min(sequences, sum(map(len, samples.sources)))
-            advance = progress_counter(report, f"evaluating {source.name}, {split}", total)
+            advance = progress_counter(report, f"evaluating {name}, {split}", total)
             mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance))
             predicted, read = _count_targets(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         if tokens == 0:
-            raise WeftError(f"{source.name}: no token of the validation set has a loss")
-        name = source.name if job.data.is_mixture else job.data.path
+            raise WeftError(f"{name}: no token of the validation set has a loss")
         losses.append(SourceLoss(name, nats / tokens, tokens, size))
     return losses
 
