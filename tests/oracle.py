@@ -436,9 +436,13 @@ def losses_of(model: nn.Module, rows: Rows) -> Tensor:
 
 
 def log_probs_of(losses_BT: Tensor, rows: Rows) -> Tensor:
-    """Return log-probabilities of the chosen and the rejected answer: ``[B, 2]``."""
-    first, second = ((losses_BT * (rows.documents == n)).sum(1) for n in (0, 1))
-    return -torch.stack((first, second), 1)
+    """Return log-probabilities of the chosen and rejected answer of every pair: ``[N, 2]``."""
+    answers = []
+    for losses, targets, documents in zip(losses_BT, rows.targets, rows.documents, strict=True):
+        for pair in documents[targets != NONE].div(2, rounding_mode="floor").unique().tolist():
+            both = [(losses * (documents == 2 * pair + n)).sum() for n in (0, 1)]
+            answers.append(-torch.stack(both))
+    return torch.stack(answers)
 
 
 def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -> Tensor:
@@ -1001,7 +1005,9 @@ class _Comparison:
         """Yield log-probabilities under the initial model; the last is perturbed."""
         [pairs] = mixture.sources
         assert isinstance(pairs, Pairs)
-        known = log_probs(self.built, pairs)
+        packed = pairs.packed.packed
+        numbers = torch.from_numpy(packed.document_order[::2] // 2)  # pairs, row by row
+        known = log_probs(self.built, pairs)[numbers]
         batch = pairs.get_batch(np.arange(len(pairs)))
         rows, _ = read_rows(self.reader, [batch])
         with torch.no_grad():
@@ -1012,8 +1018,13 @@ class _Comparison:
         # Perturb the references, as if training had changed the weights.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
-        by_tokens = {row.numpy().tobytes(): moved[i] for i, row in enumerate(rows.tokens)}
-        yield Mixture([replace(pairs, references=moved)]), by_tokens
+        by_row = moved.split((np.diff(packed.offsets) // 2).tolist())
+        by_tokens = {
+            row.numpy().tobytes(): own for row, own in zip(rows.tokens, by_row, strict=True)
+        }
+        references = torch.zeros(pairs.num_pairs, 2)
+        references[numbers] = moved
+        yield Mixture([replace(pairs, references=references)]), by_tokens
 
     def _gradients(
         self,
@@ -1282,7 +1293,7 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def _known(references: dict[bytes, Tensor], rows: Rows) -> Tensor:
-    return torch.stack([references[row.numpy().tobytes()] for row in rows.tokens])
+    return torch.cat([references[row.numpy().tobytes()] for row in rows.tokens])
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -198,31 +199,41 @@ def test_packing_store_of_another_format_is_refused(data_dir: Path) -> None:
     assert check_conversations(store, 1024, chosen) == []
 
 
-def test_packing_pairs_are_rows_of_two_answers(data_dir: Path) -> None:
+def test_packing_pairs_share_rows_and_stay_together(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     mixture = build_mixture(text, "train", 128, chosen, 0)
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
     batch = full_batch(mixture)
-    store = text.sources[0].store
-    assert len(batch.tokens_BT) == store.manifest.train.documents // 2
+    store, order = text.sources[0].store, pairs.packed.packed.document_order
+    num_pairs = store.manifest.train.documents // 2
+    assert sorted(order.tolist()) == list(range(2 * num_pairs))
+    assert pairs.num_pairs == num_pairs > 1.5 * len(batch.tokens_BT)
+    assert pairs.packed.packed.fill_fraction(128) > 0.7
+    rows = [
+        (row, place, pair)
+        for row in range(len(pairs))
+        for place, pair in enumerate(order[slice(*pairs.packed.packed.offsets[row : row + 2])][::2])
+    ]
+    assert max(place for _, place, _ in rows) == pairs.width - 1 > 0
     writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
     lines = (data_dir / "pairs.jsonl").read_bytes().splitlines()
-    for row, (_, _, number) in enumerate(store.index("train")[::2].tolist()):
+    for row, place, document in rows:
+        number = int(store.index("train")[document, 2])
         examples = parse_line(lines[number - 1], True)
         for answer, result in enumerate(
             writer.encode([writer.render_with_spans(e) for e in examples])
         ):
             assert batch.documents_BT is not None
-            mask = batch.documents_BT[row] == answer
+            mask = batch.documents_BT[row] == 2 * place + answer
             assert batch.tokens_BT[row, mask].tolist() == result.tokens[:-1].tolist()
             targets = np.where(result.loss_mask, result.tokens, IGNORE_INDEX)[1:]
             assert batch.targets_BT[row, mask].tolist() == targets.tolist()
     [error] = check_conversations(store, 60, chosen)
     assert "pairs" in error.rule
     skip = chosen.model_copy(update={"overlong": "skip"})
-    rows = pack_split(store, "train", 60, skip, 0)
-    assert rows.num_skipped == store.manifest.train.documents // 2 - len(rows) > 0
+    packed = pack_split(store, "train", 60, skip, 0)
+    assert packed.num_skipped == num_pairs - len(packed.document_order) // 2 > 0
     [error] = check_conversations(store, 60, chosen.model_copy(update={"overlong": "truncate"}))
     assert error.key == "data.overlong"
 
@@ -231,9 +242,10 @@ def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     [pairs] = build_mixture(text, "train", 128, chosen, 0).sources
     assert isinstance(pairs, Pairs)
-    known = torch.arange(2.0 * len(pairs)).view(-1, 2)
+    known = torch.arange(1, 1 + 2.0 * pairs.num_pairs).view(-1, 2)
+    order, offsets = pairs.packed.packed.document_order, pairs.packed.packed.offsets
     loader = Loader(
-        Mixture([Pairs(pairs.packed, known)]),
+        Mixture([replace(pairs, references=known)]),
         seed=0,
         global_batch_size=len(pairs),
         dp_rank=0,
@@ -242,9 +254,12 @@ def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:
     )
     plain = full_batch(Mixture([pairs]))
     for batch in loader.get_microbatches(0):
-        for row, references in zip(batch.tokens_BT, batch.references_B2, strict=True):  # type: ignore[arg-type]
+        assert batch.references_BP2 is not None
+        for row, references in zip(batch.tokens_BT, batch.references_BP2, strict=True):
             [number] = (plain.tokens_BT == row).all(1).nonzero()[0].tolist()
-            assert references.tolist() == known[number].tolist()
+            own = known[order[offsets[number] : offsets[number + 1] : 2] // 2]
+            assert references[: len(own)].tolist() == own.tolist()
+            assert not references[len(own) :].any()
 
 
 # --------------------------------------------------------------------------- text, and mixtures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -148,16 +149,20 @@ def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, 
     losses = []
     for batch in batches:
         assert batch.documents_BT is not None
-        assert batch.references_B2 is not None
-        for row in range(len(batch.tokens_BT)):
+        assert batch.references_BP2 is not None
+        has_targets_BT = batch.targets_BT != IGNORE_INDEX
+        for row, pair in itertools.product(*map(range, batch.references_BP2.shape[:2])):
             ratios = []
+            is_pair = batch.documents_BT[row] // 2 == pair
+            if not (is_pair & has_targets_BT[row]).any():
+                continue
             for answer in (0, 1):
-                mask = batch.documents_BT[row] == answer
+                mask = batch.documents_BT[row] == 2 * pair + answer
                 tokens, targets = batch.tokens_BT[row, mask], batch.targets_BT[row, mask]
                 log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
                 known = targets != IGNORE_INDEX
                 of_targets = log_p[known].gather(1, targets[known][:, None])
-                ratios.append(of_targets.sum() - batch.references_B2[row, answer].double())
+                ratios.append(of_targets.sum() - batch.references_BP2[row, pair, answer].double())
             losses.append(-torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1]))))
     loss = torch.stack(losses).mean()
     loss.backward()  # type: ignore[no-untyped-call]

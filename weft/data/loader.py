@@ -35,7 +35,7 @@ Shapes: B sequences of a microbatch, T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -172,7 +172,7 @@ class Batch(NamedTuple):
     ``targets_BT`` is the next token, or IGNORE_INDEX.  ``documents_BT`` numbers the documents of
     each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
     document that it ends.  Both are None with ``packing="windows"``.  ``sources_B``, the source of
-    each sequence, is None without a mixture.  `Pairs` set ``references_B2``, float32.
+    each sequence, is None without a mixture.  `Pairs` set ``references_BP2``, float32.
     """
 
     tokens_BT: torch.Tensor
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor | None
     positions_BT: torch.Tensor | None
     sources_B: torch.Tensor | None = None
-    references_B2: torch.Tensor | None = None
+    references_BP2: torch.Tensor | None = None
 
 
 class Samples(Protocol):
@@ -274,27 +274,39 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Preference pairs, one per sequence: document 0 is chosen, document 1 rejected.
+    """Preference pairs, several per sequence: documents 2p and 2p + 1 are pair p, chosen first.
 
-    Both include the prompt.  Ranks, microbatches and stages never separate the two.
+    All include their prompts.  Ranks, microbatches and stages never separate the two of a pair.
 
     Args:
-        references: log-probabilities of both answers under the initial model, in nats, float32
-            (pairs, 2); None: not computed yet.
+        references: log-probabilities of both answers of each pair of the store under the initial
+            model, in nats, float32 (pairs, 2); None: not computed yet.
+        width: the most pairs of a sequence, of any source of a mixture.
     """
 
     packed: PackedDocuments
     references: torch.Tensor | None = None
+    width: int = 1
 
     def __len__(self) -> int:
         return len(self.packed)
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of the store, also those that are too long for a sequence."""
+        return len(self.packed.packed.starts) // 2
+
     def get_batch(self, indices: Ints) -> Batch:
-        """Return preference pairs, with reference log-probabilities if known."""
-        batch = self.packed.get_batch(indices)
+        """Return sequences of pairs, with reference log-probabilities if known."""
+        batch, packed = self.packed.get_batch(indices), self.packed.packed
         if self.references is None:
             return batch
-        return batch._replace(references_B2=self.references[torch.from_numpy(indices)])
+        references_BP2 = self.references.new_zeros(len(indices), self.width, 2)
+        for row, sample in enumerate(indices.tolist()):
+            documents = packed.document_order[packed.offsets[sample] : packed.offsets[sample + 1]]
+            pairs = torch.from_numpy(documents[::2] // 2)
+            references_BP2[row, : len(pairs)] = self.references[pairs]
+        return batch._replace(references_BP2=references_BP2)
 
 
 @dataclass(frozen=True)
@@ -335,6 +347,9 @@ def build_mixture(
     sources = [
         _build_samples(source.store, split, seq_len, section, seed) for source in dataset.sources
     ]
+    pairs = [samples for samples in sources if isinstance(samples, Pairs)]
+    width = max((int(np.diff(p.packed.packed.offsets).max()) // 2 for p in pairs), default=0)
+    sources = [replace(s, width=width) if isinstance(s, Pairs) else s for s in sources]
     return Mixture(sources, [source.share for source in dataset.sources])
 
 

@@ -86,7 +86,7 @@ def pack_best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
 def pack_split(
     store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
 ) -> PackedSequences:
-    """Pack a split; each pair of preferences is one sequence, chosen answer first.
+    """Pack a split; pairs of preferences stay together, chosen answer first.
 
     ``data.overlong`` decides whether longer conversations are dropped or truncated, and those left
     without a trained token are dropped.  Longer documents of text are split into chunks.
@@ -97,10 +97,10 @@ def pack_split(
     starts, lengths, is_used = _select_conversations(store, split, seq_len, section)
     num_skipped = int((~is_used).sum())
     if store.manifest.kind == "preferences":
-        documents = (2 * np.flatnonzero(is_used)[:, None] + np.arange(2)).ravel()
-        return PackedSequences(
-            starts, lengths, documents, np.arange(0, len(documents) + 1, 2), num_skipped
-        )
+        pairs = np.flatnonzero(is_used)
+        order, offsets = pack_best_fit(lengths.reshape(-1, 2).sum(1)[pairs], seq_len, seed)
+        documents = (2 * pairs[order][:, None] + np.arange(2)).ravel()
+        return PackedSequences(starts, lengths, documents, 2 * offsets, num_skipped)
     starts, lengths = starts[is_used], lengths[is_used]
     num_truncated = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)

@@ -212,7 +212,7 @@ def empty_batches(plan: Plan) -> list[Batch]:
         )
         batch = Batch(tokens, tokens.clone(), *document_columns)
         if job.data.has_preferences:
-            batch = batch._replace(references_B2=torch.zeros(len(tokens), 2))
+            batch = batch._replace(references_BP2=torch.zeros(len(tokens), 1, 2))
         batches.append(batch)
         num_sequences -= plan.microbatch_size
     return batches

@@ -481,13 +481,14 @@ def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
     tokens = generator.integers(1, plan.model.vocab_size, size)
     tokens[generator.random(size) < 1 / MEAN_DOCUMENT_TOKENS] = SEPARATOR
     stream, seq_len = TokenStream([tokens]), plan.seq_len
-    if job.data.has_preferences:  # two answers of half a sequence each
-        answers = 2 * sequences
-        starts = np.arange(answers) * (seq_len // 2)
-        lengths = np.full(answers, seq_len // 2)
-        pairs = PackedSequences(starts, lengths, np.arange(answers), np.arange(0, answers + 1, 2))
+    if job.data.has_preferences:  # pairs of equal answers that fill a sequence
+        width = 2 if seq_len >= 4 else 1
+        num_pairs, length = width * sequences, seq_len // (2 * width)
+        starts = np.arange(2 * num_pairs) * length
+        lengths, offsets = np.full(2 * num_pairs, length), np.arange(sequences + 1) * 2 * width
+        pairs = PackedSequences(starts, lengths, np.arange(2 * num_pairs), offsets)
         packed = PackedDocuments(stream, None, pairs, seq_len, SEPARATOR)
-        return Mixture([Pairs(packed, references=torch.zeros(sequences, 2))])
+        return Mixture([Pairs(packed, torch.zeros(num_pairs, 2), width)])
     packing: Packing = "documents" if job.data.keeps_documents else "windows"
     return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])
 

@@ -28,7 +28,7 @@ A user's objective is a function that takes the section `train` and returns an `
 ``train.objective = "module:function"`` names it.
 
 Shapes in names: B sequences, T tokens of a sequence, N = B T, D model width, V vocabulary (or this
-rank's part of it), M metrics.
+rank's part of it), M metrics, P pairs of a sequence, A answers.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Objective(NamedTuple):
     """An objective.
 
     Attributes:
-        counts: returns how much each sequence counts, (B,): its targets, or 1 for a pair; 0
+        counts: returns how much each sequence counts, (B,): its targets, or its pairs; 0
             without targets.
         losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target.
         metrics: names of the metrics; weft logs each as a mean over the counts.
@@ -280,28 +280,41 @@ def dpo(section: TrainSection) -> Objective:
     beta = section.dpo_beta
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
-        assert batch.references_B2 is not None
-        rewards_B2 = beta * (answer_logprobs(losses_BT, batch) - batch.references_B2)
-        margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
-        count_B = count_pairs(batch)
-        metrics = (margin_B, (margin_B > 0).float(), rewards_B2[:, 0], rewards_B2[:, 1])
-        metrics_BM = torch.stack(metrics, dim=1).detach() * count_B[:, None]
-        return SequenceLosses(-F.logsigmoid(margin_B) * count_B, metrics_BM)
+        rewards_BP2 = beta * (answer_logprobs(losses_BT, batch) - batch.references_BP2)
+        margin_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
+        is_pair_BP = find_pairs(batch)
+        metrics = (margin_BP, (margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])
+        metrics_BPM = torch.stack(metrics, dim=2).detach() * is_pair_BP[..., None]
+        loss_B = (-F.logsigmoid(margin_BP) * is_pair_BP).sum(1)
+        return SequenceLosses(loss_B, metrics_BPM.sum(1))
 
     names = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
     return Objective(count_pairs, losses, names, needs_references=True)
 
 
 def count_pairs(batch: Batch) -> Tensor:
-    """Return 1 for each sequence that is a pair, 0 for padding, int64 (B,)."""
-    return (batch.targets_BT != IGNORE_INDEX).any(1).long()
+    """Return the number of pairs of each sequence, int64 (B,)."""
+    return find_pairs(batch).sum(1)
+
+
+def find_pairs(batch: Batch) -> Tensor:
+    """Return True where a sequence has a pair with targets, bool (B, P)."""
+    return (_sum_by_answer((batch.targets_BT != IGNORE_INDEX).long(), batch) > 0).any(2)
 
 
 def answer_logprobs(losses_BT: Tensor, batch: Batch) -> Tensor:
-    """Return the log-probabilities of the chosen and the rejected answer, (B, 2)."""
+    """Return the log-probabilities of the chosen and the rejected answers, (B, P, 2)."""
+    return -_sum_by_answer(losses_BT, batch)
+
+
+def _sum_by_answer(values_BT: Tensor, batch: Batch) -> Tensor:
+    """Return the sum over each answer of up to P pairs of a sequence, (B, P, 2)."""
     assert batch.documents_BT is not None
-    both = [(losses_BT * (batch.documents_BT == document)).sum(1) for document in (0, 1)]
-    return -torch.stack(both, dim=1)
+    assert batch.references_BP2 is not None
+    shape = batch.references_BP2.shape
+    answers_A1 = torch.arange(2 * shape[1], device=values_BT.device)[:, None]
+    is_answer_BAT = batch.documents_BT[:, None] == answers_A1
+    return (values_BT[:, None] * is_answer_BAT).sum(2).view(shape)
 
 
 OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {"next_token": next_token, "dpo": dpo}

@@ -23,7 +23,7 @@ from weft.config.files import write_durably
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.token_store import SplitName
-from weft.train.loss import SequenceLosses, answer_logprobs, count_pairs
+from weft.train.loss import SequenceLosses, answer_logprobs, find_pairs
 from weft.train.setup import Built
 
 
@@ -52,7 +52,8 @@ def with_references(
     content_key = [dataset.fingerprint, built.plan.seq_len, job.data.overlong]
     name = f"references-{xxh3_64_hexdigest(repr(content_key).encode())}.npy"
     file = built.plan.run_path / name
-    lengths = [len(samples) for mixture in mixtures.values() for samples in mixture.sources]
+    sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
+    lengths = [samples.num_pairs for samples in sources]
     # Rank 0 decides, because other ranks may not see the directory.
     saved: list[Tensor | None] = [None]
     if dist.get_rank() == 0 and file.exists():
@@ -66,12 +67,7 @@ def with_references(
         )
     if references is None:
         log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")
-        computed = [
-            log_probs(built, cast(Pairs, samples))
-            for mixture in mixtures.values()
-            for samples in mixture.sources
-        ]
-        references = torch.cat(computed).cpu()
+        references = torch.cat([log_probs(built, samples) for samples in sources]).cpu()
         if dist.get_rank() == 0:
             content = io.BytesIO()
             np.save(content, references.numpy())
@@ -90,21 +86,21 @@ def with_references(
 def log_probs(built: Built, samples: Pairs) -> Tensor:
     """Compute the log-probabilities of both answers of all pairs.
 
-    Every rank calls this function and gets all pairs.  In this evaluation each sequence has its
-    index in place of references.
+    Every rank calls this function and gets all pairs.  In this evaluation each pair has its index
+    in place of references.
 
     Returns:
-        float32 (pairs, 2), in nats.
+        float32 (pairs of the store, 2), in nats; 0 for pairs that are in no sequence.
     """
     train_step = built.train_step
-    result = torch.zeros(len(samples), 2, device=train_step.device)
-    indices_N2 = torch.arange(len(samples), dtype=torch.float64)[:, None].expand(-1, 2)
+    result = torch.zeros(samples.num_pairs, 2, device=train_step.device)
+    indices_N2 = torch.arange(samples.num_pairs, dtype=torch.float64)[:, None].expand(-1, 2)
 
     def record_answers(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         if train_step.owns_loss:
-            is_pair_B = count_pairs(batch).bool()  # the other sequences pad the batch
-            indices_B2 = cast(Tensor, batch.references_B2)
-            result[indices_B2[is_pair_B, 0].long()] = answer_logprobs(losses_BT, batch)[is_pair_B]
+            is_pair_BP = find_pairs(batch)  # the others pad a sequence or the batch
+            indices_N = cast(Tensor, batch.references_BP2)[is_pair_BP][:, 0].long()
+            result[indices_N] = answer_logprobs(losses_BT, batch)[is_pair_BP]
         loss_B = losses_BT.sum(1)
         return SequenceLosses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
