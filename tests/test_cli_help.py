@@ -130,6 +130,7 @@ def test_recipes_lists_every_recipe_with_its_purpose(capsys: pytest.CaptureFixtu
         ("--output_dir=x", "is not a known key. Use run.dir."),
         ("--warmup-steps=9", "is not a known key. Use optim.warmup_steps."),
         ("--train.learning_rate=9", "is not a known key. Use optim.lr."),
+        ("--num-epochs=3", "is not a known key. Use train.epochs."),
         ("--gradient-accumulation-steps=4", "Set train.global_batch_size and"),
     ],
 )
