@@ -104,7 +104,7 @@ def test_sampler_writes_when_due_and_survives(
     assert len((run_dir / SYSTEM_FILE).read_text().splitlines()) == 2
 
 
-def test_sampler_broken_nvidia_smi_is_not_asked_again(
+def test_sampler_broken_nvidia_smi_is_not_called_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""Process of `weft.api.child.run_in_child`: ``python -m weft.api CONNECTION PARENT``."""
+"""Process of `weft.api.child`: ``python -m weft.api CONNECTION PARENT``."""
 
 from __future__ import annotations
 

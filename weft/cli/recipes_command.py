@@ -49,6 +49,7 @@ def describe_recipe(name: str) -> dict[str, str]:
     The purpose is the first sentence of the comment that opens the file.
     """
     from weft.config.reader import RECIPES, read_job
+    from weft.config.schema import flatten
 
     job, _, _ = read_job(name)
     comment = []
@@ -57,5 +58,6 @@ def describe_recipe(name: str) -> dict[str, str]:
             break
         comment.append(line.removeprefix("# "))
     first = re.split(r"[.:](?:\s|$)", " ".join(comment), maxsplit=1)[0]
-    cluster = "this machine" if job.run.cluster == "local" else job.run.cluster
+    cluster = flatten(job)["run.cluster"]
+    cluster = "this machine" if cluster == "local" else cluster
     return {"name": name, "model": job.model.full_name, "cluster": cluster, "purpose": first}

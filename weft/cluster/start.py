@@ -46,7 +46,7 @@ from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.loader import build_mixture
 from weft.data.packing import describe_packing
 from weft.data.prepare import cache_dir, prepare_data, show_progress
-from weft.data.source import STDLIB
+from weft.data.source import STDLIB, STORIES
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import has_excess_padding
 from weft.estimate.memory_check import RunPrediction, predict_run, save_prediction
@@ -397,7 +397,8 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
     """Print the data sources with their epochs and packing, and warnings."""
     job = plan.job
     entries = dataset.vocab_size
-    if has_excess_padding(entries, plan.model.vocab_size):
+    # A tokenizer that weft trains has fewer entries than it may have if the text has few words.
+    if not job.data.trains_tokenizer and has_excess_padding(entries, plan.model.vocab_size):
         fraction = f"{entries:,} of the model's {plan.model.vocab_size:,} vocabulary entries"
         rest = "the other entries are never trained"
         console.print(f"warning: the tokenizer uses {fraction}; {rest}")
@@ -455,17 +456,13 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
         lines.append(line)
     run_argument = shlex.quote(display_path(run_dir))
     lines.append(f"run directory: {display_path(run_dir)}")
-    if job.data.path == STDLIB and not job.data.is_mixture:
+    lines.append(f"next:  weft chat {run_argument}")
+    if job.data.path in (STORIES, STDLIB) and not job.data.is_mixture:
         name = recipe if not recipe.endswith(".toml") else "demo"
-        lines += [
-            f"next:  weft generate {run_argument} --prompt 'class '",
-            f"       weft train {name} --data.path FILE_OR_DIRECTORY   train on your own text",
-        ]
-    else:
-        lines.append(f"next:  weft generate {run_argument}")
-        if is_next_token:
-            lines.append(f"       weft evaluate {run_argument}")
-    lines.append("       weft train --help                          list all keys")
+        lines.append(f"       weft train {name} --data.path FILE_OR_DIRECTORY   # your own text")
+    elif is_next_token:
+        lines.append(f"       weft evaluate {run_argument}")
+    lines.append(f"       weft report {run_argument} --serve                     # in a browser")
     console.print("\n".join(lines))
 
 

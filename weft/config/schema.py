@@ -461,6 +461,19 @@ class ActivationCheckpointSection(Section):
         """The number of blocks after which the pattern of recomputed blocks repeats."""
         return self.every_n_layers if self.mode != "none" else 1
 
+    def describe(self) -> str:
+        """Return what backward recomputes, as a phrase."""
+        every_n, num_matmuls = self.every_n_layers, self.recompute_every_n_matmuls
+        blocks = "every block" if every_n == 1 else f"1 of {every_n} blocks"
+        matmuls = f" and 1 of {num_matmuls} matmuls" if num_matmuls else ""
+        text = {
+            "none": "nothing (no activation checkpointing)",
+            "full": f"{blocks} (full)",
+            "selective": f"cheap operators{matmuls} of {blocks} (selective)",
+            "budget": f"until {self.memory_budget:.0%} of the activations of {blocks} are left",
+        }[self.mode]
+        return f"{text}; saved activations in host memory" if self.offload else text
+
     @property
     def recomputes_all_blocks(self) -> bool:
         """Return True if backward computes every block again, completely."""

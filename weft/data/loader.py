@@ -274,9 +274,10 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Preference pairs, several per sequence: documents 2p and 2p + 1 are pair p, chosen first.
+    """Preference pairs, several per sequence.
 
-    All include their prompts.  Ranks, microbatches and stages never separate the two of a pair.
+    Documents 2p and 2p + 1 are pair p, chosen first.  All include their prompts.  Ranks,
+    microbatches and stages never separate the two of a pair.
 
     Args:
         references: log-probabilities of both answers of each pair of the store under the initial

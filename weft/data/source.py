@@ -30,6 +30,7 @@ from weft.config.files import check_url, storage_options
 from weft.data.token_store import STORE_FILE, is_store
 
 STDLIB = "python-stdlib"
+STORIES = "weft.data.stories:stories"  # the data of the demo
 HUB_SCHEME = "hf://"
 
 _HUB_NAME = re.compile(r"(?P<name>/[^:@]+|[^:@]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")

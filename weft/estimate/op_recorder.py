@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -538,3 +539,29 @@ def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
 
     with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
         yield storages
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def register_storages(
+    recorder: OpRecorder,
+    model_parts: Sequence[nn.Module],
+    get_blocks: Callable[[nn.Module], list[nn.Module]],
+    group_size: int,
+) -> dict[int, BlockIndex | None]:
+    """Register parameters and buffers; return the block of each of their storages."""
+    storage_blocks: dict[int, BlockIndex | None] = {}
+    for stage, model_part in enumerate(model_parts):
+        blocks = get_blocks(model_part)
+        block_of_param = {
+            id(param): (stage, group_index(number, len(blocks), group_size))
+            for number, block in enumerate(blocks)
+            for param in block.parameters()
+        }
+        for tensor in (*model_part.parameters(), *model_part.buffers()):
+            index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
+            storage_blocks[recorder.register(local_tensor(tensor), index)] = index
+    return storage_blocks

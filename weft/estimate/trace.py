@@ -27,24 +27,22 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
 from weft.estimate.op_recorder import (
-    OUTSIDE_BLOCKS,
-    BlockIndex,
     Event,
     OpCall,
     OpLocation,
     OpRecorder,
     OpTrace,
-    group_index,
+    local_tensor,
     register_host_copies,
+    register_storages,
     track_locations,
 )
 from weft.estimate.private_trace import fake_process_group
@@ -129,7 +127,7 @@ def record_step(
     params = [param for _, param in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
-        storage_blocks = _register_storages(recorder, built, family.blocks, group_size)
+        storage_blocks = register_storages(recorder, built.model_parts, family.blocks, group_size)
         optimizer_states = frozenset(
             recorder.register(local_tensor(value))
             for state in built.optimizer.state.values()
@@ -178,27 +176,6 @@ def record_step(
     )
 
 
-def _register_storages(
-    recorder: OpRecorder,
-    built: Built,
-    get_blocks: Callable[[nn.Module], list[nn.Module]],
-    group_size: int,
-) -> dict[int, BlockIndex | None]:
-    """Register parameters and buffers; return the block of each of their storages."""
-    storage_blocks: dict[int, BlockIndex | None] = {}
-    for stage, model_part in enumerate(built.model_parts):
-        blocks = get_blocks(model_part)
-        block_of_param = {
-            id(param): (stage, group_index(number, len(blocks), group_size))
-            for number, block in enumerate(blocks)
-            for param in block.parameters()
-        }
-        for tensor in (*model_part.parameters(), *model_part.buffers()):
-            index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
-            storage_blocks[recorder.register(local_tensor(tensor), index)] = index
-    return storage_blocks
-
-
 def empty_batches(plan: Plan) -> list[Batch]:
     """Return the microbatches of a step, filled with zeros."""
     job = plan.job
@@ -216,11 +193,6 @@ def empty_batches(plan: Plan) -> list[Batch]:
         batches.append(batch)
         num_sequences -= plan.microbatch_size
     return batches
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:

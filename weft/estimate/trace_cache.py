@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def load_or_compute(compute: Callable[[], T], plans: tuple[Plan, ...], *others: object) -> T:
-    """Return the result of ``compute``, which depends on the arguments and on code only.
+    """Return the result of ``compute``, which depends on arguments and code only.
 
     A damaged file counts as missing.  If the directory cannot be written, nothing is cached.
     """
@@ -68,10 +68,12 @@ def load_or_compute(compute: Callable[[], T], plans: tuple[Plan, ...], *others: 
 
 def _has_files_of_user(plan: Plan) -> bool:
     """Return True if a key names an attribute of a module, or a schedule file."""
-    job = plan.job
-    names = (job.model.kind, job.optim.name, job.optim.schedule, job.train.objective)
     has_file = plan.pipeline is not None and plan.pipeline.has_schedule_file
-    return has_file or any(":" in name for name in names)
+    return has_file or any(
+        isinstance(value, str) and ":" in value
+        for key, value in flatten(plan.job).items()
+        if not key.startswith((*UNRELATED, "data.", "model.path"))
+    )
 
 
 def _hash(plans: tuple[Plan, ...], others: tuple[object, ...]) -> str:

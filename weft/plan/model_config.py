@@ -141,7 +141,10 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
 
 def _read_imported(run_dir: Path) -> Job | None:
     """Return the job of a run whose weights are imported; None if it is no such run."""
-    if not (run_dir / "job.toml").is_file():
+    try:
+        if not (run_dir / "job.toml").is_file():
+            return None
+    except OSError:  # `check_writable` reports it
         return None
     job, _, errors = read_job(str(run_dir / "job.toml"))
     return None if errors or not job.model.path else job

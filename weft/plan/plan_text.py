@@ -127,7 +127,7 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
         *([("float8", describe_float8(plan))] if plan.float8 != "none" else []),
         *([("peak", _describe_peak(plan))] if plan.peak_flops else []),
         ("sharding", _describe_sharding(plan)),
-        ("recompute", _describe_checkpointing(plan)),
+        ("recompute", plan.job.activation_checkpoint.describe()),
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _describe_pipeline(plan)))
@@ -228,20 +228,6 @@ def _describe_sharding(plan: Plan) -> str:
     if plan.num_microbatches == 1:
         return text
     return f"{text}; gradients reduced once per {plan.gradient_sync}"
-
-
-def _describe_checkpointing(plan: Plan) -> str:
-    section = plan.job.activation_checkpoint
-    period, num_matmuls = section.every_n_layers, section.recompute_every_n_matmuls
-    blocks = "every block" if period == 1 else f"1 of {period} blocks"
-    matmuls = f" and 1 of {num_matmuls} matmuls" if num_matmuls else ""
-    text = {
-        "none": "nothing (no activation checkpointing)",
-        "full": f"{blocks} (full)",
-        "selective": f"cheap operators{matmuls} of {blocks} (selective)",
-        "budget": f"until {section.memory_budget:.0%} of the activations of {blocks} are left",
-    }[section.mode]
-    return f"{text}; saved activations in host memory" if section.offload else text
 
 
 def _describe_pipeline(plan: Plan) -> str:

@@ -1,8 +1,8 @@
-"""Export checkpoints as Hugging Face directories; `weft.tools.hf_import` imports them.
+"""Export checkpoints as Hugging Face directories.
 
-All checks run before anything is written.  Then the weights are streamed into a directory that
-appears only when it is complete (in an object store: file by file, with the file that makes it a
-model last).
+`weft.tools.hf_import` imports such directories.  All checks run before anything is written.  Then
+the weights are streamed into a directory that appears only when it is complete (in an object store:
+file by file, with the file that makes it a model last).
 """
 
 from __future__ import annotations
