@@ -310,7 +310,9 @@ def test_generate_chat_uses_the_template(
     run = random_run(tmp_path / "run", store_path)
     words = ["generate", str(run), "--chat", "--max-tokens", "3"]
     assert main(words) == 2
-    assert "--chat needs a prompt. Add --prompt or --prompts" in capsys.readouterr().err
+    assert (
+        "--chat needs a prompt. Add a prompt after the run, or --prompts" in capsys.readouterr().err
+    )
     assert main([*words, "--prompt", "x"]) == 2
     assert "finds neither chat_template.jinja nor a template" in capsys.readouterr().err
     template = tmp_path / "mine.jinja"

@@ -44,7 +44,7 @@ def model(run_dir: Path) -> TextModel:
 def test_chat_remembers_the_conversation(model: TextModel) -> None:
     session = ChatSession(model, SHORT)
     session.set_system("Be brief.")
-    answers = ["".join(session.reply(text)) for text in ("one", "two")]
+    answers = ["".join(session.stream_answer(text)) for text in ("one", "two")]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
     (first,) = model.complete([messages], SHORT, is_chat=True)
     messages.append({"role": "assistant", "content": answers[0]})
@@ -60,9 +60,9 @@ def test_chat_remembers_the_conversation(model: TextModel) -> None:
 
 def test_chat_seed_counts_up(model: TextModel) -> None:
     session = ChatSession(model, Sampling(max_tokens=20, temperature=2.0, seed=4))
-    first = "".join(session.reply("x"))
+    first = "".join(session.stream_answer("x"))
     session.reset()
-    assert first != "".join(session.reply("x"))
+    assert first != "".join(session.stream_answer("x"))
 
 
 def test_chat_beyond_the_context_drops_the_oldest_answers(model: TextModel) -> None:
@@ -84,20 +84,20 @@ def test_chat_beyond_the_context_drops_the_oldest_answers(model: TextModel) -> N
 
 def test_stopped_answer_stays_in_the_conversation(model: TextModel) -> None:
     session = ChatSession(model, replace(SHORT, max_tokens=50))
-    answer = session.reply("x")
+    answer = session.stream_answer("x")
     start = next(answer)
     answer.close()
     assert session.messages[1] == {"role": "assistant", "content": start}
-    answer = ChatSession(model, SHORT).reply("x")
+    answer = ChatSession(model, SHORT).stream_answer("x")
     answer.close()  # before it began
 
 
 def test_refused_message_leaves_the_conversation(model: TextModel) -> None:
     session = ChatSession(model, SHORT)
-    list(session.reply("x"))
+    list(session.stream_answer("x"))
     before = list(session.messages)
     with pytest.raises(InvalidConfig, match="cannot format the prompt"):
-        list(session.reply("refused"))
+        list(session.stream_answer("refused"))
     assert session.messages == before
 
 

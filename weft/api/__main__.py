@@ -1,4 +1,4 @@
-"""Process of `weft.api.child`: ``python -m weft.api CONNECTION PARENT``."""
+"""The process of `weft.api.child`: ``python -m weft.api CONNECTION PARENT``."""
 
 from __future__ import annotations
 

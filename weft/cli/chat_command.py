@@ -100,7 +100,7 @@ def chat(session: ChatSession) -> None:
         if not line.strip():
             continue
         try:
-            for text in session.reply(line.removeprefix("/")):
+            for text in session.stream_answer(line.removeprefix("/")):
                 print(text, end="", file=out, flush=True)
         except KeyboardInterrupt:
             notice(" (stopped)")

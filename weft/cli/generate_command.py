@@ -54,7 +54,7 @@ def add_generate(commands: Commands) -> None:
 
 
 def accept_prompts_anywhere(parser: CommandParser) -> None:
-    """Accept prompts after other options, which argparse does not."""
+    """Accept prompts after options, too; argparse wants them at the checkpoint."""
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -94,7 +94,7 @@ def read_sampling(options: argparse.Namespace, errors: ConfigErrors) -> Sampling
 
 
 def write_backslashes(stream: TextIO) -> None:
-    """Write backslash escapes of characters that the terminal cannot show."""
+    """Write characters as backslash escapes if the terminal cannot show them."""
     if isinstance(raw := raw_stream(stream), io.TextIOWrapper):
         raw.reconfigure(errors="backslashreplace")
 

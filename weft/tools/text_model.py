@@ -161,8 +161,8 @@ class ChatSession:
         self.messages: list[dict[str, str]] = []
         self.text = ""
 
-    def reply(self, text: str) -> Iterator[str]:
-        """Yield the answer as the model generates it; closing the iterator ends it.
+    def stream_answer(self, text: str) -> Iterator[str]:
+        """Yield the answer as the model generates it; closing the iterator stops it.
 
         If the conversation is longer than the model's context, the model does not see the oldest
         messages, except the system prompt.
