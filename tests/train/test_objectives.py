@@ -286,21 +286,38 @@ def test_dpo_with_lora_references_are_the_frozen_model(
         expect_same(rank, one)
 
 
-def test_dpo_padding_row_counts_for_nothing() -> None:
-    section = TrainSection(objective="dpo", dpo_beta=0.5)
-    objective = dpo(section)
-    targets = torch.tensor([[1, 2, 3, IGNORE_INDEX], [IGNORE_INDEX] * 4])
-    documents = torch.tensor([[0, 0, 1, 2]] * 2)
-    batch = Batch(targets, targets, documents, documents, None, torch.tensor([[-3.0, -1.0]] * 2))
-    losses_BT = torch.tensor([[1.0, 1.5, 0.5, 0.0], [0.0] * 4], requires_grad=True)
+def test_dpo_sums_each_pair_and_padding_counts_for_nothing() -> None:
+    """The first sequence has two pairs, the second one, and the third is padding."""
+    objective = dpo(TrainSection(objective="dpo", dpo_beta=0.5))
+    none = IGNORE_INDEX
+    targets = torch.tensor([[1, 2, 3, 4, 5, 6], [1, none, 3, none, none, none], [none] * 6])
+    documents = torch.tensor([[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 2, 2], [0, 0, 1, 2, 3, 4]])
+    references = torch.tensor(
+        [[[-3.0, -1.0], [-2.0, -1.0]], [[-3.0, -1.0], [0.0, 0.0]], [[-3.0, -1.0], [-2.0, -1.0]]]
+    )
+    batch = Batch(targets, targets, documents, documents, None, references)
+    losses_BT = torch.zeros(3, 6)
+    losses_BT[0] = torch.tensor([1.0, 1.5, 0.5, 1.0, 3.0, 0.0])
+    losses_BT[1, 0], losses_BT[1, 2] = 2.5, 0.5
+    losses_BT.requires_grad_()
     result = objective.losses(losses_BT, batch)
-    # Rewards are (-2.5 + 3) / 2 and (-0.5 + 1) / 2: the margin is 0.
-    assert objective.counts(batch).tolist() == [1, 0]
-    assert result.loss_B.tolist() == [pytest.approx(math.log(2)), 0.0]
-    assert result.metrics_BM.tolist() == [[0.0, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]
+    # Rewards of the first pair: (-2.5 + 3) / 2 and (-0.5 + 1) / 2, so the margin is 0.  Of the
+    # second: (-1 + 2) / 2 and (-3 + 1) / 2, so it is 1.5.
+    other, slope = math.log1p(math.exp(-1.5)), 0.5 / (1 + math.exp(1.5))
+    assert objective.counts(batch).tolist() == [2, 1, 0]
+    loss = result.loss_B.tolist()
+    assert loss == [pytest.approx(math.log(2) + other), pytest.approx(math.log(2)), 0.0]
+    expected = [[1.5, 1.0, 0.75, -0.75], [0.0, 0.0, 0.25, 0.25], [0.0] * 4]
+    assert result.metrics_BM.tolist() == expected
     result.loss_B.sum().backward()
     assert losses_BT.grad is not None
-    assert losses_BT.grad.tolist() == [[0.25, 0.25, -0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    expected = [
+        [0.25, 0.25, -0.25, slope, -slope, 0.0],
+        [0.25, 0.25, -0.25, 0.0, 0.0, 0.0],
+        [0.0] * 6,
+    ]
+    for row, theirs in zip(losses_BT.grad.tolist(), expected, strict=True):
+        assert row == pytest.approx(theirs)
 
 
 RUN: Overrides = [

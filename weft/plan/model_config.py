@@ -7,6 +7,7 @@ weights are imported by ``weft train``, or by ``weft import``, once (`weft.tools
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,8 +95,8 @@ def expand_preset(job: Job) -> Job:
 def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
     """Return the job with the model of ``model.path``, or of its imported run.
 
-    It also gets the tokenizer, unless it names one, and sequences no longer than the model's if
-    the recipe sets their length.  A run that has started does not read ``model.path`` again.
+    It also gets the tokenizer, unless it names one.  A run that has started does not read
+    ``model.path`` again.
 
     Args:
         job: the user's choices.
@@ -133,9 +134,6 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     changes: dict[str, dict[str, Any]] = {"model": section.model_dump()}
     if job.data.trains_tokenizer:
         changes["data"] = {"tokenizer": str(directory.absolute() / "tokenizer.json")}
-    limit = section.overrides().get("max_seq_len", job.train.seq_len)
-    if job.train.seq_len == recipe.train.seq_len:
-        changes["train"] = {"seq_len": min(limit, job.train.seq_len)}
     return replace(job, **changes), errors
 
 
@@ -152,7 +150,7 @@ def _read_imported(run_dir: Path) -> Job | None:
 
 def _is_same_path(ours: str, theirs: str) -> bool:
     """Return True if a name means a saved ``model.path``, which may be gone."""
-    return theirs in (ours, str(Path(ours).expanduser().absolute()))
+    return theirs in (ours, os.path.abspath(Path(ours).expanduser()))
 
 
 def _is_complete(section: ModelSection) -> bool:

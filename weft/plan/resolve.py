@@ -93,6 +93,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     recipe_job = base or job
     run_dir = _run_dir(job, recipe, recipe_job)
     job, path_errors = adopt_model(job, recipe_job, Path(run_dir))
+    job = _fit_seq_len(job, recipe_job)
     errors = ConfigErrors(job)
     errors += path_errors
     train, parallel = job.train, job.parallel
@@ -247,6 +248,15 @@ def node_range(job: Job) -> range:
     texts = (minimum, maximum if colon else minimum)
     is_valid = all(re.fullmatch("[1-9]\\d{,4}", text) for text in texts)
     return range(int(texts[0]), int(texts[1]) + 1) if is_valid else range(0)
+
+
+def _fit_seq_len(job: Job, recipe: Job) -> Job:
+    """Shorten the recipe's sequences to the longest of the model of ``model.path``."""
+    limit = job.model.overrides().get("max_seq_len", job.train.seq_len)
+    if not job.model.path or job.train.seq_len != recipe.train.seq_len:
+        return job
+    train = job.train.model_copy(update={"seq_len": min(limit, job.train.seq_len)})
+    return job.model_copy(update={"train": train})
 
 
 class _BatchPlan(NamedTuple):

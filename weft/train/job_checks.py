@@ -105,10 +105,11 @@ def prepare_job(
         job = replace(job, run={"dir": plan.run_dir})
     _check_restarts(later, job.resilience.time_limit)
     is_reachable = _check_checkpoint_dir(later, job.checkpoint.dir)
-    if job.run.dir != "auto" and "://" not in job.run.dir:
-        later += _check_run_dir(job, is_reachable)
-    if job.model.path and job.data.trains_tokenizer:  # there is no plan, so no model
+    is_unknown = bool(job.model.path) and job.data.trains_tokenizer  # the model cannot be read
+    if is_unknown:
         later[:] = [error for error in later if error.key != "data.tokenizer"]
+    elif job.run.dir != "auto" and "://" not in job.run.dir:
+        later += _check_run_dir(job, is_reachable)
     # Leave out errors that only follow from a reported one.
     errors.add_independent({str(error): error for error in later}.values())
     if errors or plan is None:

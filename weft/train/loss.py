@@ -280,9 +280,8 @@ def dpo(section: TrainSection) -> Objective:
     beta = section.dpo_beta
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
-        references_BP2 = batch.references_BP2
-        assert references_BP2 is not None  # the objective needs references
-        rewards_BP2 = beta * (answer_logprobs(losses_BT, batch) - references_BP2)
+        assert batch.references_BP2 is not None
+        rewards_BP2 = beta * (answer_logprobs(losses_BT, batch) - batch.references_BP2)
         margin_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
         is_pair_BP = find_pairs(batch)
         metrics = (margin_BP, (margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])
