@@ -198,7 +198,7 @@ def test_hang_directory_without_a_run_is_refused(
 def hung_run(directory: Path) -> Path:
     """Create a run directory without any evidence."""
     (directory / "logs").mkdir()
-    (directory / "job.toml").write_text("")
+    (directory / "job.toml").write_text("[train]\nsteps = 1000\n")
     return directory
 
 

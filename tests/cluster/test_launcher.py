@@ -52,7 +52,7 @@ def test_train_whole_run_shows_records_and_can_be_used(
     assert out.count("tokens/s") == 20  # rank 0 alone prints a line per step without a terminal
     assert "validation loss" in out
     assert "unigram" in out
-    assert "next:  weft generate run\n       weft evaluate run\n" in out
+    assert "next:  weft chat run\n       weft evaluate run\n" in out
     shutil.copytree(finished.directory, tmp_path, dirs_exist_ok=True)
     run_dir = tmp_path / "run"
     assert {path.name for path in run_dir.iterdir()} == {

@@ -406,7 +406,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--cluster", "8xH100", "--search"], '--cluster="8xH100" is not a cluster'),
+        (["--cluster", "64x8", "--search"], '--cluster="64x8" is not a cluster'),
         (["--cluster", "1x8xH999", "--search"], "has an unknown device"),
         (["--write", "x.toml"], "is for --search. Add --search"),
         (["--cluster", "1x3xH100", "--search"], "train.global_batch_size=8"),

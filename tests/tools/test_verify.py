@@ -587,10 +587,10 @@ def test_verify_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[
     assert keys[:3] == ["--ranks", "--steps", "train.step"]
     assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.name"}
     assert rejected(capsys, "dmeo")[0].startswith(
-        'recipe="dmeo" is not a known recipe, nor the path of a .toml file. Did you mean'
+        'recipe="dmeo" is not a known recipe, the path of a .toml file, or a run directory. Did'
     )
-    (line,) = rejected(capsys, "demo", "--run.cluster", "8xH100")
-    assert line.startswith('run.cluster="8xH100" is not a cluster')
+    (line,) = rejected(capsys, "demo", "--run.cluster", "64x8")
+    assert line.startswith('run.cluster="64x8" is not a cluster')
 
 
 @pytest.mark.ranks

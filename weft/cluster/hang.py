@@ -296,6 +296,7 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
         names = ", ".join(sorted(other_hosts))
         advice.insert(0, f"the run was started on {names}: run this command there")
     else:
-        sentence = f"no hang: the run was stopped or killed at step {step} of {num_steps}"
+        of_steps = f" of {num_steps}" if num_steps else ""
+        sentence = f"no hang: the run was stopped or killed at step {step}{of_steps}"
         advice.append(hint)
     return HangReport(sentence, "no live ranks, and no evidence in logs/", [], [], advice)

@@ -23,7 +23,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -31,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from weft.config.errors import WeftError
 from weft.estimate.private_trace import (
     find_group_name,
+    local_tensor,
     observe_collective_waits,
     observe_sharding_propagation,
     observe_storage_resizes,
@@ -539,11 +539,6 @@ def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
 
     with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
         yield storages
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def register_storages(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from weft.parallel.private import patch_attribute
 
@@ -146,3 +147,8 @@ def clear_mesh_cache() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

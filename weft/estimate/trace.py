@@ -40,12 +40,11 @@ from weft.estimate.op_recorder import (
     OpLocation,
     OpRecorder,
     OpTrace,
-    local_tensor,
     register_host_copies,
     register_storages,
     track_locations,
 )
-from weft.estimate.private_trace import fake_process_group
+from weft.estimate.private_trace import fake_process_group, local_tensor
 from weft.estimate.trace_cache import load_or_compute
 from weft.optim import lean
 from weft.optim.optimizer import clip_grad_norm
