@@ -155,7 +155,7 @@ def test_job_toml_of_an_imported_run_imports_into_another_directory(
 
 
 @pytest.mark.parametrize("name", ["org/none-such", "hf://org/none-such"])
-def test_hub_name_without_network_names_the_download_command(
+def test_hub_name_that_cannot_be_downloaded_names_the_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")

@@ -276,8 +276,8 @@ class PackedDocuments:
 class Pairs:
     """Preference pairs, several per sequence.
 
-    Documents 2p and 2p + 1 are pair p, chosen first.  All include their prompts.  Ranks,
-    microbatches and stages never separate the two of a pair.
+    Documents 2p and 2p + 1 of a sequence are its pair p, the chosen answer first.  Both include
+    the prompt.  Ranks, microbatches and stages never separate the two of a pair.
 
     Args:
         references: log-probabilities of both answers of each pair of the store under the initial
