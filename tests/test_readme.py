@@ -68,11 +68,6 @@ def test_readme_loop_is_the_code() -> None:
     assert textwrap.indent(quoted.strip(), " " * 8) in source
 
 
-def test_readme_names_all_recipes() -> None:
-    section = README[README.index("## Recipes") : README.index("## Read the code")]
-    assert set(re.findall(r"`([\w-]+)`", section.split("A recipe is")[0])) == set(recipe_names())
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_of_pages_have_targets(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
