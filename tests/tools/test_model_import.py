@@ -142,6 +142,21 @@ def test_import_refuses_what_is_wrong_before_it_writes(source: Path, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+def test_import_tokenizer_far_smaller_than_the_vocabulary_needs_force(
+    source: Path, tmp_path: Path
+) -> None:
+    config = json.loads((source / "config.json").read_text())
+    large = json.dumps(config | {"vocab_size": 8 * config["vocab_size"]})
+    (source / "config.json").write_text(large)
+    _, plan = prepare(tmp_path, source)
+    with pytest.raises(InvalidConfig, match="more than padding explains") as caught:
+        open_source(plan)
+    assert "--force" in str(caught.value)
+    with pytest.raises(InvalidConfig) as caught:
+        open_source(plan, force=True)
+    assert "more than padding explains" not in str(caught.value)  # only the shapes are wrong now
+
+
 def test_job_toml_of_an_imported_run_imports_into_another_directory(
     source: Path, tmp_path: Path
 ) -> None:

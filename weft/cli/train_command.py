@@ -21,7 +21,7 @@ def add_train(commands: Commands) -> None:
     text = "check the configuration and print the plan; start nothing"
     add("--dry-run", action="store_true", help=text)
     add("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
-    text = "start even if the plan predicts that memory does not suffice"
+    text = "start even if memory is predicted not to suffice, or the tokenizer not to fit"
     add("--force", action="store_true", help=text)
 
 

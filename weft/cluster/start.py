@@ -93,7 +93,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         plan: the plan of the run, for all nodes.
         recipe: name or path of the recipe.
         console: receives messages for the user.
-        force: start even if the predicted memory does not fit.
+        force: start even if the predicted memory, or the tokenizer of model.path, does not fit.
 
     Returns:
         The exit status, if the run ended without a failure.
@@ -118,7 +118,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
     prediction, warning = predict_run(plan, detect_machine(job.run), force)
-    source = open_source(plan)
+    source = open_source(plan, force)
     dataset = load_dataset(plan, console)
     plan = plan_with_data(plan, dataset)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
@@ -251,7 +251,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         base: see `start_training`.
         plan: see `start_training`.
         recipe: see `start_training`.
-        force: start even if the predicted memory does not fit.
+        force: start even if the predicted memory, or the tokenizer of model.path, does not fit.
 
     Raises:
         Exception: of any type, after its report for the launcher is written.
@@ -279,7 +279,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             dataset = load_dataset_on_host(plan, console, ranks)
-            plan = import_on_rank_0(plan_with_data(plan, dataset), console)
+            plan = import_on_rank_0(plan_with_data(plan, dataset), console, force)
             if rank == 0:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, warning)

@@ -34,8 +34,10 @@ from weft.tools.peft_export import open_merged
 from weft.train.state import checkpoint_dir
 
 
-def open_source(plan: Plan) -> ModelSource | None:
+def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     """Open the model that a run imports; None if there is none to import.
+
+    ``force``: accept a tokenizer that is far smaller than the vocabulary of the model.
 
     Raises:
         InvalidConfig: with every reason why the import is impossible.
@@ -48,7 +50,7 @@ def open_source(plan: Plan) -> ModelSource | None:
     if (directory / "job.toml").is_file():
         source: ModelSource | None = _open_run(directory, path)
     else:
-        source = open_hf_source(directory, path, False, errors)
+        source = open_hf_source(directory, path, force, errors)
     errors.raise_any()
     assert source is not None
     if source.section.overrides() != plan.job.model.overrides():
@@ -105,13 +107,13 @@ def import_source(plan: Plan, source: ModelSource | None, console: Console) -> P
     return dataclasses.replace(plan, job=job)
 
 
-def import_on_rank_0(plan: Plan, console: Console) -> Plan:
+def import_on_rank_0(plan: Plan, console: Console, force: bool = False) -> Plan:
     """Import the model on rank 0 of ranks that another launcher started; a collective."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # an import may take long
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            plan = import_source(plan, open_source(plan), console)
+            plan = import_source(plan, open_source(plan, force), console)
         except InvalidConfig as error:
             result = [error.errors]
     dist.broadcast_object_list(result, 0, group=group)
