@@ -404,9 +404,9 @@ def test_plan_recipe_other_cluster_changes_dp_shard() -> None:
 
 
 def test_plan_recipe_replicas_that_do_not_divide_become_one() -> None:
-    _, plan, _ = planned("llama3-405b-16k", cluster="16x8xH100")
-    assert (plan.dp_replicate, plan.world_size) == (1, 128)
-    assert "parallel.dp_replicate=8 becomes 1" in plan.warnings[0]
+    _, plan, _ = planned("three-servers", cluster="3x8xH200")
+    assert (plan.dp_replicate, plan.dp_shard, plan.world_size) == (1, 1, 24)
+    assert "parallel.dp_replicate=4 becomes 1" in plan.warnings[0]
 
 
 def test_plan_recipe_degrees_that_do_not_divide_list_layouts_that_do() -> None:
