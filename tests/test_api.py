@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -172,7 +171,8 @@ def trained(
     from contextlib import redirect_stdout
 
     directory = tmp_path_factory.mktemp("api") / "run"
-    with redirect_stdout(io.StringIO()) as out:
+    with redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
         run = weft.train("demo", TINY | {"data.path": store_path, "run.dir": directory})
     return run, out.getvalue()
 
@@ -283,6 +283,7 @@ def test_plan_equals_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(600)
 def test_verify_holds(tmp_path: Path) -> None:
     result = weft.verify("demo", {"parallel.tp": 2}, ranks=2, steps=1)
     assert result.holds
@@ -294,6 +295,7 @@ def test_verify_holds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(600)
 def test_compare_runs_and_plans(
     tmp_path: Path, store_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +319,7 @@ def test_compare_runs_and_plans(
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(600)
 def test_failed_training_raises_with_the_log(tmp_path: Path, store_path: Path) -> None:
     faults = [{"site": "step", "kind": "raise", "passing": 2}]
     overrides = TINY | {
@@ -353,6 +356,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "status", "lines"),
     [
@@ -369,11 +373,12 @@ def test_stop_signal_saves_first(
     result = run_script(code, tmp_path)
     assert result.returncode == status, result.stdout + result.stderr
     assert "saved a checkpoint and stopped" in result.stdout
-    assert all(f"\n{line}\n" in result.stdout for line in lines)
+    assert all(f"\n{line}\n" in result.stdout for line in lines), result.stdout
     assert len(weft.open_run(tmp_path / "run").checkpoints) >= 1
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_train_in_torchrun_trains_as_ranks(tmp_path: Path, store_path: Path) -> None:
     overrides = TINY | {"run.nproc_per_node": 2, "run.dir": "run", "data.path": str(store_path)}
     code = f"import os, weft\nrun = weft.train('demo', {overrides!r})\n"
@@ -401,17 +406,6 @@ def test_examples_of_the_page_run(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- notebooks
 
 
-def start_notebook(path: Path, directory: Path) -> Any:
-    """Return a client for the notebook; skip without the packages."""
-    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    import nbformat
-
-    return nbclient.NotebookClient(
-        nbformat.read(path, 4), timeout=600, resources={"metadata": {"path": str(directory)}}
-    )
-
-
 def test_notebook_is_stored_without_outputs() -> None:
     notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text("utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -424,7 +418,13 @@ def test_notebook_is_stored_without_outputs() -> None:
 @pytest.mark.timeout(900)
 def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    client = start_notebook(ROOT / "docs" / "notebook.ipynb", tmp_path)
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", 4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
     cells = [cell for cell in client.execute().cells if cell["cell_type"] == "code"]
     first = cells[0]["outputs"]
     progress = [output for output in first if output["output_type"] == "display_data"]
@@ -442,24 +442,23 @@ def test_interrupted_cell_saves_first(
     tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    client = start_notebook(ROOT / "docs" / "notebook.ipynb", tmp_path)
-    manager, kernel = client.create_kernel_manager(), None
-    manager.start_kernel(cwd=str(tmp_path))
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    from jupyter_client.manager import start_new_kernel
+
+    manager, kernel = start_new_kernel(cwd=str(tmp_path))
     try:
-        kernel = manager.client()
-        kernel.start_channels()
-        kernel.wait_for_ready(timeout=60)
         overrides = TINY | {"train.steps": 2000, "run.dir": "run", "data.path": str(store_path)}
         message = kernel.execute(f"import weft\nweft.train('demo', {overrides!r})")
+        until = time.monotonic() + 200
         while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert time.monotonic() < until
             time.sleep(0.1)
         manager.interrupt_kernel()
-        reply = kernel.get_shell_msg(timeout=60)
+        reply = kernel.get_shell_msg(timeout=100)
         while reply["parent_header"].get("msg_id") != message:
             reply = kernel.get_shell_msg(timeout=60)
         assert reply["content"]["ename"] == "KeyboardInterrupt"
         assert len(weft.open_run(tmp_path / "run").checkpoints) == 1
     finally:
-        if kernel is not None:
-            kernel.stop_channels()
+        kernel.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -154,16 +155,24 @@ def test_chat_command_without_template_continues_text(
     assert "--top-p" in err
 
 
-def read_until(terminal: int, text: str, seconds: float = 60) -> str:
-    seen, until = "", time.monotonic() + seconds
-    while text not in seen:
-        assert time.monotonic() < until, seen
-        seen += os.read(terminal, 4096).decode("utf-8", "replace")
-    return seen
+class Screen:
+    """The output of a terminal, which a test reads step by step."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal, self._text = terminal, ""
+
+    def wait_for(self, text: str, seconds: float = 100) -> None:
+        """Read until ``text`` appears; drop the output up to its end."""
+        until = time.monotonic() + seconds
+        while text not in self._text:
+            assert select.select([self._terminal], [], [], until - time.monotonic())[0], self._text
+            self._text += os.read(self._terminal, 4096).decode("utf-8", "replace")
+        self._text = self._text.partition(text)[2]
 
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(300)
 def test_chat_on_a_terminal_stops_an_answer_and_ends(run_dir: Path) -> None:
     """Ctrl-C during an answer, Ctrl-C at the prompt, Ctrl-D."""
     terminal, there = pty.openpty()
@@ -177,17 +186,18 @@ def test_chat_on_a_terminal_stops_an_answer_and_ends(run_dir: Path) -> None:
         start_new_session=True,
     )
     os.close(there)
+    screen = Screen(terminal)
     try:
-        read_until(terminal, "> ")
+        screen.wait_for("> ")
         os.write(terminal, b"hello\n")
-        read_until(terminal, "hello\r\n")
-        os.read(terminal, 4096)  # the beginning of the answer
+        screen.wait_for("hello\r\n")
+        select.select([terminal], [], [], 60)  # until the answer begins
         process.send_signal(signal.SIGINT)
-        read_until(terminal, "(stopped)")
-        read_until(terminal, "> ")
+        screen.wait_for("(stopped)")
+        screen.wait_for("> ")
         process.send_signal(signal.SIGINT)
-        read_until(terminal, "Ctrl-D or /exit ends the chat")
-        read_until(terminal, "> ")
+        screen.wait_for("Ctrl-D or /exit ends the chat")
+        screen.wait_for("> ")
         os.write(terminal, b"\x04")
         assert process.wait(30) == 0
     finally:
