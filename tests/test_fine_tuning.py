@@ -137,9 +137,9 @@ def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
 PAGE = (Path(__file__).parent.parent / "docs" / "fine-tuning.md").read_text("utf-8")
 COMMANDS = [
     line.partition("  #")[0]
-    for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
-    if line.startswith("weft ")
+    if not kind and line.startswith("weft ")
 ]
 HUB_MODEL = "meta-llama/Llama-3.2-1B-Instruct"
 
