@@ -281,7 +281,7 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
     logs, other_hosts = run_dir / "logs", {host.host for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
-    num_steps = RunReader(run_dir).steps
+    num_steps = job.train.known_steps or RunReader(run_dir).steps
     if num_steps and step >= num_steps:
         sentence = f"no hang: the run is complete, at step {step}"
     elif reports := read_error_reports(run_dir):
