@@ -118,6 +118,8 @@ def test_recipes_lists_every_recipe_with_its_purpose(capsys: pytest.CaptureFixtu
     assert all(row["purpose"] and len(row["purpose"]) < 240 for row in rows)
     by_name = {row["name"]: row for row in rows}
     assert by_name["llama3-70b"]["cluster"] == "32x8xH100"
+    models = {name: by_name[name]["model"] for name in ("llama3-70b", "lora", "mics-1t")}
+    assert models == {"llama3-70b": "llama-70b", "lora": "any", "mics-1t": "llama"}
     text = output(capsys, "recipes")
     assert all(re.search(rf"^{name} ", text, re.MULTILINE) for name in recipe_names())
 

@@ -82,6 +82,10 @@ def test_screen_whole_run_has_hours_and_cost(eight: Eight) -> None:
         f"{hours:,.1f} GPU-hours, cost {hours * 1000:.2f} at 1000 per hour"
     )
     assert prediction.to_dict()["device_hours"] == pytest.approx(hours)
+    unknown = replace(prediction, plan=replace(plan, num_steps=0))  # epochs of unread data
+    text = render_plan(unknown.plan, machine, "demo", unknown, (), price=3.0)
+    assert "whole run" not in text
+    assert unknown.to_dict()["device_hours"] is None
     data = json.loads(forecast_to_json(plan, prediction, price=3.0))
     assert data["cost"] == pytest.approx(3 * hours)
 

@@ -60,4 +60,7 @@ def describe_recipe(name: str) -> dict[str, str]:
     first = re.split(r"[.:](?:\s|$)", " ".join(comment), maxsplit=1)[0]
     cluster = flatten(job)["run.cluster"]
     cluster = "this machine" if cluster == "local" else cluster
-    return {"name": name, "model": job.model.full_name, "cluster": cluster, "purpose": first}
+    model = job.model.kind if job.model.overrides() else job.model.full_name
+    if job.model.path:
+        model = "any"  # the user names it
+    return {"name": name, "model": model, "cluster": cluster, "purpose": first}

@@ -89,8 +89,13 @@ class Forecast:
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of all steps, without start, evaluation and checkpoints."""
-        return None if self.step_seconds is None else self.step_seconds * self.plan.num_steps
+        """Seconds of all steps, without start, evaluation and checkpoints.
+
+        None if the time of a step is unknown, or epochs of unread data decide the number of steps.
+        """
+        if self.step_seconds is None or not self.plan.num_steps:
+            return None
+        return self.step_seconds * self.plan.num_steps
 
     @property
     def device_hours(self) -> float | None:
