@@ -8,29 +8,15 @@ import io
 import json
 import re
 import tokenize
-import tomllib
 from collections.abc import Callable, Iterator
-from functools import cache
-from importlib import resources
 from typing import Any
 
 from weft.config import schema
+from weft.config.peer_names import PROJECTS, load_peer_answers, load_peer_names
 from weft.monitor import step_record
 from weft.monitor.step_timer import KINDS
 
-PEERS = {
-    "torchtitan": "TorchTitan",
-    "megatron": "Megatron-LM",
-    "huggingface": "Hugging Face",
-    "axolotl": "axolotl",
-}
 Json = dict[str, Any]
-
-
-@cache
-def peer_table(name: str) -> dict[str, Any]:
-    """Return a table of `weft.config`: peer_names or peer_answers."""
-    return tomllib.loads((resources.files("weft.config") / f"{name}.toml").read_text("utf-8"))
 
 
 def code(text: object) -> str:
@@ -78,7 +64,7 @@ def properties(model: type[schema.Section]) -> dict[str, Json]:
 
 def peers_line(names: dict[str, str]) -> Iterator[str]:
     """Yield lines with the names that other projects use."""
-    known = [f"{title} {code(names[peer])}" for peer, title in PEERS.items() if peer in names]
+    known = [f"{title} {code(names[peer])}" for peer, title in PROJECTS.items() if peer in names]
     if known:
         yield f":Elsewhere: {', '.join(known)}"
     if "words" in names:
@@ -91,7 +77,7 @@ def key_entry(name: str, values: Json) -> Iterator[str]:
     yield f":default: {default_text(values['default'])}"
     yield ""
     yield sentence(values["description"])
-    if lines := list(peers_line(peer_table("peer_names").get(name, {}))):
+    if lines := list(peers_line(load_peer_names().get(name, {}))):
         yield from ["", *lines]
     yield from ["```", ""]
 
@@ -148,17 +134,17 @@ def peers_page() -> str:
     """Return a table of all names of other projects, and the answers without a key."""
     lines: list[str] = []
     section = ""
-    for key, names in peer_table("peer_names").items():
-        if set(names) & set(PEERS):
+    for key, names in load_peer_names().items():
+        if set(names) & set(PROJECTS):
             if key.partition(".")[0] != section:
                 section = key.partition(".")[0]
-                titles = " | ".join(["weft", *PEERS.values()])
+                titles = " | ".join(["weft", *PROJECTS.values()])
                 lines += ["", f"## {section}", "", f"| {titles} |"]
-                lines.append("|---" * (1 + len(PEERS)) + "|")
-            cells = [code(names[peer]) if peer in names else "" for peer in PEERS]
+                lines.append("|---" * (1 + len(PROJECTS)) + "|")
+            cells = [code(names[peer]) if peer in names else "" for peer in PROJECTS]
             lines.append(f"| {code(key)} | {' | '.join(cells)} |")
     lines += ["", "## Names without a key", "", "| elsewhere | in weft |", "|---|---|"]
-    lines += [f"| {code(name)} | {answer} |" for name, answer in peer_table("peer_answers").items()]
+    lines += [f"| {code(name)} | {answer} |" for name, answer in load_peer_answers().items()]
     return "\n".join(lines)
 
 

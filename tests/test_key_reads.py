@@ -17,6 +17,7 @@ SECTION_OF_CLASS = {section.__name__: name for name, section in SECTIONS.items()
 # Keys that more files may read, and why.
 EXCEPTIONS = {
     "data.path": "each kind of data source gets the section and names its path in messages",
+    "run.cluster": "each tool that plans for a cluster, and the list of recipes",
     "parallel.dp_shard": "auto and fit are resolved, laid out anew, checked and advised on",
     "launch.options": "each scheduler has other options",
     "model.path": "names the run, and the model in messages of the import",

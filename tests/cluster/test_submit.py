@@ -543,7 +543,7 @@ def test_large_model_without_data_is_refused(
     cluster = ["--on", "slurm", "--run.cluster", "4x8xH100"] if command == "launch" else []
     assert main([command, "llama3-8b", *cluster, "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert 'data.path="python-stdlib" is the text of the demo (12 MB), too little' in error
+    assert 'data.path="python-stdlib" is a text of about 10 MB for trials, too little' in error
     assert (
         'data.tokenizer="train" would train a tokenizer of 4,096 tokens, but the model has 128,256'
         in error

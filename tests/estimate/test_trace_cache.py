@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,4 +107,3 @@ def test_forecast_of_own_code_is_never_cached(empty_cache: Path) -> None:
     plan, machine = planned(optim__schedule="weft.optim.optimizer:cosine")
     forecast(plan, machine, find_device(machine), cached=True)
     assert not empty_cache.exists()
-    shutil.rmtree(empty_cache, ignore_errors=True)

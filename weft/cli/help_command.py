@@ -11,16 +11,9 @@ from typing import Any
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.peer_names import load_peer_names
+from weft.config.peer_names import PROJECTS, load_peer_names
 from weft.config.reader import nearest_key
 from weft.config.schema import MOST, SECTIONS, keys
-
-PROJECTS = {
-    "torchtitan": "TorchTitan",
-    "megatron": "Megatron-LM",
-    "huggingface": "Hugging Face",
-    "axolotl": "axolotl",
-}
 
 
 def add_help(commands: Commands) -> None:

@@ -145,7 +145,7 @@ def calibrate_device(options: argparse.Namespace) -> None:
     words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
     rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
     errors: ConfigErrors = options.errors
-    for word in filter(None, [*words, options.report, options.write]):
+    for word in filter(None, [*words, options.report, options.write, options.price]):
         errors.add(word, rule, remedy)
     errors.raise_any()
     result = calibrate(read_run(Path(options.calibrate)))

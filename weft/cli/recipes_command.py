@@ -9,6 +9,7 @@ import shutil
 import textwrap
 
 from weft.cli.command_parser import Commands, add_command
+from weft.config.reader import RECIPES, read_job, recipe_names
 
 
 def add_recipes(commands: Commands) -> None:
@@ -19,7 +20,7 @@ def add_recipes(commands: Commands) -> None:
 
 def run_recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes: model, hardware and purpose."""
-    rows = [describe_recipe(name) for name in _names()]
+    rows = [describe_recipe(name) for name in recipe_names()]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
@@ -37,20 +38,11 @@ def run_recipes(options: argparse.Namespace) -> None:
     print("\nweft train NAME, weft plan NAME; weft help keys: what a recipe can say")
 
 
-def _names() -> list[str]:
-    from weft.config.reader import recipe_names
-
-    return recipe_names()
-
-
 def describe_recipe(name: str) -> dict[str, str]:
     """Return name, model, cluster and purpose of a shipped recipe.
 
     The purpose is the first sentence of the comment that opens the file.
     """
-    from weft.config.reader import RECIPES, read_job
-    from weft.config.schema import flatten
-
     job, _, _ = read_job(name)
     comment = []
     for line in (RECIPES / f"{name}.toml").read_text("utf-8").splitlines()[1:]:
@@ -58,8 +50,7 @@ def describe_recipe(name: str) -> dict[str, str]:
             break
         comment.append(line.removeprefix("# "))
     first = re.split(r"[.:](?:\s|$)", " ".join(comment), maxsplit=1)[0]
-    cluster = flatten(job)["run.cluster"]
-    cluster = "this machine" if cluster == "local" else cluster
+    cluster = "this machine" if job.run.cluster == "local" else job.run.cluster
     model = job.model.kind if job.model.overrides() else job.model.full_name
     if job.model.path:
         model = "any"  # the user names it

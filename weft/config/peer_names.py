@@ -11,6 +11,14 @@ from importlib import resources
 
 FILES = resources.files("weft") / "config"
 
+# Projects of ``peer_names.toml`` by the name that it uses for them.
+PROJECTS = {
+    "torchtitan": "TorchTitan",
+    "megatron": "Megatron-LM",
+    "huggingface": "Hugging Face",
+    "axolotl": "axolotl",
+}
+
 
 @functools.cache
 def load_peer_names() -> dict[str, dict[str, str]]:
@@ -31,9 +39,8 @@ def describe_peer_name(name: str) -> str:
     has one.
     """
     wanted = _normalize(name)
-    for known, answer in load_peer_answers().items():
-        if _normalize(known) == wanted:
-            return answer
+    if wanted in load_peer_answers():
+        return load_peer_answers()[wanted]
     words = ""
     for key, names in load_peer_names().items():
         if wanted in {_normalize(each) for peer, each in names.items() if peer != "words"}:

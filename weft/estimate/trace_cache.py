@@ -1,9 +1,9 @@
 """Keep recordings of steps and forecasts on disk, so that a second plan is fast.
 
 Both depend on the plan, on weft and on torch; a forecast also on the machine and the device.  The
-name of a file is a hash of all that.  A job
-that names code or a schedule file of the user's is never cached: that code, and what it imports,
-may change.  Tests and library calls do not use the cache unless they ask for it.
+name of a file is a hash of all that.  A job that names code or a schedule file of the user's is
+never cached: that code, and what it imports, may change.  Tests and library calls do not use the
+cache unless they ask for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.plan.plan import Plan
 
 T = TypeVar("T")
 
-# Files that are kept; a recording has one to three megabytes, a forecast a few kilobytes.
+# Files that are kept; a recording has one to three megabytes, a forecast some 50 kilobytes.
 MAX_FILES = 64
 # Keys that do not change what a rank computes in a step.
 UNRELATED = ("run.", "checkpoint.", "monitor.", "resilience.", "launch.", "profile.")

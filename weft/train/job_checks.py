@@ -31,7 +31,7 @@ from weft.data.dataset import Dataset
 from weft.data.loader import build_mixture, check_length
 from weft.data.packing import check_conversations
 from weft.data.prepare import check_chat
-from weft.data.source import STDLIB, check_path, is_user_function
+from weft.data.source import STDLIB, STORIES, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
 from weft.monitor.terminal import format_count
@@ -64,8 +64,8 @@ FIXED_AT_0 = ("model.", "data.tokenizer")
 TRACKERS = ("wandb", "mlflow")
 
 
-# Parameters from which a model needs data and a tokenizer of the user's.  The largest run on the
-# text of the demo: 200 tokens per parameter would need 3 M parameters.
+# Parameters from which a model needs data and a tokenizer of the user's: the text that weft finds
+# or makes itself has a few million tokens.
 LARGE_MODEL = 100_000_000
 
 
@@ -118,13 +118,13 @@ def prepare_job(
 
 
 def check_data_is_named(plan: Plan) -> ConfigErrors:
-    """Return errors if a large model would train on the demo's data or tokenizer."""
+    """Return errors if a large model would train on weft's own text or tokenizer."""
     data, errors = plan.job.data, ConfigErrors(plan.job)
     if plan.num_params < LARGE_MODEL:
         return errors
     size = f"{format_count(plan.num_params)} parameters"
-    if data.path == STDLIB and not data.mixture:
-        rule = f"is the text of the demo (12 MB), too little for a model of {size}"
+    if data.path in (STDLIB, STORIES) and not data.mixture:
+        rule = f"is a text of about 10 MB for trials, too little for a model of {size}"
         errors.add("data.path", rule, "name your data: a file, a directory, or hf://NAME")
     if data.tokenizer == "train" and 2 * data.vocab_size < plan.model.vocab_size:
         rule = f"would train a tokenizer of {data.vocab_size:,} tokens, but the model has "
