@@ -535,6 +535,14 @@ def test_check_name_directory_that_would_be_renamed_is_refused(name: str) -> Non
     assert list(check_name(launch_request, "there")) == []
 
 
+def test_large_model_on_the_text_of_the_demo_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "demo", "--model.preset", "8b", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert 'data.path="weft.data.stories:stories" is a text of about 10 MB for trials' in error
+
+
 @pytest.mark.parametrize("command", ["launch", "train"])
 def test_large_model_without_data_is_refused(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -133,12 +133,15 @@ def test_predict_run_untraceable_model_is_allowed_with_a_warning(
 
 
 def test_train_plan_that_cannot_fit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    store_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A refused run creates no files."""
     wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
     wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
-    positions = ["--run.dir", "run", "--data.cache_dir", "cache"]
+    positions = ["--run.dir", "run", "--data.cache_dir", "cache", "--data.path", str(store_path)]
     monkeypatch.chdir(tmp_path)
     assert (
         main(
