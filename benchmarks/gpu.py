@@ -218,7 +218,7 @@ def train(
         "train.eval_sequences": "1",
         **overrides,
     }
-    command = [sys.executable, "-m", "weft.cli", "train", "demo"]
+    command = [sys.executable, "-m", "weft", "train", "demo"]
     for key, value in everything.items():
         command += [f"--{key}", value]
     with (directory / "log").open("wb") as log:

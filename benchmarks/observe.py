@@ -115,7 +115,7 @@ def train(directory: Path, steps: int, workers: int) -> None:
     words = [word for key, value in keys.items() for word in (f"--{key}", value)]
     environment = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parent)}
     environment.pop("MLFLOW_TRACKING_URI", None)
-    command = [sys.executable, "-m", "weft.cli", "train", "demo", *words]
+    command = [sys.executable, "-m", "weft", "train", "demo", *words]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 

@@ -93,7 +93,7 @@ def measure(name: str, keys: dict[str, Any], directory: Path, steps: int) -> Pat
     keys |= {"monitor.log_interval": 1, "train.eval_sequences": rows, "run.nproc_per_node": ranks}
     keys |= {"checkpoint.interval": 0, "run.dir": directory / name.replace(" ", "-")}
     words = [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in keys.items()]
-    command = [sys.executable, "-m", "weft.cli", "train", "demo", "--force", *words]
+    command = [sys.executable, "-m", "weft", "train", "demo", "--force", *words]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode:
         return " ".join(completed.stderr.split()) or "it failed"

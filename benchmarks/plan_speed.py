@@ -29,7 +29,7 @@ def timed(*arguments: str) -> dict[str, Any]:
     """Run ``weft plan --json``; return its result and seconds."""
     load = os.getloadavg()[0]
     start = time.perf_counter()
-    command = [sys.executable, "-m", "weft.cli", "plan", *arguments, "--json"]
+    command = [sys.executable, "-m", "weft", "plan", *arguments, "--json"]
     run = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - start
     if run.returncode:

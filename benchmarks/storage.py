@@ -51,7 +51,7 @@ BUCKET = "s3://bench"
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
     """Run `weft data prepare` in a separate process."""
     words = [source, "--data.tokenizer", str(tokenizer), "--data.cache_dir", str(cache)]
-    command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
+    command = [sys.executable, "-m", "weft", "data", "prepare", *words]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     shutil.rmtree(cache)

@@ -490,7 +490,7 @@ def test_option_of_another_command_is_reported_as_a_key(
 def test_command_in_a_removed_directory_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
     missing.mkdir()
-    command = f"cd {missing} && rmdir {missing} && exec {sys.executable} -m weft.cli schema"
+    command = f"cd {missing} && rmdir {missing} && exec {sys.executable} -m weft schema"
     root = str(Path(__file__).parent.parent)
     completed = subprocess.run(
         ["sh", "-c", command],

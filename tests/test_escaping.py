@@ -114,7 +114,7 @@ def test_command_in_a_hostile_directory_is_refused_in_a_sentence(
     directory = os.path.join(os.fsencode(tmp_path), name)
     os.mkdir(directory)
     completed = subprocess.run(
-        [sys.executable, "-m", "weft.cli", "train", "demo", "--dry-run"],
+        [sys.executable, "-m", "weft", "train", "demo", "--dry-run"],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

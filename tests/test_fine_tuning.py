@@ -76,7 +76,7 @@ def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weft(work_dir: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "weft.cli", *arguments]
+    command = [sys.executable, "-m", "weft", *arguments]
     completed = subprocess.run(command, cwd=work_dir, capture_output=True, text=True, timeout=300)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = BLOCK.findall(README)
 MISTAKES = ("train.step",)  # a wrong key, in the README's example of an error
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-WEFT = [sys.executable, "-m", "weft.cli"]
+WEFT = [sys.executable, "-m", "weft"]
 
 
 def commands(page: str) -> list[list[str]]:

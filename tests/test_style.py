@@ -251,7 +251,17 @@ RETIRED = re.compile("|".join(f"({pattern})" for pattern, _ in PATTERNS), re.IGN
 
 PROSE = {
     "README": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"),
-    "docs": ("docs/*.md", "docs/reference/*.md", "docs/*.py"),
+    "docs": tuple(
+        f"docs/{path}"
+        for path in (
+            "*.md",
+            "reference/*.md",
+            "cookbook/*.md",
+            "course/*.md",
+            "*.py",
+            "course/*.py",
+        )
+    ),
     "decisions": ("docs/decisions/*.md",),
     "toml": ("weft/**/*.toml",),
 }

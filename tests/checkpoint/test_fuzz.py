@@ -220,7 +220,7 @@ def fuzz(directory: str, seed: int, count: int, local: bool) -> tuple[list[str],
 
 
 def run_fuzz(directory: Path, seed: int, count: int, local: bool) -> dict[str, int]:
-    ((wrong, outcomes),) = run_ranks(fuzz, 1, str(directory), seed, count, local, timeout=280)
+    ((wrong, outcomes),) = run_ranks(fuzz, 1, str(directory), seed, count, local, timeout=800)
     assert wrong == []
     assert sum(outcomes.values()) == count
     return outcomes
@@ -235,6 +235,7 @@ def test_resume_fuzzed_checkpoint_is_exact_or_falls_back(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_resume_fuzzed_checkpoint_many_seeds(seed: int, tmp_path: Path) -> None:
     run_fuzz(tmp_path, seed, 1000, bool(seed % 2))

@@ -195,7 +195,8 @@ RING = [
 SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 pipeline.schedule=Interleaved1F1B"]
 
 
-@pytest.mark.parametrize("ring", [SHORT_RING, pytest.param(RING, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_run_resumed_through_many_layouts_equals_one_process trains, too
+@pytest.mark.parametrize("ring", [SHORT_RING, RING])
 def test_resume_through_a_chain_of_layouts_is_exact(
     ring: list[str], store_path: Path, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from tests.harness import run_ranks
 from tests.small import SMALL
 from weft.cli.main import main
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+WEFT = [sys.executable, "-m", "weft"]
 ONE_RANK = ["--run.nproc_per_node", "1"]  # for tests of the launcher, which need no second rank
 _worlds: list[threading.Thread] = []  # threads of `Started` whose command may still run
 

@@ -166,6 +166,7 @@ LONG = ["--train.steps", "60", "--checkpoint.interval", "15", "--optim.warmup_st
 WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
 
 
+@pytest.mark.slow
 def test_train_killed_launcher_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
@@ -307,7 +308,7 @@ def test_train_inside_torchrun_equals_an_undisturbed_run(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     """The command joins the ranks that torchrun has started."""
-    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
+    command = [*TORCHRUN, "-m", "weft", *arguments[len(WEFT) :]]
     completed = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("tokens/s") == 20

@@ -152,7 +152,7 @@ def test_restart_by_torchrun_ends_with_the_same_bits(
         *TORCHRUN,
         "--max-restarts=1",
         "-m",
-        "weft.cli",
+        "weft",
         *arguments[len(WEFT) :],
         *STEPS,
     ]

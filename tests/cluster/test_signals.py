@@ -162,16 +162,15 @@ def test_signal_before_the_first_step_ends_a_run_that_can_restart(
     assert statuses == [0], out
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_torchrun_saves_the_step(
     number: signal.Signals,
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    command = [*TORCHRUN, "-m", "weft", *arguments[len(WEFT) :], *SLOW]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait(
         [*command, "--train.steps", "100000"], tmp_path, 5, start_new_session=True
@@ -189,7 +188,7 @@ def test_time_limit_inside_torchrun_stops_with_status_1(
     arguments: list[str], tmp_path: Path
 ) -> None:
     """torchrun's status is 1 until all steps are done; its report names the cause."""
-    command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    command = ["-m", "weft", *arguments[len(WEFT) :], *SLOW]
     limited = [*command, "--resilience.time_limit", "0.001"]
     completed = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert completed.returncode == FAILED

@@ -33,7 +33,7 @@ class Launcher:
         self.cluster, self.directory, self.run = cluster, directory, directory / "run"
         bin = directory / "bin"
         bin.mkdir()
-        (bin / "weft").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft.cli "$@"\n')
+        (bin / "weft").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft "$@"\n')
         (bin / "weft").chmod(0o755)
         (directory / "sleepy.py").write_text(SLEEPY)
         path = f"{directory}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"

@@ -185,7 +185,7 @@ def test_watchdog_inside_torchrun_ends_the_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun shows the sentence, and its status is 1."""
-    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
+    command = [*TORCHRUN, "-m", "weft", *arguments[len(WEFT) :], *WATCHED]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait(command, tmp_path, 30)
     os.kill(workers(process)[1], signal.SIGSTOP)

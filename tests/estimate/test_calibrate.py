@@ -30,7 +30,7 @@ from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 from weft.train.run_dir import write_plan
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+WEFT = [sys.executable, "-m", "weft"]
 
 
 @pytest.fixture(autouse=True)

@@ -175,7 +175,7 @@ def test_run_on_the_gpu_equals_the_cpu(compiled: bool, tmp_path: Path, store_pat
             ("precision.compute_dtype", "float32"),
             ("compile.enable", str(compiled and device == "cuda").lower()),
         ]
-        command = [sys.executable, "-m", "weft.cli", "train", "demo"]
+        command = [sys.executable, "-m", "weft", "train", "demo"]
         command += [word for key, value in pairs for word in (f"--{key}", value)]
         subprocess.run(command, check=True, timeout=300)
         results[device] = losses(tmp_path / device)

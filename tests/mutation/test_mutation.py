@@ -27,11 +27,8 @@ AIMS = {
 OFTEN = (
     "a token sees the one after it",
     "embeddings decay",
-    "keys are not rotated",
     "all microbatches count as the first",
-    "the rejected answer is preferred",
     "every epoch is in the same order",
-    "warm-up begins a step late",
     "int8 over 128",
 )
 

@@ -27,7 +27,7 @@ from weft.parallel.compile import (
 )
 from weft.train.loop import train
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+WEFT = [sys.executable, "-m", "weft"]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from weft.tools.experiment import failure_reason, trial_order
 from weft.tools.trials import trial_seed
 from weft.tools.variants import Variant, parse_vary, prepare_variant, read_variants, split_values
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+WEFT = [sys.executable, "-m", "weft"]
 
 
 def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:

@@ -176,7 +176,7 @@ class Screen:
 def test_chat_on_a_terminal_stops_an_answer_and_ends(run_dir: Path) -> None:
     """Ctrl-C during an answer, Ctrl-C at the prompt, Ctrl-D."""
     terminal, there = pty.openpty()
-    command = [sys.executable, "-m", "weft.cli", "chat", str(run_dir), "--run.device", "cpu"]
+    command = [sys.executable, "-m", "weft", "chat", str(run_dir), "--run.device", "cpu"]
     process = subprocess.Popen(
         [*command, "--max-tokens", "100000"],
         stdin=there,

@@ -564,14 +564,14 @@ def test_import_run_can_be_trained_and_generates(
 @pytest.mark.slow
 def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path) -> None:
     source = hf_dir(tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json")
-    weft = [sys.executable, "-m", "weft.cli"]
+    weft = [sys.executable, "-m", "weft"]
     subprocess.run([*weft, "import", str(source), "run"], cwd=tmp_path, check=True)
     keys = ["--run.dir", "run", "--data.path", str(store_path), "--train.steps", "2"]
     keys += ["--run.nproc_per_node", "2", "--train.global_batch_size", "4", "--parallel.tp", "2"]
     command = [*weft, "train", "run/job.toml", *keys]
     completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
-    assert "resuming from" in completed.stdout
+    assert "starting from" in completed.stdout
     assert "step-00000000" in completed.stdout
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
     names = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]

@@ -185,7 +185,10 @@ def test_hub_name_that_cannot_be_downloaded_names_the_command(
 
 
 def test_hub_name_is_found_in_the_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -198,6 +201,12 @@ def test_hub_name_is_found_in_the_cache(
     _, plan = prepare(tmp_path, "org/Tiny-1B")
     assert plan.job.model.path == "org/Tiny-1B"
     assert open_source(plan) is not None
+    assert main(["import", "hf://org/Tiny-1B", str(tmp_path / "imported")]) == 0
+    assert (tmp_path / "imported" / "job.toml").is_file()
+    assert main(["import", "org/Absent", str(tmp_path / "absent")]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert 'MODEL="org/Absent" is no directory, and cannot be downloaded from the Hub' in message
+    assert not (tmp_path / "absent").exists()
     # A download of which only the configuration is there.
     (repo / "snapshots" / commit / "model.safetensors").unlink()
     assert locate_model("org/Tiny-1B") == repo / "snapshots" / commit

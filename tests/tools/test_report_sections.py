@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple
     pairs = [*SMALL, *PIPELINE, ("run.dir", str(run_dir)), ("data.path", str(store_path))]
     words = [word for key, value in pairs for word in (f"--{key}", value)]
     completed = subprocess.run(
-        [sys.executable, "-m", "weft.cli", "train", "demo", *words],
+        [sys.executable, "-m", "weft", "train", "demo", *words],
         capture_output=True,
         text=True,
         timeout=100,

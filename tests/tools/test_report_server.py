@@ -90,7 +90,7 @@ def test_served_page_updates_in_place(
 
 def test_serve_command_ends_by_ctrl_c(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "one", [values(1)])
-    command = [sys.executable, "-m", "weft.cli", "report", str(directory), "--serve", "--port", "0"]
+    command = [sys.executable, "-m", "weft", "report", str(directory), "--serve", "--port", "0"]
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )

@@ -562,7 +562,7 @@ def test_run_ranks_killed_parent_leaves_no_rank() -> None:
 @pytest.mark.slow
 def test_verify_command_leaves_no_process() -> None:
     mark = f"weft-{uuid.uuid4()}"
-    command = [sys.executable, "-m", "weft.cli", "verify", "demo", "--steps", "1"]
+    command = [sys.executable, "-m", "weft", "verify", "demo", "--steps", "1"]
     completed = subprocess.run(
         command, env=os.environ | {"MARK": mark}, capture_output=True, text=True, check=False
     )

@@ -179,7 +179,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     mark = f"weft-{time.time_ns()}"
-    command = [sys.executable, "-m", "weft.cli", "verify", "--fuzz", "50", "--ranks", "2"]
+    command = [sys.executable, "-m", "weft", "verify", "--fuzz", "50", "--ranks", "2"]
     command += ["--log", str(log), "--json"]
     process = subprocess.Popen(
         command, env=os.environ | {"MARK": mark}, stdout=subprocess.PIPE, text=True
@@ -194,6 +194,37 @@ def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     assert result["interrupted"]
     assert 0 < result["jobs"] - result["missing"] < 50
     assert living_processes(mark) == []
+
+
+INTERRUPTED_FORK = """
+import os, signal, threading, time
+from pathlib import Path
+from weft.tools.verify_fuzz import FuzzSettings, fuzz
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # may receive the signal, too
+
+def interrupt():
+    if "sent" not in os.environ:
+        os.environ["sent"] = "yes"
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+os.register_at_fork(after_in_parent=interrupt)
+print(fuzz(3, FuzzSettings(seed=1, ranks=2), Path("log.jsonl"))["interrupted"])
+"""
+
+
+def test_fuzz_ctrl_c_during_a_fork_is_not_lost(tmp_path: Path) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_FORK],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert completed.stdout == "True\n", completed.stderr
 
 
 def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,8 +126,8 @@ def plan(
     pairs = encode_overrides(overrides, errors)
     planned, machine = plan_recipe(name, pairs, errors, cluster, detect_machine)
     device = device_spec(planned, machine)
-    prediction = forecast(planned, machine, device)
-    advice = [] if device is None else advise(planned, machine, device, prediction)
+    prediction = forecast(planned, machine, device, cached=True)
+    advice = [] if device is None else advise(planned, machine, device, prediction, cached=True)
     text = render_plan(planned, machine, name, prediction, advice)
     return PlanResult(planned, prediction, text, name, machine)
 

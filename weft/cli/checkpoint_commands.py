@@ -32,8 +32,9 @@ def add_export(commands: Commands) -> None:
 def add_import(commands: Commands) -> None:
     """Add ``weft import``."""
     add = add_command(commands, "import", run_import, takes_keys=False).add_argument
-    text = "directory, or s3://bucket/prefix, with config.json, safetensors, tokenizer.json"
-    add("source", metavar="DIR", type=directory, help=text)
+    text = "name on the Hugging Face Hub; or directory or s3://bucket/prefix with config.json, "
+    text += "safetensors and tokenizer.json"
+    add("source", metavar="MODEL", help=text)
     add("run_dir", metavar="RUN_DIR", type=Path, help="new run directory")
     text = "accept a tokenizer far smaller than the model's vocabulary"
     add("--force", action="store_true", help=text)
@@ -66,12 +67,17 @@ def run_import(options: argparse.Namespace) -> None:
     """Import a Hugging Face model as a run, to train it further."""
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
+    from weft.plan.model_config import HUB_NAME, locate_model
     from weft.tools.hf_import import import_model
 
+    if HUB_NAME.fullmatch(options.source) and not Path(options.source).exists():
+        source = locate_model(options.source, with_weights=True, key="MODEL")
+    else:
+        source = directory(options.source)
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
-        source, run_dir = options.source.absolute(), options.run_dir.absolute()
-        summary = import_model(source, run_dir, show, options.force)
+        paths = (source.absolute(), options.run_dir.absolute())
+        summary = import_model(*paths, show, options.force)
     recipe = shlex.quote(str(options.run_dir / "job.toml"))
     command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
     console.print(f"{summary}\nnext:  {command}", soft_wrap=True)

@@ -233,7 +233,7 @@ def run_weft(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[
         The exit status (negative if a signal ended weft), and the last lines of stderr.
     """
     process = subprocess.Popen(
-        [*PYTHON, "weft.cli", *arguments],
+        [*PYTHON, "weft", *arguments],
         env=dict(environment),
         stderr=subprocess.PIPE,
         text=True,

@@ -130,8 +130,9 @@ def check(text: str) -> list[str]:
     for command in tools:
         result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if result.returncode:
+            # Several lines report one failure: sbatch says first what, then why.
             lines = result.stderr.splitlines() or [f"exited with status {result.returncode}"]
-            return [f"{shlex.join(command)}: {line}" for line in lines]
+            return [f"{shlex.join(command)}: {'; '.join(lines)}"]
     return []
 
 

@@ -167,12 +167,13 @@ def model_name(path: str) -> str:
     return parts[-1] if parts and path != REQUIRED else ""
 
 
-def locate_model(path: str, with_weights: bool = False) -> Path:
-    """Return the directory of ``model.path``; download it if it is a name on the Hub.
+def locate_model(path: str, with_weights: bool = False, key: str = "model.path") -> Path:
+    """Return the directory of a model; download it if it is a name on the Hub.
 
     Args:
         path: a directory, or org/name.
         with_weights: download the weights, too, not only the configuration and the tokenizer.
+        key: that has the value ``path``, for errors.
 
     Raises:
         InvalidConfig: there is no such directory, or the Hub cannot be reached.
@@ -182,10 +183,10 @@ def locate_model(path: str, with_weights: bool = False) -> Path:
     if local.is_dir():
         return local
     if local.exists() or not HUB_NAME.fullmatch(path):
-        raise InvalidConfig([ConfigError("model.path", path, rule, PATH_REMEDY)])
+        raise InvalidConfig([ConfigError(key, path, rule, PATH_REMEDY)])
     remedy = (
         f"on a machine with network run: hf download {name} --local-dir DIRECTORY. Then use "
-        "--model.path DIRECTORY"
+        "that directory"
     )
     try:
         from huggingface_hub import snapshot_download
@@ -193,7 +194,7 @@ def locate_model(path: str, with_weights: bool = False) -> Path:
     except ImportError as error:
         rule = "is no directory, and a model of the Hub needs huggingface_hub"
         remedy = f"run pip install huggingface_hub, or {remedy}"
-        raise InvalidConfig([ConfigError("model.path", path, rule, remedy)]) from error
+        raise InvalidConfig([ConfigError(key, path, rule, remedy)]) from error
     disable_progress_bars()
     patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
     reason = ""
@@ -207,7 +208,7 @@ def locate_model(path: str, with_weights: bool = False) -> Path:
                 return Path(found)
             reason = "the Hub has no config.json and safetensors of it"
     rule = f"is no directory, and cannot be downloaded from the Hub: {reason}"
-    raise InvalidConfig([ConfigError("model.path", path, rule, remedy)])
+    raise InvalidConfig([ConfigError(key, path, rule, remedy)])
 
 
 def _has_files(directory: Path, with_weights: bool) -> bool:

@@ -278,7 +278,7 @@ def run_trial(
     if not list_checkpoints(run / "checkpoints"):
         shutil.rmtree(run, ignore_errors=True)  # interrupted before its first checkpoint
     recipe, seed = recipe_path(directory, variant, label), trial_seed(variants, variant, repeat)
-    command = [*PYTHON, "weft.cli", "train", str(recipe)]
+    command = [*PYTHON, "weft", "train", str(recipe)]
     command += ["--run.dir", str(run.absolute()), "--train.seed", str(seed)]
     started, num_sent = time.monotonic(), 0
     with log_path(run).open("ab") as log_file:

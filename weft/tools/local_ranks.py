@@ -174,7 +174,7 @@ def run_on_all_ranks(plan: Plan, arguments: Sequence[str], run: Callable[[Rank],
         "--nproc-per-node",
         str(plan.world_size),
         *PYTHON,
-        "weft.cli",
+        "weft",
         *arguments,
     ]
     # If this process is killed, torchrun dies with it, and then its ranks.

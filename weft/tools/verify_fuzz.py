@@ -219,8 +219,10 @@ def _start(
 ) -> None:
     """Fork a process that runs a job, and add it to ``running``."""
     context = get_context("fork")
-    # Python's handlers after a fork swallow a KeyboardInterrupt, so Ctrl-C waits.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Python's handlers after a fork swallow a KeyboardInterrupt, so Ctrl-C waits.  Blocking the
+    # signal in this thread would not suffice: another thread would receive it.
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         pipe, child_pipe = context.Pipe(duplex=False)
         arguments = (child_pipe, os.getpid(), index, settings)
@@ -229,7 +231,9 @@ def _start(
         child_pipe.close()
         running[pipe] = index, process
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _stop(pipe: Connection, process: ForkProcess) -> None:

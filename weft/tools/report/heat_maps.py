@@ -50,7 +50,9 @@ def statistics_maps(run: RunReader, axes: Mapping[str, Floats]) -> Iterator[dict
     tables: dict[str, dict[str, dict[int, float]]] = {kind: {} for kind in KIND_HEADINGS}
     for row in records:
         kind, name, rms = row.get("kind"), row.get("name"), row.get("rms")
-        if kind in tables and isinstance(name, str) and isinstance(rms, int | float):
+        if not (isinstance(kind, str) and isinstance(name, str)):
+            continue
+        if kind in tables and isinstance(rms, int | float):
             value = math.inf if row.get("nonfinite") else float(rms)
             tables[kind].setdefault(name, {})[row["step"]] = value
     for kind, table in tables.items():
