@@ -52,8 +52,8 @@ def statistics_maps(run: RunReader, axes: Mapping[str, Floats]) -> Iterator[dict
         kind, name, rms = row.get("kind"), row.get("name"), row.get("rms")
         if not (isinstance(kind, str) and isinstance(name, str)):
             continue
-        if kind in tables and isinstance(rms, int | float):
-            value = math.inf if row.get("nonfinite") else float(rms)
+        if kind in tables and isinstance(rms, float):
+            value = math.inf if row.get("nonfinite") else rms
             tables[kind].setdefault(name, {})[row["step"]] = value
     for kind, table in tables.items():
         if not table:
