@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import signal
 import subprocess
@@ -75,8 +74,8 @@ print(model.generate(**ids, max_new_tokens=5).shape)
 """
 
 
-def records(directory: Path, run: str = "runs/mine") -> list[dict[str, float]]:
-    lines = (directory / run / "metrics.jsonl").read_text("utf-8").splitlines()
+def records(directory: Path) -> list[dict[str, float]]:
+    lines = (directory / "runs/mine/metrics.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -90,6 +89,12 @@ def has_learned(directory: Path, output: str) -> str:
 def has_lost_nothing(directory: Path, output: str) -> str:
     steps = [record["step"] for record in records(directory)]
     return "" if steps == list(range(1, 31)) else f"steps {steps}"
+
+
+def has_outputs(directory: Path, output: str) -> str:
+    cells = json.loads((directory / "notebook.ipynb").read_text("utf-8"))["cells"]
+    empty = sum(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    return f"{empty} cells without an output" if empty > 2 else ""
 
 
 def prints(*texts: str) -> Callable[[Path, str], str]:
@@ -125,7 +130,10 @@ TASKS = {
         has_learned,
     ),
     "DPO": Task(
-        [f"weft train dpo {MODEL} --data.path pairs.jsonl --run.dir runs/mine --optim.lr 1e-3"],
+        [
+            f"weft train dpo {MODEL} --data.path pairs.jsonl --run.dir runs/mine --optim.lr 1e-3 "
+            "--train.epochs 8"
+        ],
         has_learned,
     ),
     "Hugging Face in and out": Task(
@@ -160,7 +168,7 @@ TASKS = {
         {"tokenizer.json": "{}"},
     ),
     "Python": Task(["python own.py"], has_file("runs/mine/report.html"), {"own.py": PYTHON_FILE}),
-    "notebook": Task(["jupyter execute notebook.ipynb --inplace"], prints("")),
+    "notebook": Task(["jupyter execute notebook.ipynb --inplace"], has_outputs),
     "own model": Task(
         [f"{TRAIN} --model.kind mine:FAMILY --parallel.tp 2"], has_learned, {"mine.py": MODEL_FILE}
     ),
@@ -172,34 +180,18 @@ TASKS = {
 }
 
 
-def run(command: str, directory: Path, variables: dict[str, str], interrupt: bool) -> str:
-    """Run a command of the shell, and return what it prints.
-
-    Raises:
-        RuntimeError: if it fails.
-    """
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {command}" if interrupt else command],
-        cwd=directory,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def interrupt(command: str, directory: Path, variables: dict[str, str]) -> None:
+    """Run a training command, and send Ctrl-C after its fifth step."""
     metrics = directory / "runs" / "mine" / "metrics.jsonl"
-    while interrupt and process.poll() is None:
-        if metrics.is_file() and metrics.read_bytes().count(b"\n") >= 5:
-            process.send_signal(signal.SIGINT)
-            break
-        time.sleep(0.1)
-    try:
+    with pages.start(f"exec {command}", directory, variables) as process:
+        while process.poll() is None:
+            if metrics.is_file() and metrics.read_bytes().count(b"\n") >= 5:
+                process.send_signal(signal.SIGINT)
+                break
+            time.sleep(0.1)
         output, _ = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    if process.returncode not in ((130,) if interrupt else (0,)):
-        raise RuntimeError(f"{command} ended with status {process.returncode}: {output[-600:]}")
-    return output
+    # 75: saved a checkpoint and stopped.
+    assert process.returncode == 75, f"status {process.returncode}: {output[-600:]}"
 
 
 def try_task(name: str, clone: Path) -> tuple[float, str]:
@@ -216,11 +208,14 @@ def try_task(name: str, clone: Path) -> tuple[float, str]:
         variables = pages.environment(directory, hub) | {"PYTHONPATH": str(clone)}
         begin = time.monotonic()
         try:
-            output = ""
-            for number, command in enumerate(task.commands):
-                output += run(command, directory, variables, task.interrupt and number == 0)
+            first, *rest = task.commands
+            if task.interrupt:
+                interrupt(first, directory, variables)
+            else:
+                rest = task.commands
+            output = "".join(pages.run(command, directory, variables) for command in rest)
             wrong = task.check(directory, output)
-        except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
             wrong = str(error)
         return time.monotonic() - begin, wrong
 
@@ -237,9 +232,7 @@ def main() -> None:
         done += not wrong
         commands = len(TASKS[name].commands)
         print(f"{name:26} {commands} {seconds:6.1f} s  {wrong or 'done'}", flush=True)
-    print(
-        f"{done} of {len(names)} tasks; {date.today()}, torch {version('torch')}, {platform.node()}"
-    )
+    print(f"{done} of {len(names)} tasks; {date.today()}, torch {version('torch')}")
 
 
 if __name__ == "__main__":

@@ -24,12 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.cli.main import build_parser
 from weft.data.stories import stories
 from weft.data.tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -96,17 +100,27 @@ def chats() -> list[list[dict[str, str]]]:
     ]
 
 
+def build_tokenizer(
+    texts: Iterable[str], special: Sequence[str], end: str, template: str
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of transformers with a chat template."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = train_tokenizer(texts, 320)
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, chat_template=template
+    )
+
+
 def save_tiny_model(directory: Path, family: str) -> None:
     """Save a tiny model of transformers with random weights, its tokenizer and its template."""
     import torch
     import transformers
-    from tokenizers import AddedToken
 
-    tokenizer = train_tokenizer((m["content"] for chat in chats() for m in chat), 320)
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
+    texts = (message["content"] for chat in chats() for message in chat)
+    wrapped = build_tokenizer(texts, SPECIAL, "<|im_end|>", TEMPLATE)
     wrapped.save_pretrained(directory)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
@@ -172,21 +186,28 @@ def environment(directory: Path, hub: Path) -> dict[str, str]:
     return os.environ | own
 
 
-def run(command: Command, directory: Path, variables: dict[str, str]) -> str:
-    """Run a command as a shell would; return its output with errors, and check its status."""
-    completed = subprocess.run(
-        ["bash", "-c", command.line],
+def start(line: str, directory: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a command as a shell would, with its errors in its output."""
+    return subprocess.Popen(
+        ["bash", "-c", line],
         cwd=directory,
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
-        check=False,
     )
-    output = completed.stdout.replace(str(directory.resolve()), "/home/me/work")
-    assert completed.returncode == command.status, f"{command.line}\n{output}"
+
+
+def run(line: str, directory: Path, variables: dict[str, str], status: int = 0) -> str:
+    """Run a command; return its output, and check its status."""
+    with start(line, directory, variables) as process:
+        try:
+            output, _ = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    output = output.replace(str(directory.resolve()), "/home/me/work")
+    assert process.returncode == status, f"{line}\n{output}"
     return output
 
 
@@ -209,19 +230,24 @@ def find_missing(command: Command, output: str) -> str | None:
     return None
 
 
-def check_page(path: Path, directory: Path) -> None:
-    """Run a page in an empty directory, and fail at the first command that does not hold."""
+def prepare(path: Path, directory: Path) -> tuple[list[Command], dict[str, str]]:
+    """Write the files of a page into a directory; return its commands and their environment."""
     text, hub = path.read_text("utf-8"), directory / ".hub"
     write_inputs(directory, hub)
     write_files(text, directory)
-    variables = environment(directory, hub)
     commands = commands_of(text)
     assert commands, f"{path} has no commands"
+    return commands, environment(directory, hub)
+
+
+def check_page(path: Path, directory: Path) -> None:
+    """Run a page in an empty directory, and fail at the first command that does not hold."""
+    commands, variables = prepare(path, directory)
     for command in commands:
         if command.needs:
             check_parses(command.line)
             continue
-        output = run(command, directory, variables)
+        output = run(command.line, directory, variables, command.status)
         missing = find_missing(command, output)
         assert missing is None, f"{command.line}\nhas no line\n  {missing}\nin\n{output}"
 
@@ -238,18 +264,15 @@ def show(path: Path) -> None:
     """Print each command of a page with its output and seconds."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        text, hub = path.read_text("utf-8"), directory / ".hub"
-        write_inputs(directory, hub)
-        write_files(text, directory)
-        variables = environment(directory, hub)
-        for command in commands_of(text):
+        commands, variables = prepare(path, directory)
+        for command in commands:
             print(f"$ {command.line}", flush=True)
             if command.needs:
                 print(f"  (needs {command.needs})")
                 continue
             begin = time.monotonic()
             try:
-                output = run(command, directory, variables)
+                output = run(command.line, directory, variables, command.status)
             except AssertionError as error:
                 print(error)
                 break

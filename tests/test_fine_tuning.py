@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.pages import CAPITALS, build_tokenizer
 from tests.small import losses
-from weft.data.tokenizer import train_tokenizer
 
-CAPITALS = {"France": "Paris", "Peru": "Lima", "Japan": "Tokyo", "Kenya": "Nairobi"}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -42,19 +41,15 @@ def questions() -> list[list[dict[str, str]]]:
 def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a tiny Llama of transformers to ``theirs``, and ``chat.jsonl`` to train on."""
     pytest.importorskip("peft", reason="the library of adapters is not installed")
-    from tokenizers import AddedToken
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("tuning")
     chats = questions()
     lines = [json.dumps({"messages": chat}) for chat in chats]
     (directory / "chat.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
 
-    tokenizer = train_tokenizer((m["content"] for chat in chats for m in chat), 320)
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
-    )
+    texts = (message["content"] for chat in chats for message in chat)
+    wrapped = build_tokenizer(texts, SPECIAL, "<|end|>", TEMPLATE)
     wrapped.save_pretrained(directory / "theirs")
     torch.manual_seed(0)
     config = LlamaConfig(
