@@ -49,6 +49,7 @@ SMALL: Overrides = [
     ("optim.warmup_steps", "5"),
     ("checkpoint.interval", "0"),
     ("monitor.trackers", ""),
+    ("monitor.eval_prompts", ""),
     ("monitor.report", "false"),
 ]
 

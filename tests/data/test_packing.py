@@ -238,6 +238,13 @@ def test_packing_pairs_share_rows_and_stay_together(data_dir: Path) -> None:
     assert error.key == "data.overlong"
 
 
+def test_packing_without_a_pair_that_fits_has_no_sequence(data_dir: Path) -> None:
+    text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
+    [pairs] = build_mixture(text, "validation", 4, chosen, 0).sources
+    assert isinstance(pairs, Pairs)
+    assert (len(pairs), pairs.width) == (0, 0)
+
+
 def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     [pairs] = build_mixture(text, "train", 128, chosen, 0).sources

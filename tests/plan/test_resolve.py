@@ -15,6 +15,7 @@ from weft.plan.degrees import divisors, format_choices
 from weft.plan.devices import peak_flops
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
+from weft.train.machine import detect_machine
 
 CPU = Machine("cpu", devices=8)
 H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")
@@ -78,6 +79,47 @@ def test_resolve_local_workers_follow_the_machine(
     plan = resolve(job(*overrides), machine)
     assert plan.world_size == workers
     assert plan.num_threads == max(1, machine.devices // workers)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "degrees"),
+    [
+        (Machine("cpu", 4, memory_bytes=64 * GIB), [], (4, 1)),
+        # A rank of the launcher resolves the same job, and must get the same layout.
+        (Machine("cpu", 4, world_size=4, memory_bytes=64 * GIB), [], (4, 1)),
+        (Machine("cpu", 4, memory_bytes=768 << 20), [], (2, 2)),  # four copies do not fit
+        (Machine("cpu", 4, memory_bytes=1 << 20), [], (1, 4)),  # nothing fits
+        (Machine("cpu", 4), [], (1, 4)),  # unknown memory
+        (Machine("cpu", 4, memory_bytes=64 * GIB), [("run.nproc_per_node", "4")], (1, 4)),
+        (Machine("cpu", 4, memory_bytes=64 * GIB), [("parallel.fsdp_prefetch", "2")], (1, 4)),
+        (Machine("cuda", 4, memory_bytes=64 * GIB), [], (1, 4)),
+    ],
+)
+def test_resolve_cpu_without_a_layout_replicates_what_fits(
+    machine: Machine, overrides: list[tuple[str, str]], degrees: tuple[int, int]
+) -> None:
+    plan = resolve(job(*overrides), machine)
+    assert (plan.dp_replicate, plan.dp_shard) == degrees
+
+
+def test_resolve_threads_follow_the_environment() -> None:
+    machine = Machine("cpu", devices=8, num_threads=3)
+    assert resolve(job(), machine).num_threads == 3
+    invariant = resolve(job(("train.world_size_invariant", "true")), machine)
+    assert invariant.num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("", None), ("3", 3), ("4,2", 4), ("0", None), ("all", None)]
+)
+def test_detect_machine_reads_omp_num_threads(
+    text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert detect_machine(job().run).num_threads == threads
 
 
 def test_resolve_launcher_sets_the_world_size() -> None:

@@ -257,6 +257,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         Exception: of any type, after its report for the launcher is written.
     """
     # A launcher, which does not train, imports neither.
+    from weft.tools.eval_text import prompt_generator
     from weft.train.loop import train
     from weft.train.setup import connect
 
@@ -287,7 +288,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 write_run_files(plan, base, recipe, dataset, prediction)
             dist.barrier()
             start_watchdog(job, run_dir, ranks)
-            is_complete = train(plan, dataset, ranks, console)
+            is_complete = train(plan, dataset, ranks, console, prompt_generator(plan))
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
                 hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))

@@ -33,6 +33,7 @@ def main() -> None:
         from weft.data.dataset import open_dataset
         from weft.monitor.terminal import quiet_console
         from weft.plan.resolve import resolve
+        from weft.tools.eval_text import prompt_generator
         from weft.train.job_checks import plan_with_data
         from weft.train.loop import train
         from weft.train.machine import detect_machine
@@ -43,7 +44,8 @@ def main() -> None:
         plan = plan_with_data(resolve(job, detect_machine(job.run)), dataset)
         with connect(plan, job.debug.deterministic) as ranks:
             start_watchdog(job, run_dir, ranks)
-            is_complete = train(plan, dataset, ranks, quiet_console(terminal))
+            generate = prompt_generator(plan)
+            is_complete = train(plan, dataset, ranks, quiet_console(terminal), generate)
             # The launcher kills all ranks as soon as one exits early.
             dist.barrier()
     except BaseException as error:

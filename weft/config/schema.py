@@ -335,8 +335,9 @@ class ParallelSection(Section):
     dp_replicate: Positive = key(1, "replicas of the sharded model (HSDP)")
     dp_shard: Positive | Literal["auto", "fit"] = key(
         "auto",
-        "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). auto: "
-        "all remaining ranks; fit: the fewest that fit into memory, the rest replicate (MiCS)",
+        "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). fit: the "
+        "fewest that fit into memory, the rest replicate (MiCS); auto: all remaining ranks, or fit "
+        "on a CPU with defaults for run.nproc_per_node and this section",
     )
     tp: Positive = key(1, "tensor-parallel degree")
     pp: Positive = key(1, "pipeline-parallel degree")
@@ -602,6 +603,11 @@ class MonitorSection(Section):
         "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
+    eval_prompts: tuple[Text, ...] = key(
+        (),
+        "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
+        "the terminal and the report",
+    )
     report: bool = key(True, "render report.html during training")
     spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
 

@@ -349,7 +349,9 @@ def build_mixture(
         _build_samples(source.store, split, seq_len, section, seed) for source in dataset.sources
     ]
     pairs = [samples for samples in sources if isinstance(samples, Pairs)]
-    width = max((int(np.diff(p.packed.packed.offsets).max()) // 2 for p in pairs), default=0)
+    # A split may have no pair that fits.
+    widths = [int(np.diff(p.packed.packed.offsets).max(initial=0)) // 2 for p in pairs]
+    width = max(widths, default=0)
     sources = [replace(s, width=width) if isinstance(s, Pairs) else s for s in sources]
     return Mixture(sources, [source.share for source in dataset.sources])
 

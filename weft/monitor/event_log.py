@@ -21,6 +21,7 @@ Kind = Literal[
     "start",
     "checkpoint",
     "evaluation",
+    "generation",
     "anomaly",
     "divergence",
     "slow rank",

@@ -29,6 +29,8 @@ class Machine:
         memory_bytes: memory of one GPU, or of this host on CPU; None if unknown.
         peer_access: True if the GPUs of a host can read each other's memory.
         capability: CUDA compute capability; (0, 0) if unknown.
+        num_threads: CPU threads per rank that the environment requests (OMP_NUM_THREADS); None if
+            weft chooses them.
     """
 
     device: DeviceType
@@ -39,6 +41,7 @@ class Machine:
     memory_bytes: int | None = None
     peer_access: bool = False
     capability: tuple[int, int] = (0, 0)
+    num_threads: int | None = None
 
     def memory_per_rank(self, local_world_size: int) -> int | None:
         """Return the bytes of memory of each rank; CPU ranks share their host's memory."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
-from weft.config.schema import Job, difference
+from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.plan.degrees import resolve_degrees
 from weft.plan.devices import peak_flops
@@ -123,9 +123,12 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         check_layout(errors, job, model, family, degrees)
         raise InvalidConfig(errors)
 
-    if parallel.dp_shard == "fit" and not errors:
+    is_free = _is_layout_free(job, machine)
+    if (is_free or parallel.dp_shard == "fit") and not errors:
         available = machine.memory_per_rank(local_world_size)
-        degrees = fit_dp_shard(errors, job, cost, degrees, compute_bytes, available)
+        # A layout that nobody asked for is no error: all ranks shard.
+        fit_errors = ConfigErrors(job) if is_free else errors
+        degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
     check_layout(errors, job, model, family, degrees)
     check_device(errors, job, machine.device, machine.peer_access, degrees, local_world_size)
     check_world_size_invariant(errors, job, degrees, compute_dtype)
@@ -161,7 +164,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         ep=degrees.ep,
         mesh_order=parallel.mesh_order,
         # The number of threads of a matrix product can change its last bit.
-        num_threads=1 if train.world_size_invariant else cores_per_rank,
+        num_threads=1 if train.world_size_invariant else machine.num_threads or cores_per_rank,
         local_batch_size=batch.local_batch_size,
         microbatch_size=batch.microbatch_size,
         world_size_invariant=train.world_size_invariant,
@@ -337,6 +340,16 @@ def _resolve_nproc(errors: ConfigErrors, job: Job, machine: Machine) -> int:
         depends = ("run.device", *DEGREE_KEYS)
         errors.add("run.nproc_per_node", rule, remedy, depends, value=nproc)
     return nproc
+
+
+def _is_layout_free(job: Job, machine: Machine) -> bool:
+    """Return True on CPU if neither the number of processes nor any key of ``parallel`` is set.
+
+    weft then replicates a model that fits into memory: the ranks of a CPU share its cores, and
+    replicas exchange only gradients (benchmarks/local_layouts.py).
+    """
+    is_default = job.run.nproc_per_node == "auto" and job.parallel == ParallelSection()
+    return is_default and machine.device == "cpu"
 
 
 def _auto_nproc(job: Job, machine: Machine) -> int:

@@ -63,7 +63,7 @@ from weft.optim.optimizer import (
 from weft.parallel.compile import describe_graph_break
 from weft.plan.plan import Plan
 from weft.train.metric_logger import TrainingError, is_due
-from weft.train.run import Run, open_run
+from weft.train.run import Generate, Run, open_run
 from weft.train.setup import Rank
 from weft.train.state import TrainState, checkpoint_dir, rewind
 from weft.train.step import batch_to, validation_batches
@@ -74,13 +74,16 @@ DATA_ERRORS = (OSError, WeftError, LookupError, ValueError)
 GC_STEPS = 50  # steps between garbage collections, on all ranks at once
 
 
-def train(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> bool:
+def train(
+    plan: Plan, dataset: Dataset, rank: Rank, console: Console, generate: Generate | None = None
+) -> bool:
     """Train until ``train.steps``, from the newest checkpoint if there is one.
 
     A stop signal or ``resilience.time_limit`` ends the loop after a step, which is saved.  Rank 0
-    shows progress on ``console``.  Returns True if all steps are done, equal on all ranks.
+    shows progress on ``console``.  ``generate`` continues prompts at every evaluation.  Returns
+    True if all steps are done, equal on all ranks.
     """
-    with open_run(plan, dataset, rank, console) as run:
+    with open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
         while state.step < plan.num_steps:
             with error_context(run, state):
@@ -268,6 +271,12 @@ def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due
     step_seconds = run.metrics.log(
         state, lr, result.loss_and_norm, run.anomalies, run.replicas.count, evaluate
     )
+    if due.evaluate and run.generate is not None:
+        enter_phase("evaluate")
+        for text in run.generate(run.built.train_step):  # collective
+            run.events.add("generation", state.step, text)
+            run.log(f"step {state.step}: {text}")
+        enter_phase("log")
     if not (run.replicas.is_leader and (due.save or due.save_local)):
         return
     run.checkpoints.save_step(

@@ -37,12 +37,19 @@ def detect_machine(section: RunSection) -> Machine:
         peer_access=use_cuda
         and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
         capability=_capability() if use_cuda else (0, 0),
+        num_threads=_requested_threads(),
     )
 
 
 def is_launched_rank() -> bool:
     """Return True if a launcher such as torchrun has made this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _requested_threads() -> int | None:
+    """Return the first level of ``OMP_NUM_THREADS``; None if it is unset or not a number."""
+    threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+    return int(threads) or None if threads.strip().isdecimal() else None
 
 
 def _capability() -> tuple[int, int]:

@@ -38,6 +38,10 @@ from weft.train.replica_groups import SingleReplica, join_replica_groups
 from weft.train.run_dir import epoch_warnings, write_plan
 from weft.train.setup import Built, Rank, build, open_layer_stats
 from weft.train.state import TrainState, checkpoint_dir, resume
+from weft.train.step import TrainStep
+
+# Continue the prompts with the model in training; a collective.  See `weft.tools.eval_text`.
+Generate = Callable[[TrainStep], list[str]]
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class Run:
     compile_log: CompileLog
     events: EventLog
     log: Callable[[str], None]  # prints on rank 0
+    generate: Generate | None  # continues ``monitor.eval_prompts``
 
 
 @contextmanager
-def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iterator[Run]:
+def open_run(
+    plan: Plan, dataset: Dataset, rank: Rank, console: Console, generate: Generate | None
+) -> Iterator[Run]:
     """Build the model, load the newest checkpoint and open the run; a collective."""
     job, run_dir, is_first = plan.job, plan.run_path, rank.rank == 0
 
@@ -154,6 +161,7 @@ def open_run(plan: Plan, dataset: Dataset, rank: Rank, console: Console) -> Iter
             compile_log=compile_log,
             events=events,
             log=log,
+            generate=generate,
         )
 
 

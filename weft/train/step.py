@@ -61,6 +61,8 @@ class TrainStep:
         loss_by_source: float32 (S, 2): summed loss in nats and its count (tokens, or pairs) for
             each source, on this rank, of the last global batch.  None without a mixture.
         metrics: float32 (M, 2): sum and count of each metric of the objective.  None without any.
+        logits_at_targets: receives the targets, int64 (N,), and their logits, (N, V), of each
+            cross-entropy on this rank.  None, except while prompts are continued.
         balance: the biases of the experts.
     """
 
@@ -120,6 +122,7 @@ class TrainStep:
         self.metrics: Tensor | None = None
         if self.objective.metrics:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
+        self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
         rate = getattr(plan.model, "balance_rate", 0.0)
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
 
@@ -259,6 +262,9 @@ class TrainStep:
             return total / microbatch.divisor
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.logits_at_targets is not None:
+            has_target_BT = targets_BT != IGNORE_INDEX
+            self.logits_at_targets.append((targets_BT[has_target_BT], logits_BTV[has_target_BT]))
         if self.plan.tp > 1:
             return vocab_parallel_cross_entropy(logits_BTV, targets_BT, self.mesh.get_group("tp"))
         return cross_entropy(logits_BTV, targets_BT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.monitor.run_reader import ROUTINE_KINDS, Floats, RunEvent, RunReader
+from weft.monitor.run_reader import ROUTINE_KINDS, TEXT_KIND, Floats, RunEvent, RunReader
 from weft.monitor.step_timer import KINDS
 from weft.tools.report.chart_points import (
     MAX_POINTS,
@@ -101,8 +101,11 @@ CURVES = [
 
 
 def select_events(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Select at most `MAX_EVENTS` events; drop routine first, then the middle."""
-    events = list(events)
+    """Select at most `MAX_EVENTS` events; drop routine first, then the middle.
+
+    Generated text has a section of its own.
+    """
+    events = [event for event in events if event.kind != TEXT_KIND]
     if len(events) > MAX_EVENTS:
         events = [event for event in events if event.kind not in ROUTINE_KINDS] or events
     if len(events) > MAX_EVENTS:

@@ -16,7 +16,7 @@ from typing import Self
 
 from weft.config.errors import WeftError
 from weft.config.files import describe_cause, replace_bytes
-from weft.monitor.run_reader import RunReader
+from weft.monitor.run_reader import TEXT_KIND, RunReader
 from weft.monitor.system_sampler import SystemSampler
 from weft.monitor.terminal import format_duration
 from weft.tools.report.page import (
@@ -39,6 +39,7 @@ from weft.tools.report.report_charts import (
 from weft.tools.report.report_summary import summary_parts
 
 UPDATE_SECONDS = 60  # between updates, and reloads, of the page of a running run
+MAX_TEXTS = 100  # generated texts of a run
 POLL_SECONDS = 2.0  # between checks for new records
 # Replaces the planner's sections in pages without them.
 PREDICTION_NOTE: Section = {
@@ -102,6 +103,7 @@ def run_page(
             *(chart_sections(runs, names, charts, data["maps"]) if data else []),
             *time_section(runs, names),
             *appendix,
+            *text_section(runs, names),
             *events_section(runs, names),
             configuration_section(runs, names),
             *environment_section(runs, names),
@@ -157,12 +159,26 @@ def time_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Sectio
     return [{"heading": "Goodput", "parts": [*parts, text_part(text, "faint")]}] if parts else []
 
 
+def text_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
+    """Return the section of the text that each evaluation generated, newest first."""
+    rows, several = [], len(runs) > 1
+    for run, name in zip(runs, names, strict=True):
+        events = [event for event in reversed(run.read_events()) if event.kind == TEXT_KIND]
+        for event in events[:MAX_TEXTS]:
+            rows.append([*([name] * several), f"{event.step:,}", event.text])
+    if not rows:
+        return []
+    table = table_part([*(["run"] * several), "step", "text"], rows, numbers=[int(several)])
+    note = "Prompts of monitor.eval_prompts with their continuations, newest first."
+    return [{"heading": "Generated text", "parts": [text_part(note, "faint"), table]}]
+
+
 def events_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
     """Return the section of the events, collapsed if there are many."""
     rows, num_omitted = [], 0
     several = len(runs) > 1
     for run, name in zip(runs, names, strict=True):
-        events = run.read_events()
+        events = [event for event in run.read_events() if event.kind != TEXT_KIND]
         shown = select_events(events)
         num_omitted += len(events) - len(shown)
         for event in shown:

@@ -1,0 +1,109 @@
+"""Continue ``monitor.eval_prompts`` with the model in training, in any layout.
+
+`weft.tools.generate` samples the tokens.  Their logits come from `TrainStep.evaluate` on batches
+of the prompts, so pipeline, context and tensor parallelism, float8 and compiled blocks need nothing
+of their own.  Each token costs a forward pass over sequences of ``train.seq_len``: there is no
+key-value cache.
+
+Shapes in names: B sequences, T tokens of a sequence, N sequences that are continued, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.data.loader import IGNORE_INDEX, Batch
+from weft.monitor.heartbeat import beat
+from weft.plan.plan import Plan
+from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
+from weft.tools.inference_model import CheckpointRef, LanguageModel
+from weft.train.loss import build_objective
+from weft.train.step import TrainStep
+
+SAMPLING = Sampling(max_tokens=64)
+
+
+def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
+    """Return a function that continues the prompts of a run; None without prompts.
+
+    Every rank of the run calls that function, and gets the same texts: prompt and continuation.
+
+    Raises:
+        InvalidConfig: if the run directory has no tokenizer, or its chat template rejects a prompt.
+    """
+    prompts, data = plan.job.monitor.eval_prompts, plan.job.data
+    if not prompts:
+        return None
+    run = CheckpointRef(plan.run_path, plan.run_path, plan.job, plan.model)
+    chat_format = load_chat_format(run, None if data.is_text else data.chat_template)
+    # An imported model may have longer sequences than its training here.
+    max_context = min(chat_format.max_context, plan.seq_len)
+    chat_format = replace(chat_format, max_context=max_context)
+    make_sequences(prompts, chat_format, SAMPLING)  # finds errors before the first step
+
+    def continue_prompts(train_step: TrainStep) -> list[str]:
+        model, sequences = TrainingModel(train_step), make_sequences(prompts, chat_format, SAMPLING)
+        for _ in generate(model, chat_format, sequences, SAMPLING, cached=False):
+            pass
+        separator = "" if data.is_text else " -> "
+        return [f"{sequence.prompt}{separator}{sequence.text}" for sequence in sequences]
+
+    return continue_prompts
+
+
+class TrainingModel(LanguageModel):
+    """The model in training as a `LanguageModel`."""
+
+    def __init__(self, train_step: TrainStep) -> None:
+        # Not that of the base class, which would change the modules.
+        self.train_step = train_step
+        self.family, self.config = train_step.plan.family, train_step.plan.model
+        self.device = train_step.device
+
+    @torch.no_grad()
+    def logits(
+        self, tokens_BT: Tensor, batch_N: Tensor, indices_N: Tensor, positions_BT: Tensor | None
+    ) -> Tensor:
+        """Return float32 logits [N, V] of the tokens after (batch_N, indices_N), on all ranks."""
+        beat("evaluate")
+        step, plan, num_sequences = self.train_step, self.train_step.plan, len(tokens_BT)
+        batch_size = min(plan.microbatch_size, num_sequences)
+        num_rows = -(-num_sequences // batch_size) * batch_size
+        rows_BT = tokens_BT.new_zeros(num_rows, plan.seq_len)
+        rows_BT[:num_sequences, : tokens_BT.shape[1]] = tokens_BT
+        # A target says which logits belong to which sequence.
+        targets_BT = torch.full_like(rows_BT, IGNORE_INDEX)
+        targets_BT[batch_N, indices_N] = torch.arange(len(batch_N), device=self.device)
+        columns = (torch.split(column, batch_size) for column in (rows_BT, targets_BT))
+        batches = [Batch(rows, targets, None, None) for rows, targets in zip(*columns, strict=True)]
+        with record_logits(step) as recorded:
+            step.evaluate(batches)
+        logits_NV = torch.zeros(len(batch_N), plan.model.vocab_size, device=self.device)
+        # All data-parallel ranks have the same prompts; of the others, each has its own logits.
+        if step.mesh.dp_rank == 0:
+            for targets, shard in recorded:
+                first = step.mesh.coordinates["tp"] * shard.shape[1]
+                logits_NV[targets, first : first + shard.shape[1]] = shard.float()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(logits_NV)
+        return logits_NV
+
+
+@contextmanager
+def record_logits(step: TrainStep) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Record the logits of all targets of next-token prediction in this context."""
+    saved = step.objective, step.loss_by_source, step.metrics
+    step.objective = build_objective("next_token", step.plan.job.train)
+    step.loss_by_source = step.metrics = None
+    step.logits_at_targets = recorded = list[tuple[Tensor, Tensor]]()
+    try:
+        yield recorded
+    finally:
+        step.logits_at_targets = None
+        step.objective, step.loss_by_source, step.metrics = saved
