@@ -1,4 +1,4 @@
-"""The pages of the cookbook and the lessons of the course run, and print what they quote."""
+"""The pages of PAGES, such as the cookbook and the course, run and print what they quote."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pictures import PICTURES  # noqa: E402
 COOKBOOK = sorted(path.stem for path in (DOCS / "cookbook").glob("*.md") if path.stem != "index")
 LESSONS = re.findall(r"\]\(([\w-]+)\.md\)", (DOCS / "course" / "index.md").read_text("utf-8"))
 PAGES = [*(f"cookbook/{name}" for name in COOKBOOK), *(f"course/{name}" for name in LESSONS)]
+PAGES += ["laptop", "fine-tuning"]
 
 
 def test_cookbook_has_fifteen_pages_and_the_course_eight_lessons() -> None:

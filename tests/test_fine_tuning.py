@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.pages import CAPITALS, build_tokenizer
 from tests.small import losses
@@ -127,54 +123,3 @@ def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
     assert {answer["finish"] for answer in answers} == {"end"}
     question, answer = (message["content"] for message in questions()[0])
     assert weft(work_dir, "generate", "run", "--prompt", question, *options) == f"{answer}\n"
-
-
-PAGE = (Path(__file__).parent.parent / "docs" / "fine-tuning.md").read_text("utf-8")
-COMMANDS = [
-    line.partition("  #")[0]
-    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
-    if not kind and line.startswith("weft ")
-]
-HUB_MODEL = "meta-llama/Llama-3.2-1B-Instruct"
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.slow
-def test_commands_of_the_page_run_in_order(
-    work_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command of docs/fine-tuning.md, with a tiny model in place of the Hub's."""
-    assert len(COMMANDS) > 12
-    shutil.copy(work_dir / "chat.jsonl", tmp_path / "chats.jsonl")
-    pairs = [
-        {"prompt": question["content"], "chosen": answer["content"], "rejected": "Oslo"}
-        for question, answer in questions()
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("the capital of Peru is Lima. " * 400)
-    (tmp_path / "notes" / "b.txt").write_text("the capital of Japan is Tokyo. " * 400)
-    repository, commit = tmp_path / "hub" / f"models--{HUB_MODEL.replace('/', '--')}", "0" * 40
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    shutil.copytree(work_dir / "theirs", repository / "snapshots" / commit)
-    shutil.copytree(work_dir / "theirs", tmp_path / HUB_MODEL.partition("/")[2])
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for command in COMMANDS:
-        output = weft(tmp_path, *shlex.split(command)[1:])
-        if command.startswith("weft train "):
-            name = shlex.split(command)[-1].partition("/")[2] or "imported"
-            records = losses(tmp_path / "runs" / name)
-            assert records, command
-            assert " epochs in " in output, command
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    # LoRA trained the model of the Hub: the frozen weights are those of its safetensors.
-    theirs = load_file(work_dir / "theirs" / "model.safetensors")
-    ours = load_file(tmp_path / "out" / "model.safetensors")
-    assert theirs.keys() == ours.keys()
-    assert torch.equal(theirs["lm_head.weight"], ours["lm_head.weight"])
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(theirs[name], ours[name])

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import pages
 from tests.lines import core_modules, lines_of_code, lines_of_packages
 from weft.cli.main import build_parser, main
 from weft.config.reader import read_job, recipe_names
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = BLOCK.findall(README)
+BLOCKS = pages.BLOCK.findall(README)
 MISTAKES = ("train.step",)  # a wrong key, in the README's example of an error
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 WEFT = [sys.executable, "-m", "weft"]
@@ -31,7 +31,7 @@ def commands(page: str) -> list[list[str]]:
     """Return every ``weft`` command of a page, without trailing comments."""
     text = re.sub(r"\\\n *", "", (ROOT / page).read_text("utf-8"))
     results = []
-    for kind, block in BLOCK.findall(text):
+    for kind, block in pages.BLOCK.findall(text):
         for line in () if kind else block.splitlines():
             if re.match(r"(\$ )?weft [a-z]", line):
                 results.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])

@@ -1,42 +1,27 @@
-"""Run every command in the pages about laptops and clusters.
+"""Run the commands of the pages about clusters and GPU machines, as far as possible here.
 
-A command whose comment lists requirements is checked as far as possible without them. Other
-commands run unchanged. Recipes on a page have the name that its commands use.
+A command whose comment lists requirements is checked without them: see `tests.pages`.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import WEFT
-from tests.harness import ROOT
+from tests import pages
 from weft.cli.main import build_parser, main
 from weft.config.reader import read_job
 
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = re.compile(r"  # needs (.+)$")
-
 
 def commands_of(page: str, directory: Path) -> list[tuple[list[str], str]]:
-    """Return the words and requirements of each command; write the page's recipe."""
-    blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
-    for text in (text for kind, text in blocks if kind == "toml"):
-        (directory / "mine.toml").write_text(text)
-    results = []
-    for kind, text in blocks:
-        # Skip blocks that begin with '$ ': they contain printed output.
-        for line in text.splitlines() if not kind and not text.startswith("$ ") else []:
-            needs = NEEDS.search(line)
-            if words := shlex.split(line, comments=True):
-                results.append((words, needs[1] if needs else ""))
-    assert results
-    return results
+    """Write the files of a page; return the words and requirements of each command."""
+    text = (pages.ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    pages.write_files(text, directory)
+    commands = [(shlex.split(c.line), c.needs) for c in pages.commands_of(text) if not c.quoted]
+    assert commands
+    return commands
 
 
 @pytest.mark.system
@@ -92,20 +77,3 @@ def test_page_of_a_gpu_machine_plans_succeed(
     for words, needs in commands_of("gpu-node", tmp_path):
         if not needs:
             assert main(words[1:]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_page_of_a_laptop_commands_succeed(tmp_path: Path) -> None:
-    """Run the commands in order, with only the files of the page."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    book = (path.read_text("utf-8") for path in sorted(library.glob("[a-d]*.py")))
-    (tmp_path / "my-book.txt").write_text("".join(book))
-    for words, needs in commands_of("laptop", tmp_path):
-        assert not needs
-        completed = subprocess.run(
-            [*WEFT, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        expected = 1 if words[1] == "diff" else 0
-        assert completed.returncode == expected, f"{words}: {completed.stdout}{completed.stderr}"
-    assert (tmp_path / "runs" / "mine" / "report.html").is_file()

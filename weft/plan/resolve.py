@@ -343,7 +343,7 @@ def _resolve_nproc(errors: ConfigErrors, job: Job, machine: Machine) -> int:
 
 
 def _is_layout_free(job: Job, machine: Machine) -> bool:
-    """Return True on CPU if neither the number of processes nor any key of ``parallel`` is set.
+    """Return True on CPU if all keys of the layout have their defaults.
 
     weft then replicates a model that fits into memory: the ranks of a CPU share its cores, and
     replicas exchange only gradients (benchmarks/local_layouts.py).

@@ -1,9 +1,9 @@
 """Continue ``monitor.eval_prompts`` with the model in training, in any layout.
 
 `weft.tools.generate` samples the tokens.  Their logits come from `TrainStep.evaluate` on batches
-of the prompts, so pipeline, context and tensor parallelism, float8 and compiled blocks need nothing
-of their own.  Each token costs a forward pass over sequences of ``train.seq_len``: there is no
-key-value cache.
+of the prompts, so this works with pipeline, context and tensor parallelism, float8 and compiled
+blocks.  Each token costs a forward pass over sequences of ``train.seq_len``: there is no key-value
+cache.
 
 Shapes in names: B sequences, T tokens of a sequence, N sequences that are continued, V vocabulary.
 """
@@ -70,7 +70,7 @@ class TrainingModel(LanguageModel):
     def logits(
         self, tokens_BT: Tensor, batch_N: Tensor, indices_N: Tensor, positions_BT: Tensor | None
     ) -> Tensor:
-        """Return float32 logits [N, V] of the tokens after (batch_N, indices_N), on all ranks."""
+        """Return float32 logits [N, V] after (batch_N, indices_N); a collective."""
         beat("evaluate")
         step, plan, num_sequences = self.train_step, self.train_step.plan, len(tokens_BT)
         batch_size = min(plan.microbatch_size, num_sequences)

@@ -47,7 +47,7 @@ def is_launched_rank() -> bool:
 
 
 def _requested_threads() -> int | None:
-    """Return the first level of ``OMP_NUM_THREADS``; None if it is unset or not a number."""
+    """Return the first number of ``OMP_NUM_THREADS``; None without one."""
     threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
     return int(threads) or None if threads.strip().isdecimal() else None
 

@@ -103,7 +103,7 @@ CURVES = [
 def select_events(events: Sequence[RunEvent]) -> list[RunEvent]:
     """Select at most `MAX_EVENTS` events; drop routine first, then the middle.
 
-    Generated text has a section of its own.
+    Another section has the generated text.
     """
     events = [event for event in events if event.kind != TEXT_KIND]
     if len(events) > MAX_EVENTS:
