@@ -1,14 +1,14 @@
 """The training loop.  Read this file first.
 
 Every rank runs `train`.  There is no trainer object and no callback: `Run` (`weft.train.run`) lists
-the parts of a run, `TrainState` is what a step changes except weights and optimizer state.
+the parts of a run.  A step changes weights, optimizer state and `TrainState`, and nothing else.
 
 *Not stored.*  The learning rate follows from the step, and the batch from the number of consumed
 samples, so a run that is killed resumes from its newest checkpoint with the same numbers.
 
 *Collectives.*  Comments mark them: all ranks of a replica group must call them in the same order.
-What decides which calls follow (`Votes`, `Suspicion`, `Anomaly`, `Due`, a lost group) is therefore
-equal on all of these ranks.  Without ``resilience.lighthouse`` a run is one replica group.
+Votes, suspicions, anomalies, `Due` and the loss of a group decide which calls follow, so each of
+them is equal on all of these ranks.  Without ``resilience.lighthouse`` a run is one replica group.
 
 *Loss.*  `TrainStep` divides the summed loss of each microbatch by the number of target tokens of
 the global batch, over all ranks and replica groups.  Losses and gradients are then summed, never
@@ -18,13 +18,13 @@ averaged.
 optimizer reads a flag on the device, so that no host waits.  What the run does then depends on
 ``resilience.on_anomaly``:
 
-    stop     raise at the next logged step, before anything is recorded or saved; until then the
-             other steps are applied
+    stop     raise at the next logged step, before anything is recorded or saved; until then, steps
+             with a finite loss and norm are applied
     skip     compute the step again; if it is bad again, count it without an update
     rewind   compute the step again; if it is bad again, load the newest checkpoint and skip the
              data since then
 
-``skip`` and ``rewind`` treat a spike of loss or norm in the same way, and the host waits for the
+``skip`` and ``rewind`` treat a spike of loss or norm like a NaN, and the host waits for the
 device in every step.  With ``stop`` it waits only to log a step, to evaluate, to save and to
 compare replicas.
 """
@@ -79,9 +79,9 @@ def train(
 ) -> bool:
     """Train until ``train.steps``, from the newest checkpoint if there is one.
 
-    A stop signal or ``resilience.time_limit`` ends the loop after a step, which is saved.  Rank 0
-    shows progress on ``console``.  ``generate`` continues prompts at every evaluation.  Returns
-    True if all steps are done, equal on all ranks.
+    After a stop signal (SIGTERM, SIGINT) or ``resilience.time_limit`` the run completes its step,
+    saves it and ends.  Rank 0 shows progress on ``console``.  ``generate`` continues prompts at
+    every evaluation.  Returns True if all steps are done, equal on all ranks.
     """
     with open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
@@ -225,10 +225,10 @@ def next_batch(
 ) -> tuple[list[Batch], Exception | None]:
     """Return this rank's microbatches of the next step, on its device.
 
-    If they cannot be read, return the last ones and the error: the other ranks compute the step,
-    so this rank must take part in its collectives; then no rank applies it.  Raise the error in the
-    first step, which has no last batch, and with a lighthouse: other replica groups would apply the
-    step, and they continue without this group.
+    If they cannot be read, return the last batches and the error.  The other ranks compute the
+    step, so this rank takes part in its collectives; then no rank applies it.  Raise the error
+    instead in the first step, which has no last batch, and with replica groups, because the other
+    groups apply the step and continue without this one.
     """
     enter_phase("data", step=state.step + 1)
     try:
