@@ -253,7 +253,8 @@ class TrainSection(Section):
     world_size_invariant: bool = key(
         False,
         "add gradients sequence by sequence in the order of the global batch, so that any number "
-        "of ranks computes bitwise the same weights; slower, and not sharded",
+        "of ranks computes bitwise the same weights; slower, and every rank "
+        "keeps the whole model",
     )
     objective: Text = key(
         "next_token",
@@ -336,8 +337,8 @@ class ParallelSection(Section):
     dp_shard: Positive | Literal["auto", "fit"] = key(
         "auto",
         "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). fit: the "
-        "fewest that fit into memory, the rest replicate (MiCS); auto: all remaining ranks, or fit "
-        "on a CPU with defaults for run.nproc_per_node and this section",
+        "fewest that fit into memory, the rest replicate (MiCS); auto: all remaining ranks; on a "
+        "CPU fit, if run.nproc_per_node and all keys of this section have their defaults",
     )
     tp: Positive = key(1, "tensor-parallel degree")
     pp: Positive = key(1, "pipeline-parallel degree")
@@ -367,7 +368,7 @@ class ParallelSection(Section):
         "auto",
         "gradient reduction. microbatch: reduce-scatter each microbatch, all-reduce replicas once "
         "a step; step: accumulate unsharded gradients and reduce once; auto: step if parameters "
-        "stay unsharded or gradients take less than 2 GiB",
+        "stay unsharded or a rank's unsharded gradients take less than 2 GiB, else microbatch",
     )
     hierarchical_gather: bool = key(
         False, "all-gather parameters across nodes first, then inside each node"
