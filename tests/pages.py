@@ -3,7 +3,8 @@
 On a page that runs, a code block is one of:
 
 - a file: its first line has a language and a name, as in ``toml mine.toml``;
-- commands: no language; each command begins with ``$ ``, and the lines below it quote its output.
+- commands: no language; each command begins with ``$ ``, and the lines below it quote its output;
+- output without its command: ``text``.
 
 A comment at the end of a command has a meaning: ``# needs GPUs`` says why the command is only
 parsed here, ``# exit status 1`` which status is expected.  A quoted line must occur in the output,
@@ -33,7 +34,7 @@ from weft.data.stories import stories
 from weft.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,6 +58,7 @@ def commands_of(text: str) -> list[Command]:
     for info, block in BLOCK.findall(text):
         if info:
             continue
+        assert block.startswith("$ "), f"no command, and no language such as text: {block}"
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
                 needs, status = NEEDS.search(line), STATUS.search(line)
@@ -64,7 +66,6 @@ def commands_of(text: str) -> list[Command]:
                 about = (needs[1] if needs else "", int(status[1]) if status else 0)
                 commands.append(Command(plain, [], *about))
             elif line.strip():
-                assert commands, f"a block begins with output: {line}"
                 commands[-1].quoted.append(line.strip())
     return commands
 
@@ -114,28 +115,25 @@ def build_tokenizer(
     )
 
 
-def save_tiny_model(directory: Path, family: str) -> None:
-    """Save a tiny model of transformers with random weights, its tokenizer and its template."""
+def tiny_model(family: str, tokenizer: PreTrainedTokenizerFast, **sizes: Any) -> PreTrainedModel:
+    """Return a tiny model of transformers with random weights."""
     import torch
     import transformers
 
-    texts = (message["content"] for chat in chats() for message in chat)
-    wrapped = build_tokenizer(texts, SPECIAL, "<|im_end|>", TEMPLATE)
-    wrapped.save_pretrained(directory)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(wrapped),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=1024,
-        eos_token_id=wrapped.eos_token_id,
-        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        **sizes,
     )
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
+    return model
 
 
 def write_inputs(directory: Path, hub: Path) -> None:
@@ -156,11 +154,15 @@ def write_inputs(directory: Path, hub: Path) -> None:
     for name, values in rows.items():
         lines = "".join(json.dumps(value) + "\n" for value in values)
         (directory / name).write_text(lines, "utf-8")
+    texts = (message["content"] for chat in chats() for message in chat)
+    tokenizer = build_tokenizer(texts, SPECIAL, "<|im_end|>", TEMPLATE)
+    sizes = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
     for name, family in HUB_MODELS.items():
         repository, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text(commit)
-        save_tiny_model(repository / "snapshots" / commit, family)
+        for part in (tokenizer, tiny_model(family, tokenizer, **sizes)):
+            part.save_pretrained(repository / "snapshots" / commit)
 
 
 # --------------------------------------------------------------------------- runs
@@ -240,9 +242,13 @@ def prepare(path: Path, directory: Path) -> tuple[list[Command], dict[str, str]]
     return commands, environment(directory, hub)
 
 
-def check_page(path: Path, directory: Path) -> None:
-    """Run a page in an empty directory, and fail at the first command that does not hold."""
+def check_page(path: Path, directory: Path) -> dict[str, str]:
+    """Run a page in an empty directory, and fail at the first command that does not hold.
+
+    Returns the output of each command.
+    """
     commands, variables = prepare(path, directory)
+    outputs = {}
     for command in commands:
         if command.needs:
             check_parses(command.line)
@@ -250,6 +256,8 @@ def check_page(path: Path, directory: Path) -> None:
         output = run(command.line, directory, variables, command.status)
         missing = find_missing(command, output)
         assert missing is None, f"{command.line}\nhas no line\n  {missing}\nin\n{output}"
+        outputs[command.line] = output
+    return outputs
 
 
 def check_parses(line: str) -> None:

@@ -19,7 +19,7 @@ from pictures import PICTURES  # noqa: E402
 COOKBOOK = sorted(path.stem for path in (DOCS / "cookbook").glob("*.md") if path.stem != "index")
 LESSONS = re.findall(r"\]\(([\w-]+)\.md\)", (DOCS / "course" / "index.md").read_text("utf-8"))
 PAGES = [*(f"cookbook/{name}" for name in COOKBOOK), *(f"course/{name}" for name in LESSONS)]
-PAGES += ["laptop", "fine-tuning"]
+PAGES += ["laptop"]
 
 
 def test_cookbook_has_fifteen_pages_and_the_course_eight_lessons() -> None:
@@ -64,3 +64,5 @@ def test_page_runs_and_draws_its_picture(path: str, tmp_path: Path) -> None:
     directory, _, name = path.partition("/")
     if directory == "course":
         ElementTree.fromstring(PICTURES[name](tmp_path))
+    if path == "laptop":
+        assert (tmp_path / "runs" / "mine" / "report.html").is_file()

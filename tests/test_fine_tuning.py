@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.pages import CAPITALS, build_tokenizer
+from tests import pages
+from tests.pages import CAPITALS, HUB_MODELS, build_tokenizer, tiny_model
 from tests.small import losses
 
 TEMPLATE = (
@@ -37,29 +39,15 @@ def questions() -> list[list[dict[str, str]]]:
 def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a tiny Llama of transformers to ``theirs``, and ``chat.jsonl`` to train on."""
     pytest.importorskip("peft", reason="the library of adapters is not installed")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     directory = tmp_path_factory.mktemp("tuning")
     chats = questions()
     lines = [json.dumps({"messages": chat}) for chat in chats]
     (directory / "chat.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
 
     texts = (message["content"] for chat in chats for message in chat)
-    wrapped = build_tokenizer(texts, SPECIAL, "<|end|>", TEMPLATE)
-    wrapped.save_pretrained(directory / "theirs")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(wrapped),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        eos_token_id=wrapped.eos_token_id,
-    )
-    model = LlamaForCausalLM(config)
+    tokenizer = build_tokenizer(texts, SPECIAL, "<|end|>", TEMPLATE)
+    tokenizer.save_pretrained(directory / "theirs")
+    model = tiny_model("Llama", tokenizer, max_position_embeddings=128, initializer_range=0.1)
     with torch.no_grad():  # LoRA does not train the head, whose logits would stay small
         model.lm_head.weight *= 4
     model.save_pretrained(directory / "theirs")
@@ -123,3 +111,25 @@ def test_fine_tuning_imported_model_learns_answers(work_dir: Path) -> None:
     assert {answer["finish"] for answer in answers} == {"end"}
     question, answer = (message["content"] for message in questions()[0])
     assert weft(work_dir, "generate", "run", "--prompt", question, *options) == f"{answer}\n"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+def test_page_of_fine_tuning_trains_adapters_beside_frozen_weights(tmp_path: Path) -> None:
+    """Every command of docs/fine-tuning.md, with tiny models in place of the Hub's."""
+    outputs = pages.check_page(pages.ROOT / "docs" / "fine-tuning.md", tmp_path)
+    assert len(outputs) > 12
+    for command, output in outputs.items():
+        if command.startswith("weft train "):
+            assert losses(tmp_path / "runs" / command.rpartition("/")[2].split()[0]), command
+            assert " epochs in " in output, command
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    # LoRA trained the model of the Hub: the frozen weights are those of its safetensors.
+    (snapshot,) = tmp_path.glob(".hub/models--meta-llama--*/snapshots/*")
+    assert snapshot.parts[-3].removeprefix("models--").replace("--", "/") in HUB_MODELS
+    theirs = load_file(snapshot / "model.safetensors")
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    assert torch.equal(theirs["model.embed_tokens.weight"], ours["model.embed_tokens.weight"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(theirs[name], ours[name])

@@ -1,7 +1,8 @@
 """The training loop.  Read this file first.
 
-Every rank runs `train`.  There is no trainer object and no callback: `Run` (`weft.train.run`) lists
-the parts of a run.  A step changes weights, optimizer state and `TrainState`, and nothing else.
+Every rank runs `train`.  There is no trainer object, and no callback but one that generates text:
+`Run` (`weft.train.run`) lists the parts of a run.  `TrainState` is what a run saves beside weights
+and optimizer state.
 
 *Not stored.*  The learning rate follows from the step, and the batch from the number of consumed
 samples, so a run that is killed resumes from its newest checkpoint with the same numbers.
@@ -79,9 +80,9 @@ def train(
 ) -> bool:
     """Train until ``train.steps``, from the newest checkpoint if there is one.
 
-    After a stop signal (SIGTERM, SIGINT) or ``resilience.time_limit`` the run completes its step,
-    saves it and ends.  Rank 0 shows progress on ``console``.  ``generate`` continues prompts at
-    every evaluation.  Returns True if all steps are done, equal on all ranks.
+    After a stop signal (SIGTERM, SIGUSR1, SIGINT) or ``resilience.time_limit`` the run completes
+    its step, saves it and ends.  Rank 0 shows progress on ``console``.  ``generate`` continues
+    prompts at every evaluation.  Returns True if all steps are done, equal on all ranks.
     """
     with open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
