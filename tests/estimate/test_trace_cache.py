@@ -71,8 +71,8 @@ def test_forecast_cached_is_equal_and_records_once(recorded: list[Plan], empty_c
 @pytest.mark.parametrize(
     "change",
     [
-        {"activation_checkpoint__mode": "full"},
-        {"optim__state_dtype": "bfloat16"},
+        pytest.param({"activation_checkpoint__mode": "full"}, marks=pytest.mark.slow),
+        pytest.param({"optim__state_dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"train__microbatch_size": "1"},
         {"data__packing": "documents"},
     ],
@@ -84,7 +84,9 @@ def test_forecast_of_another_job_is_not_taken_from_the_cache(change: dict[str, s
     assert text_of(other, machine, cached=True) == text_of(other, machine, cached=False)
 
 
-@pytest.mark.parametrize("content", [b"", b"damaged", b"\x80\x04N.", None])
+@pytest.mark.parametrize(
+    "content", [b"damaged", pytest.param(b"", marks=pytest.mark.slow), b"\x80\x04N.", None]
+)
 def test_forecast_damaged_cache_is_recorded_again(content: bytes | None, empty_cache: Path) -> None:
     plan, machine = planned()
     expected = text_of(plan, machine, cached=True)

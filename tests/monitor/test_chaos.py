@@ -123,6 +123,7 @@ def chaos(source: random.Random, kills: int, directory: Path, store: Path) -> in
     return starts
 
 
+@pytest.mark.slow
 def test_train_killed_at_random_ends_with_the_same_bits(
     store_path: Path, tmp_path: Path, reference_run: Path
 ) -> None:

@@ -26,7 +26,7 @@ from weft.tools.report.run_report import report_page
 from weft.train import loss
 from weft.train.loop import train
 
-PROMPTS = ["def ", "import os, sys", "x"]
+PROMPTS = ["def ", "import os, sys", "x", ""]
 SAMPLING = Sampling(max_tokens=12)
 KEYS: Overrides = [
     ("model.num_layers", "4"),
@@ -82,7 +82,8 @@ def recorded_texts(run_dir: Path) -> list[str]:
         pytest.param("dp_shard2 tp2", 0, marks=pytest.mark.slow),
         pytest.param("cp2 pp2", 0, marks=pytest.mark.slow),
         pytest.param("dp_replicate2 cp2 cp_method=ulysses", 0, marks=pytest.mark.slow),
-        ("pp2 tp2 pipeline.schedule=Interleaved1F1B", 20 * 512 * 4),
+        ("pp2 pipeline.schedule=Interleaved1F1B", 20 * 512 * 4),
+        pytest.param("pp2 tp2", 20 * 512 * 4, marks=pytest.mark.slow),
         pytest.param(
             "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",
             20 * 512 * 4,

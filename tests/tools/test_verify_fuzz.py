@@ -215,6 +215,7 @@ print(fuzz(3, FuzzSettings(seed=1, ranks=2), Path("log.jsonl"))["interrupted"])
 """
 
 
+@pytest.mark.slow
 def test_fuzz_ctrl_c_during_a_fork_is_not_lost(tmp_path: Path) -> None:
     completed = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_FORK],

@@ -96,11 +96,13 @@ class RunSection(Section):
 
     dir: Text = key(
         "auto",
-        "run directory; auto: runs/<recipe>, plus a short hash of the overridden keys",
+        "run directory; auto: runs/<recipe>, plus a short hash if overrides change what the run "
+        "learns, and for a recipe of your own",
     )
     nproc_per_node: Positive | Auto = key(
         "auto",
-        "processes per node; auto: one per GPU, or up to 4 on CPU, which share its cores",
+        "processes per node; auto: the largest number that divides train.global_batch_size, at "
+        "most one per GPU, or one per core and 4 on a CPU",
     )
     nodes: Positive | Text = key(
         "auto",
@@ -181,9 +183,10 @@ class DataSection(Section):
     )
     packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
-        "how text fills sequences. windows: slices of the token stream; documents: the same, with "
-        "attention and loss inside each document; best_fit: as documents, and a document that "
-        "fits into a sequence is not split. Conversations are always packed by best_fit",
+        "how text fills sequences. windows: slices of the token stream, which may hold several "
+        "documents; documents: the same slices, with attention and loss only within a document; "
+        "best_fit: as documents, but only a document longer than a sequence is split. "
+        "Conversations always use best_fit",
     )
     overlong: Literal["error", "skip", "truncate"] = key(
         "error",
@@ -247,8 +250,8 @@ class TrainSection(Section):
     global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
     microbatch_size: Positive | Auto = key(
         "auto",
-        "sequences per rank and forward pass; auto: the rank's share of the global batch, split "
-        "for a pipeline",
+        "sequences per rank and forward pass; auto: the rank's share of the global batch; in a "
+        "pipeline the largest size with at least 4 x parallel.pp microbatches",
     )
     world_size_invariant: bool = key(
         False,
@@ -360,8 +363,9 @@ class ParallelSection(Section):
     )
     reshard_after_forward: Literal["auto", "always", "never"] | Positive = key(
         "auto",
-        "parameters after forward. always: reshard (ZeRO-3); never: keep unsharded (ZeRO-2); a "
-        "number: reshard over that many ranks; auto: never in a pipeline, else always",
+        "parameters after forward. always: reshard (ZeRO-3); never: keep unsharded (ZeRO-1 or "
+        "ZeRO-2: see gradient_sync); a number: reshard over that many ranks; auto: never in a "
+        "pipeline, else always",
     )
     gradient_sync: Literal["auto", "microbatch", "step"] = key(
         "auto",
@@ -603,10 +607,10 @@ class MonitorSection(Section):
         "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
-    eval_prompts: tuple[Text, ...] = key(
+    eval_prompts: tuple[Name, ...] = key(
         (),
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
-        "the terminal and the report",
+        "the terminal and the report; an empty text is the start of a document",
     )
     report: bool = key(True, "render report.html during training")
     spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
