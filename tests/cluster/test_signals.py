@@ -55,7 +55,7 @@ TO: dict[str, Callable[[Started], list[int]]] = {
 @pytest.mark.parametrize(
     ("number", "to", "extra"),
     [
-        (signal.SIGTERM, "one rank", ONE_RANK),
+        pytest.param(signal.SIGTERM, "one rank", ONE_RANK, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "one rank", [], marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "the launcher", [], marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "all of them", [], marks=pytest.mark.slow),
@@ -93,6 +93,7 @@ def test_ctrl_c_from_a_terminal_saves_and_prints_the_command_to_resume(
     assert "\n  weft train demo --model.num_layers 2" in output
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_time_limit_stops_and_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path

@@ -123,6 +123,7 @@ def check_against_reference(directory: Path, store: Path, steps: int) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
 
 
+@pytest.mark.slow
 def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     launcher.finish_soon()
     out = launcher.launch("--nodes", "2", "--launch.options", "comment=it's here,nice=1")

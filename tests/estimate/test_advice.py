@@ -145,7 +145,7 @@ def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
 # --------------------------------------------------------------------------- compared with traces
 
 FASTER = [
-    ("llama3-8b", "16x8xH100", "train.global_batch_size=128"),
+    pytest.param("llama3-8b", "16x8xH100", "train.global_batch_size=128", marks=slow),
     pytest.param("llama3-8b", "16x8xH100", "", marks=slow),
     pytest.param("llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
     pytest.param("llama3-70b", "32x8xH100", "", marks=slow),

@@ -146,11 +146,8 @@ def test_train_hundred_kills_end_with_the_same_bits(
     print(f"{kills} kills in {runs} runs")
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [[CANONICAL], pytest.param([], marks=pytest.mark.slow)],
-    ids=["canonical", "usual"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [[CANONICAL], []], ids=["canonical", "usual"])
 def test_train_changing_number_of_ranks_reads_the_same_samples(
     mode: Any, store_path: Path, tmp_path: Path
 ) -> None:

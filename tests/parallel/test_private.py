@@ -219,6 +219,7 @@ def test_other_schedule_reduces_over_replicas_once(schedule: str) -> None:
         check_two_hops(result)
 
 
+@pytest.mark.slow
 def test_pipeline_gradient_sync_sets_the_number_of_reductions() -> None:
     cases = [("1F1B", "microbatch"), ("ZBVZeroBubble", "microbatch"), ("1F1B", "step")]
     for plain, shaped_as_a_v, (scatters, sums, units) in run_ranks(reductions, 8, cases):

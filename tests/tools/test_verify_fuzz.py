@@ -176,6 +176,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_log(log, FuzzSettings(seed=6, ranks=2, steps=1)) == []  # draws other jobs
 
 
+@pytest.mark.slow
 def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     mark = f"weft-{time.time_ns()}"

@@ -185,8 +185,8 @@ class DataSection(Section):
         "windows",
         "how text fills sequences. windows: slices of the token stream, which may hold several "
         "documents; documents: the same slices, with attention and loss only within a document; "
-        "best_fit: as documents, but only a document longer than a sequence is split. "
-        "Conversations always use best_fit",
+        "best_fit: like documents, but only a document longer than a sequence is split. "
+        "Conversations always use best_fit and are never split: see data.overlong",
     )
     overlong: Literal["error", "skip", "truncate"] = key(
         "error",
@@ -339,8 +339,9 @@ class ParallelSection(Section):
     dp_shard: Positive | Literal["auto", "fit"] = key(
         "auto",
         "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). fit: the "
-        "fewest that fit into memory, the rest replicate (MiCS); auto: all remaining ranks; on a "
-        "CPU fit, if run.nproc_per_node and all keys of this section have their defaults",
+        "fewest ranks whose memory holds the model, the rest replicate (MiCS); auto: all remaining "
+        "ranks, but fit on a CPU where run.nproc_per_node and all keys of this section have their "
+        "defaults",
     )
     tp: Positive = key(1, "tensor-parallel degree")
     pp: Positive = key(1, "pipeline-parallel degree")
