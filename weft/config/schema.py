@@ -101,8 +101,8 @@ class RunSection(Section):
     )
     nproc_per_node: Positive | Auto = key(
         "auto",
-        "processes per node; auto: the largest number that divides train.global_batch_size, at "
-        "most one per GPU, or one per core and 4 on a CPU",
+        "processes per node; auto: the largest number that divides train.global_batch_size, up to "
+        "the number of GPUs; on a CPU up to the number of cores, and up to 4",
     )
     nodes: Positive | Text = key(
         "auto",
@@ -340,8 +340,8 @@ class ParallelSection(Section):
         "auto",
         "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). fit: the "
         "fewest ranks whose memory holds the model, the rest replicate (MiCS); auto: all remaining "
-        "ranks, but fit on a CPU where run.nproc_per_node and all keys of this section have their "
-        "defaults",
+        "ranks; on a CPU, if run.nproc_per_node and all keys of this section have their defaults, "
+        "the same as fit",
     )
     tp: Positive = key(1, "tensor-parallel degree")
     pp: Positive = key(1, "pipeline-parallel degree")
@@ -611,7 +611,7 @@ class MonitorSection(Section):
     eval_prompts: tuple[Name, ...] = key(
         (),
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
-        "the terminal and the report; an empty text is the start of a document",
+        "the terminal and the report; with an empty text it begins a document",
     )
     report: bool = key(True, "render report.html during training")
     spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
