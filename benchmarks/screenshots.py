@@ -26,21 +26,20 @@ SITE = [
     ("start", "index.html"),
     ("cookbook", "cookbook/own-text.html"),
     ("lesson", "course/pipeline.html"),
-    ("python", "reference/api.html"),
+    ("python", "python.html"),
 ]
 LOADS = 5
 LOAD_TIME = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
-LOADED = "return performance.getEntriesByType('resource').map(entry => entry.name)"
 
 
 def photograph(browser: Browser, path: Path, picture: Path, width: int, dark: bool) -> str:
     """Take the picture of a page; return its row of the table."""
-    milliseconds = []
+    milliseconds, urls = [], set[str]()
     for _ in range(LOADS):
-        browser.open(path, width=width, dark=dark)
+        urls |= browser.open(path, width=width, dark=dark)
         milliseconds.append(browser.run(LOAD_TIME))
-    files = {path, *(Path(unquote(urlparse(url).path)) for url in browser.run(LOADED))}
-    size = sum(file.stat().st_size for file in files if file.is_file())
+    files = {Path(unquote(urlparse(url).path)) for url in urls if url.startswith("file:")}
+    size = sum(file.stat().st_size for file in files)
     screen = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     picture.write_bytes(base64.b64decode(screen["data"]))
     kilobytes = f"{path.stat().st_size / 1e3:7.0f}{size / 1e3:9.0f}"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"  # needs (.+)$")
-STATUS = re.compile(r"  # exit status (\d)$")
+STATUS = re.compile(r"  # (?:.*; )?exit status (\d)$")
 NUMBER = re.compile(r"(?<![A-Za-z])[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 EXACT = re.compile(r"weft plan |weft compare .*--plan-only")
 

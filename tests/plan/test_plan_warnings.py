@@ -173,7 +173,7 @@ def test_unreadable_nodes_give_no_warning(nodes: str) -> None:
 @pytest.mark.parametrize(
     ("warm", "steps", "message"),
     [
-        (100, 50, "the learning rate ends at 0.0015, below its peak of optim.lr=0.003"),
+        (100, 50, "the learning rate ends at 0.001, below its peak of optim.lr=0.002"),
         (50, 50, "reaches its peak in the last step and never decays"),
         (49, 50, ""),
         (0, 1, ""),

@@ -90,8 +90,14 @@ class Browser:
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
         self.driver.set_page_load_timeout(60)
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a page and check: all charts drawn, empty console, no network requests."""
+    def open(
+        self, path: Path, width: int = 1280, height: int = 900, dark: bool = False
+    ) -> set[str]:
+        """Open a page and check: all charts drawn, empty console, no network requests.
+
+        Returns:
+            The addresses that the page loaded.
+        """
         self.run("if (location.protocol === 'file:') sessionStorage.clear()")
         self.driver.get("about:blank")
         for log in ("browser", "performance"):
@@ -106,12 +112,13 @@ class Browser:
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
         ]
-        options = {
-            message["params"]["request"]["url"].partition(":")[0]
+        urls = {
+            message["params"]["request"]["url"]
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
         }
-        assert options <= {"file", "data", "about"}
+        assert {url.partition(":")[0] for url in urls} <= {"file", "data", "about"}
+        return urls
 
     def set_dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -544,7 +551,7 @@ def test_run_page_sections_are_plain_data(tmp_path: Path) -> None:
     sections = {section["heading"]: section["parts"] for section in page["sections"]}
     assert [*sections][2:] == ["Memory", "Goodput", "Events", "Configuration", "Environment"]
     assert sections["Events"][0]["rows"][0][2:] == ["failure", "<b>rank 1</b> failed"]
-    assert sections["Configuration"][0]["rows"] == [["optim.lr", "0.003 -> 0.5"]]
+    assert sections["Configuration"][0]["rows"] == [["optim.lr", "0.002 -> 0.5"]]
     boxes = sections["Goodput"][1]["boxes"]
     assert [box["name"] for box in boxes] == ["productive", "saving"]
     assert [box["width"] for box in boxes] == pytest.approx(
