@@ -43,8 +43,8 @@ from weft.config.files import replace_bytes, replace_text
 from weft.config.schema import Job, to_toml
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
+from weft.data.inspect import describe_packing
 from weft.data.loader import build_mixture
-from weft.data.packing import describe_packing
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.source import STDLIB, STORIES
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE

@@ -1,4 +1,4 @@
-"""Describe prepared data for people: amounts, document lengths and samples.
+"""Describe prepared data for people: amounts, document lengths, packing and samples.
 
 All is computed from the tokens: a document is the text before a separator.  If the validation set
 consists of tails of files, both splits count these documents.
@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.escaping import format_columns
+from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, Source
+from weft.data.packing import pack_split
 from weft.data.token_store import Ints, Store
 
 NUM_LONGEST = 3
@@ -159,3 +161,24 @@ def _histogram(sizes: Ints) -> Iterator[str]:
         bar = "#" * -(-BAR_WIDTH * count // int(bins.max()))
         low, high = (1 << power) - (power == 0), (2 << power) - 1
         yield f"  {low:>{width},} - {high:>{width},}  {count:>12,}  {bar}".rstrip()
+
+
+def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
+    """Return one line that describes how the train split is packed."""
+    packed, split = pack_split(store, "train", seq_len, section, seed), store.manifest.train
+    num_documents = len(packed.lengths) if store.manifest.kind == "text" else split.documents
+    content = {
+        "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
+        "chat": f"{num_documents:,} conversations of {split.tokens:,} tokens",
+        "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
+    }[store.manifest.kind]
+    loss_mask = store.loss_mask("train")
+    if loss_mask is not None:
+        content += (
+            f", of which {loss_mask.count_nonzero() / max(1, split.tokens):.0%} are trained on"
+        )
+    fill = packed.fill_fraction(seq_len)
+    line = f"{content}, in {len(packed):,} sequences of {seq_len:,}, {fill:.1%} full"
+    counts = [(packed.num_truncated, "truncated"), (packed.num_skipped, "skipped")]
+    dropped = "".join(f"; {count:,} too long and {action}" for count, action in counts if count)
+    return line + dropped

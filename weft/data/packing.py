@@ -188,24 +188,3 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
             rule = f"is shorter than all {len(is_used)} {noun} of the {split} split"
             return [ConfigError("train.seq_len", seq_len, rule, "use a larger value")]
     return []
-
-
-def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
-    """Return one line that describes how the train split is packed."""
-    packed, split = pack_split(store, "train", seq_len, section, seed), store.manifest.train
-    num_documents = len(packed.lengths) if store.manifest.kind == "text" else split.documents
-    content = {
-        "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
-        "chat": f"{num_documents:,} conversations of {split.tokens:,} tokens",
-        "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
-    }[store.manifest.kind]
-    loss_mask = store.loss_mask("train")
-    if loss_mask is not None:
-        content += (
-            f", of which {loss_mask.count_nonzero() / max(1, split.tokens):.0%} are trained on"
-        )
-    fill = packed.fill_fraction(seq_len)
-    line = f"{content}, in {len(packed):,} sequences of {seq_len:,}, {fill:.1%} full"
-    counts = [(packed.num_truncated, "truncated"), (packed.num_skipped, "skipped")]
-    dropped = "".join(f"; {count:,} too long and {action}" for count, action in counts if count)
-    return line + dropped

@@ -9,7 +9,8 @@ Two steps need special care:
 * FSDP reads the mesh's real tensor while it shards, so only ``allocate`` runs under the fake mode.
 * Initial weights depend on values; the trace skips them.
 
-Fake tensors are on the CPU, because a PyTorch build without CUDA cannot fake CUDA tensors.
+Fake tensors are on the CPU, because a PyTorch build without CUDA cannot run autograd on fake CUDA
+tensors.  `tests/fake_cuda` can, with a small library that needs a compiler.
 """
 
 from __future__ import annotations

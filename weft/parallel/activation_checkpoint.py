@@ -67,12 +67,13 @@ def apply_activation_checkpoint(
 ) -> None:
     """Checkpoint the activations of each block, in place.
 
-    Call it before the blocks are compiled or sharded.
+    Call it before the blocks are sharded.  If a block is one graph of torch.compile, call it before
+    the block is compiled; if the graph breaks, after that: see `weft.parallel.apply`.
 
     Args:
         blocks: in the order of their use.
         section: the section ``[activation_checkpoint]``.
-        compiled: True if the blocks are compiled later; then the compiler implements *budget*.
+        compiled: True if the blocks are compiled; then the compiler implements *budget*.
     """
     if compiled:
         set_activation_memory_budget(section.memory_budget if section.mode == "budget" else 1.0)
@@ -98,7 +99,10 @@ def apply_activation_checkpoint(
         return checkpoint(original, self, *args, **options)
 
     for block in blocks[:: section.every_n_layers]:
-        block.forward = MethodType(forward, block)
+        if compiled_forward := vars(block).get("forward"):
+            block.forward = partial(checkpoint, compiled_forward, **options)
+        else:
+            block.forward = MethodType(forward, block)
 
 
 def _should_save(every_n_matmuls: int, name: str, call: int) -> bool:

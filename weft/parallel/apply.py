@@ -8,6 +8,7 @@ comment at each step says why the step has this position.  `weft.train.setup` ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,26 +110,27 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             compiled=plan.is_compiled,
         )
 
-    # Before torch.compile, which then compiles the recomputation too, and before FSDP, which then
-    # gathers the parameters for it.
+    # Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
+    # depend on the tokens.  Both break a block's graph, and the code around them is compiled.
+    fullgraph = mesh.cp_group is None and not moe_layers
+    if plan.is_compiled:
+        for layer in moe_layers:
+            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
+        # Before activation checkpointing, because dynamo skips a checkpointed function whose graph
+        # breaks.  So the recomputation repeats the compiled code of a block.
+        if not fullgraph:
+            _compile_blocks(blocks, plan, fullgraph)
+
+    # Before FSDP, which then gathers the parameters for the recomputation.
     apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
 
     # After tensor parallelism, because the compiler must see its collectives to overlap them with
-    # matmuls.  Before FSDP, because FSDP's hooks must stay outside of the compiled forward.
+    # matmuls.  After activation checkpointing, which then is part of the graph.  Before FSDP,
+    # because FSDP's hooks must stay outside of the compiled forward.
     if plan.async_tp:
         enable_async_tp(mesh.get_group("tp"))
-    if plan.is_compiled:
-        if plan.tp > 1:
-            from weft.parallel.tensor_parallel import materialize_local_weights
-
-            for block in blocks:
-                materialize_local_weights(block)
-        # Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
-        # depend on the tokens.  Both break the graph, and the code around them is compiled.
-        for layer in moe_layers:
-            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
-        fullgraph = mesh.cp_group is None and not moe_layers
-        apply_compile(blocks, job.compile.cache_dir, fullgraph)
+    if plan.is_compiled and fullgraph:
+        _compile_blocks(blocks, plan, fullgraph)
 
     # After torch.compile, because offloading hooks the tensors that the compiled forward saves.
     if job.activation_checkpoint.offload:
@@ -149,3 +151,12 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             experts=[layer.experts for layer in moe_layers],
             expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
         )
+
+
+def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:
+    apply_compile(blocks, plan.job.compile.cache_dir, fullgraph)
+    if plan.tp > 1:
+        from weft.parallel.tensor_parallel import materialize_local_weights
+
+        for block in blocks:
+            materialize_local_weights(block)

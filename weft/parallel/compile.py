@@ -3,7 +3,9 @@
 All blocks are alike, so torch.compile compiles one and reuses the result for all others: 126 blocks
 compile as fast as one, while a graph of the full model would grow with depth.  A block's forward
 pass, with its recomputation (`weft.parallel.activation_checkpoint`), becomes one graph without
-breaks.  FSDP's hooks stay outside.  `compile.cache_dir` keeps compiled code for the next start.
+breaks.  Context parallelism and experts break it; then each part is a graph, and the recomputation
+repeats the parts.  FSDP's hooks stay outside.  `compile.cache_dir` keeps compiled code for the next
+start.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def apply_compile(blocks: Sequence[nn.Module], cache_dir: str, fullgraph: bool =
 
 NO_GRAPH_CAPTURED = (
     "compile.enable=true has no effect: torch.compile captured no graph of any block in the first "
-    "step, so the blocks run uncompiled. Set compile.enable=false, or remove the cause of the "
-    "graph breaks: parallel.cp, activation_checkpoint.mode, or operators of the model"
+    "step, so the blocks run uncompiled. Set compile.enable=false, or remove the cause: the "
+    "variable TORCH_COMPILE_DISABLE, or operators of the model that break the graph"
 )
 
 

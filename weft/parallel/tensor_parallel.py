@@ -172,23 +172,24 @@ def _with_local_weight(module_class: Any) -> Any:
 
 
 def materialize_local_weights(block: nn.Module) -> None:
-    """Convert a block's weights to local tensors before its forward, not in it.
+    """Convert a compiled block's weights to local tensors before its forward, not in it.
 
     So the compiled forward sees plain tensors.  With a DTensor it would also save the mesh, which
     fails with full recomputation in torch 2.13 ("to be Tensors, got types: DeviceMesh").
     """
     sharded: list[Any] = [m for m in block.modules() if isinstance(m, LocalWeight)]
+    compiled_forward = block.forward
 
-    def set_local_weights(_: nn.Module, args: Any) -> None:
+    def forward(*args: Any) -> Any:
         for module in sharded:
             vars(module)["local_weight"] = module.weight  # setattr would register a parameter
+        try:
+            return compiled_forward(*args)
+        finally:
+            for module in sharded:
+                vars(module).pop("local_weight", None)
 
-    def clear_local_weights(*_: Any) -> None:
-        for module in sharded:
-            vars(module).pop("local_weight", None)
-
-    block.register_forward_pre_hook(set_local_weights)
-    block.register_forward_hook(clear_local_weights, always_call=True)
+    block.forward = forward
 
 
 def _vocab_parallel_forward(embedding: nn.Module, first: int, tokens_BT: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: Para
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
     _check_optimizer(errors, job, family)
-    _check_activation_checkpoint(errors, job)
+    _check_activation_checkpoint(errors, job, family)
     _check_objective(errors, job, degrees)
     if job.train.epochs and job.train.steps != "auto":
         rule = f"and train.steps={job.train.steps} both set the length of the run"
@@ -198,24 +198,19 @@ def _check_optimizer(errors: ConfigErrors, job: Job, family: Family) -> None:
         errors.add(key, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
-def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
-    section, compiled = job.activation_checkpoint, job.compile.enable
-    if section.mode == "budget" and compiled and section.every_n_layers > 1:
-        errors.add(
-            "activation_checkpoint.every_n_layers",
-            "has no effect: the compiler applies one budget to all blocks",
-            "use 1",
-            ("activation_checkpoint.mode", "compile.enable"),
-        )
-    if section.mode == "selective" and compiled and job.parallel.cp > 1:
-        # The saved operators of forward then differ from those of the recomputation.
-        errors.add(
-            "activation_checkpoint.mode",
-            "does not work with compile.enable under context parallelism, whose communication "
-            "breaks the graph of a block",
-            "use full, none or budget, or compile.enable=false",
-            ("compile.enable", "parallel.cp"),
-        )
+def _check_activation_checkpoint(errors: ConfigErrors, job: Job, family: Family) -> None:
+    key, mode = "activation_checkpoint.mode", job.activation_checkpoint.mode
+    if not job.compile.enable:
+        return
+    if mode == "budget" and job.activation_checkpoint.every_n_layers > 1:
+        rule = "has no effect: the compiler applies one budget to all blocks"
+        every = "activation_checkpoint.every_n_layers"
+        errors.add(every, rule, "use 1", (key, "compile.enable"))
+    if mode == "selective" and (job.parallel.cp > 1 or family.moe_layers is not None):
+        # Selection inspects operators; a graph that breaks hides those of its parts.
+        rule = "does not work with compile.enable if parallel.cp or experts break a block's graph"
+        remedy = "use full, none or budget, or compile.enable=false"
+        errors.add(key, rule, remedy, ("compile.enable", "parallel.cp", "model.kind"))
 
 
 def _check_objective(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:

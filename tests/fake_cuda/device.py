@@ -1,0 +1,179 @@
+"""Let PyTorch believe in one CUDA device without memory, in this process.
+
+`load_guard` comes first, before torch is imported; `fake_cuda` then is a context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+CAPABILITY = (9, 0)  # of a Hopper GPU
+
+
+def compile_guard() -> Path:
+    """Compile `guard.cpp` for the installed torch, once, and return the library."""
+    (torch_dir,) = importlib.util.find_spec("torch").submodule_search_locations or []
+    version = (Path(torch_dir) / "version.py").read_bytes()
+    name = hashlib.sha256(SOURCE.read_bytes() + version).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weft" / "fake-cuda"
+    library = cache / f"guard-{name}.so"
+    if not library.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as directory:
+            made = Path(directory) / "guard.so"
+            include = Path(torch_dir) / "include"
+            options = ["-O1", "-std=c++20", "-fPIC", "-shared", f"-I{include}"]
+            command = [os.environ.get("CXX", "g++"), *options, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, timeout=300)
+            made.replace(library)
+    return library
+
+
+def load_guard() -> None:
+    """Load the guard; torch must not have been imported."""
+    assert "torch" not in sys.modules, "load the guard before torch is imported"
+    library = compile_guard()
+    (torch_dir,) = importlib.util.find_spec("torch").submodule_search_locations or []
+    libraries = Path(torch_dir) / "lib"
+    # The guard finds the symbols of these libraries only if they are global.
+    for path in (*sorted(libraries.glob("libgomp*")), *map(libraries.joinpath, TORCH_LIBRARIES)):
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library)).install()
+
+
+TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+
+
+class Stream:
+    """A stream on which nothing runs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        import torch
+
+        self.device, self.device_index, self.stream_id = torch.device("cuda", 0), 0, 0
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    wait_event = wait_stream
+
+    def record_event(self, event: Any = None) -> Event:
+        """Return an event that has happened."""
+        return event or Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> Event:
+        """Return this event."""
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Generator:
+    """The random state of the device, which nothing reads."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device = torch.device("cuda", 0)
+
+    def _same(self, *args: Any) -> Generator:
+        return self
+
+    clone_state = manual_seed = get_state = set_state = _same
+    graphsafe_get_state = graphsafe_set_state = _same
+
+
+@contextmanager
+def fake_cuda(mode: Any, waits: Counter[str], caller: Callable[[], str]) -> Iterator[None]:
+    """Replace what a step calls of ``torch.cuda``, and factories of CUDA tensors.
+
+    Args:
+        mode: the fake tensor mode, in which factories run if their device is "cuda".
+        waits: receives one count for each wait of the host, by the line that ``caller`` returns.
+        caller: returns the line of weft that runs.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.utils._device as constructors
+
+    constructors._device_constructors()  # caches torch's own factories, before they are replaced
+    main = Stream()
+
+    def wait(*args: Any) -> None:
+        waits[caller()] += 1
+
+    @contextmanager
+    def use_stream(stream: Any) -> Iterator[None]:
+        yield
+
+    cuda: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": use_stream,
+        "current_stream": lambda *args: main,
+        "default_stream": lambda *args: main,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_initialized": lambda: True,
+        "set_device": lambda *args: None,
+        "get_device_capability": lambda *args: CAPABILITY,
+        "get_rng_state": lambda *args: None,
+        "set_rng_state": lambda *args: None,
+        "default_generators": (Generator(),),
+        "synchronize": wait,
+    }
+    no_mode = torch._C._TorchDispatchModeKey.FAKE
+
+    def in_mode(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **options: Any) -> Any:
+            device = options.get("device")
+            is_cuda = device is not None and torch.device(device).type == "cuda"
+            if is_cuda and torch._C._get_dispatch_mode(no_mode) is None:
+                with mode:
+                    return factory(*args, **options)
+            return factory(*args, **options)
+
+        return make
+
+    with ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        for kind in (Stream, Event):
+            stack.enter_context(patch.object(kind, "synchronize", wait, create=True))
+        for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"):
+            stack.enter_context(patch.object(torch, name, in_mode(getattr(torch, name))))
+        for name in ("get_rng_state", "set_rng_state"):
+            stack.enter_context(patch.object(torch, name, lambda *args: None))
+        stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
+        yield

@@ -1,0 +1,330 @@
+"""Count what one rank's training step of a recipe does on fake CUDA tensors.
+
+The rank is rank 0 of the recipe's own world.  `weft.train.setup` builds it and `weft.train.step`
+runs its microbatches; the gradient norm, clipping and the update follow as in `weft.train.loop`.
+
+*torch.compile.*  Dynamo captures the blocks, and AOTAutograd makes and splits their graphs, as for
+inductor.  In place of inductor, `GraphCounter` counts the operators of each graph, applies
+inductor's pass for asynchronous tensor parallelism to a copy, and lets the graph run operator by
+operator.
+
+*Attention.*  PyTorch chooses the kernel in code that a CPU build lacks.  `choose_attention` chooses
+as it would on Hopper with weft's order (`weft.train.setup.fastest_attention`).
+
+*Host waits.*  An operator that would read a value of a fake tensor fails.  Those that PyTorch
+allows are counted, as are waits for events, streams and the device.  Left out: the sizes of the
+all-to-all of expert parallelism, which weft replaces for fake tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.fake_cuda.device import fake_cuda
+from weft.checkpoint.state_dict import trainable_parameters
+from weft.config.reader import read_job
+from weft.config.schema import replace
+from weft.estimate.op_recorder import COLLECTIVE_NAMESPACES, COLLECTIVES
+from weft.estimate.private_trace import fake_process_group, find_group_name
+from weft.estimate.trace import empty_batches
+from weft.models import layers
+from weft.monitor.anomaly import reduce_result
+from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
+from weft.parallel import apply
+from weft.parallel.mesh import axis_by_group_name
+from weft.plan.devices import parse_cluster
+from weft.plan.plan import Plan
+from weft.plan.plan_text import cluster_machine
+from weft.plan.resolve import resolve
+from weft.train import setup
+from weft.train.setup import Rank, build
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
+FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
+FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass
+class Graph:
+    """A graph that torch.compile captured: its pass, operators, and exchanges before fusion."""
+
+    kind: str  # forward or backward
+    operators: int
+    gathers: int
+    fused_gathers: int
+    scatters: int
+    fused_scatters: int
+
+
+@dataclass
+class Step:
+    """Counts of one step of a rank."""
+
+    microbatches: int = 0
+    async_tp: bool = False  # only then exchanges can be fused
+    operators: int = 0  # that run one by one, without those of captured graphs
+    compiled_operators: int = 0  # of captured graphs
+    optimizer_operators: int = 0  # of clipping and the update
+    products: Counter[str] = field(default_factory=Counter)  # matrix products by dtype
+    attention: Counter[str] = field(default_factory=Counter)  # by operator
+    float8_casts: Counter[str] = field(default_factory=Counter)  # eager and compiled
+    collectives: Counter[str] = field(default_factory=Counter)  # by kind and axis
+    megabytes: Counter[str] = field(default_factory=Counter)  # of collectives, unsharded
+    host_copies: Counter[str] = field(default_factory=Counter)  # by direction
+    host_waits: Counter[str] = field(default_factory=Counter)  # by line of weft
+    graphs: list[Graph] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, with sorted keys."""
+        result: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Counter):
+                result[name] = {key: round(value[key]) for key in sorted(value)}
+            else:
+                result[name] = [asdict(g) for g in value] if name == "graphs" else value
+        return result
+
+
+def line_of_weft() -> str:
+    """Return the innermost line of weft that is running."""
+    frames = [frame for frame in traceback.extract_stack() if "/weft/" in frame.filename]
+    if not frames:
+        return "outside of weft"
+    frame = frames[-1]
+    return f"{frame.filename.rpartition('/weft/')[2]}: {frame.line}"
+
+
+class StepCounter(TorchDispatchMode):
+    """Count operators while it is active."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Step()
+        self.axes: dict[str, str] = {}  # by group name
+        self.depth = 0  # of running captured graphs
+        self.in_optimizer = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let dynamo capture code in this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if func.name() == "graphsafe_run_with_rng_state":  # attention with a random state
+                inner, *rest = args
+                with self:
+                    return inner(*rest, **{k: v for k, v in kwargs.items() if k != "rng_state"})
+            self.step.attention[func.name()] += func.name().startswith("flex_attention")
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count(func, args, kwargs, out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        step, name = self.step, func.overloadpacket.__name__
+        if self.depth:
+            step.compiled_operators += 1
+        else:
+            step.operators += 1
+        step.optimizer_operators += self.in_optimizer
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            if (kind := COLLECTIVES.get(name)) is not None:
+                key = f"{kind} {self.axes.get(find_group_name(args), 'all ranks')}"
+                step.collectives[key] += 1
+                size = max((t.numel() * t.element_size() for t in tensors), default=0)
+                step.megabytes[key] += size / 1e6
+        elif name in PRODUCTS:
+            is_float8 = "Float8" in type(tensors[0]).__name__ or "scaled" in name
+            dtype = "float8" if is_float8 else str(tensors[0].dtype).removeprefix("torch.")
+            step.products[dtype] += 1
+        elif "attention" in name or name.startswith("flex"):
+            step.attention[name] += 1
+        elif name in HOST_READS:
+            step.host_waits[line_of_weft()] += 1
+        elif name in ("_to_copy", "convert_element_type"):
+            target = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+            if str(target).removeprefix("torch.") in FLOAT8 and target != tensors[0].dtype:
+                step.float8_casts["compiled" if self.depth else "eager"] += 1
+            device = kwargs.get("device")
+            source = tensors[0].device.type
+            if device is not None and torch.device(device).type != source:
+                step.host_copies[f"{source} to {torch.device(device).type}"] += 1
+
+
+class GraphCounter:
+    """A backend of torch.compile that counts graphs and runs them operator by operator."""
+
+    def __init__(self, counter: StepCounter, async_tp: bool) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.compile_fx import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        self.counter, self.async_tp = counter, async_tp
+        self.backend = aot_autograd(
+            fw_compiler=self._compiler("forward"),
+            bw_compiler=self._compiler("backward"),
+            decompositions=select_decomp_table(),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def _compiler(self, kind: str) -> Callable[..., Any]:
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
+            self.counter.step.graphs.append(count_graph(kind, graph, inputs, self.async_tp))
+
+            def run(*args: Any) -> Any:
+                self.counter.depth += 1
+                try:
+                    return graph.forward(*args)
+                finally:
+                    self.counter.depth -= 1
+
+            return make_boxed_func(run)
+
+        return compile_graph
+
+    def apply_compile(self, blocks: Sequence[nn.Module], _: str, fullgraph: bool = True) -> None:
+        """Stand in for `weft.parallel.compile.apply_compile`."""
+        for block in blocks:
+            block.forward = torch.compile(block.forward, fullgraph=fullgraph, backend=self.backend)
+
+
+def count_graph(kind: str, graph: Any, inputs: Sequence[Any], async_tp: bool) -> Graph:
+    """Count a captured graph; with ``async_tp`` also what inductor's pass fuses in it."""
+    import torch._inductor.config as inductor_config
+    from torch._guards import detect_fake_mode
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.virtualized import V
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    names = list(operator_names(graph))
+    before, after = Counter(names), Counter(names)
+    if async_tp:
+        fused = copy.deepcopy(graph)
+        with (
+            symmetric_memory._test_mode(),
+            inductor_config.patch(_micro_pipeline_tp=True),
+            V.set_fake_mode(detect_fake_mode(inputs)),
+        ):
+            post_grad.view_to_reshape(fused)
+            post_grad.post_grad_passes(fused, is_inference=False)
+        after = Counter(operator_names(fused))
+    return Graph(
+        kind,
+        len(names),
+        before["all_gather_into_tensor"],
+        sum(after[name] for name in FUSED),
+        before["reduce_scatter_tensor"],
+        sum(after[name] for name in FUSED_SCATTERS),
+    )
+
+
+def operator_names(graph: Any) -> Iterator[str]:
+    """Yield the names of the operators of a graph, and of the graphs in it."""
+    for module in graph.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            if node.op == "call_function":
+                yield getattr(node.target, "overloadpacket", node.target).__name__
+
+
+def choose_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, **options: Any
+) -> Tensor:
+    """Attend by the kernel that weft's order selects on Hopper: cuDNN's without a mask."""
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
+    return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+
+attention = F.scaled_dot_product_attention
+
+
+def plan_recipe(recipe: str, overrides: Sequence[tuple[str, str]]) -> Plan:
+    """Return the plan of a recipe on its own cluster, with few microbatches.
+
+    Two microbatches, or one for each pipeline rank, do everything that a step does.
+    """
+    job, _, errors = read_job(recipe, list(overrides))
+    errors.raise_any()
+    machine = cluster_machine(parse_cluster(job.run.cluster))
+    plan = resolve(job, machine, recipe)
+    num_microbatches = max(2, plan.pp)
+    if plan.num_microbatches > num_microbatches:
+        size = plan.dp_size * plan.microbatch_size * num_microbatches
+        plan = resolve(replace(job, train={"global_batch_size": size}), machine, recipe)
+    return plan
+
+
+@contextmanager
+def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, FakeTensorMode]]:
+    """Build rank 0 of the plan; its step may run in the context."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    allocate, device = setup.allocate, torch.device("cuda", 0)
+
+    def allocate_fake(*args: Any) -> None:
+        with mode:
+            allocate(*args)
+
+    replacements = [
+        (setup, "allocate", allocate_fake),
+        (setup, "init_params", lambda *args: None),
+        (apply, "apply_compile", GraphCounter(counter, plan.async_tp).apply_compile),
+        (apply, "enable_async_tp", lambda group: None),
+        (layers.F, "scaled_dot_product_attention", choose_attention),
+        (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(fake_cuda(mode, counter.step.host_waits, line_of_weft))
+        for owner, name, value in replacements:
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(fake_process_group(0, plan.world_size, keep_sent=True))
+        built = build(plan, Rank(0, 0, plan.world_size, device))
+        counter.axes = axis_by_group_name(built.mesh)
+        yield built, mode
+
+
+def count_step(plan: Plan) -> Step:
+    """Run one step of rank 0 of the plan, and count it."""
+    counter = StepCounter()
+    counter.step.microbatches, counter.step.async_tp = plan.num_microbatches, plan.async_tp
+    with build_on_fake_cuda(plan, counter) as (built, mode), mode:
+        params = [param for _, param in trainable_parameters(built.model_parts)]
+        device = torch.device("cuda", 0)
+        batches = [
+            type(batch)._make(None if column is None else column.to(device) for column in batch)
+            for batch in empty_batches(plan)
+        ]
+        with counter:
+            loss = built.train_step.forward_backward(batches)
+            result = reduce_result(loss, *compute_grad_norm(params, built.pp_group))
+            counter.in_optimizer = True
+            clip_grads_with_norm(params, result.grad_norm, plan.job.optim.max_grad_norm)
+            is_bad = ~result.loss_and_norm.isfinite().all()
+            masked_step(built.optimizer, is_bad)
+            built.train_step.balance.step(is_bad)
+    return counter.step
