@@ -47,7 +47,7 @@ def gpu_recipes() -> list[str]:
 
 
 def count_recipe(recipe: str) -> dict[str, Any]:
-    """Count a step of a recipe in a process of its own.
+    """Count a step of a recipe in a separate process.
 
     Raises:
         RuntimeError: with the end of its output, if the step fails.

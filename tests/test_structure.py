@@ -17,7 +17,6 @@ LONG_FUNCTIONS = {
     "plan/resolve.py: resolve": "the rules in their order, then one line per field of the Plan",
     "train/run.py: open_run": "opens the services in their order; an exception closes them",
     "train/metric_logger.py: log": "one line per field of the record",
-    "parallel/apply.py: parallelize_model": "the order of the techniques is what it says",
 }
 
 

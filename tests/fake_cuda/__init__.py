@@ -10,6 +10,6 @@ layouts, and torch.compile up to the code that inductor receives.
 `tests.fake_cuda.step` counts what a step of a recipe does.  Nothing is timed, and values are
 missing: this shows that code is captured, fused or waited for, not that it is fast or right.
 
-Nothing here may be imported together with real CUDA: every step runs in its own process
+Nothing here may be imported together with real CUDA: every step runs in a separate process
 (``python -m tests.fake_cuda RECIPE``).
 """

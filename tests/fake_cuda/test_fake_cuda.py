@@ -33,7 +33,7 @@ print(json.dumps(count_step(plan).to_dict()))
 
 
 def count(recipe: str, *overrides: str, fault: str = "") -> dict[str, Any]:
-    """Count a step in a process of its own, with a fault planted by code.
+    """Count a step in a separate process, with a fault that is planted by code.
 
     Raises:
         RuntimeError: if the step fails.

@@ -1,4 +1,4 @@
-"""Describe prepared data for people: amounts, document lengths, packing and samples.
+"""Describe prepared data for people: amounts, lengths, packing and samples.
 
 All is computed from the tokens: a document is the text before a separator.  If the validation set
 consists of tails of files, both splits count these documents.

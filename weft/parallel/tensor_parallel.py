@@ -172,7 +172,7 @@ def _with_local_weight(module_class: Any) -> Any:
 
 
 def materialize_local_weights(block: nn.Module) -> None:
-    """Convert a compiled block's weights to local tensors before its forward, not in it.
+    """Convert a compiled block's weights to local tensors before its forward.
 
     So the compiled forward sees plain tensors.  With a DTensor it would also save the mesh, which
     fails with full recomputation in torch 2.13 ("to be Tensors, got types: DeviceMesh").
