@@ -120,6 +120,7 @@ class StepCounter(TorchDispatchMode):
         self.step = Step()
         self.axes: dict[str, str] = {}  # by group name
         self.depth = 0  # of running captured graphs
+        self.is_compiling = False  # inductor's passes run operators
         self.in_optimizer = False
 
     @classmethod
@@ -139,7 +140,8 @@ class StepCounter(TorchDispatchMode):
             self.step.attention[func.name()] += func.name().startswith("flex_attention")
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        self._count(func, args, kwargs, out)
+        if not self.is_compiling:
+            self._count(func, args, kwargs, out)
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -194,7 +196,9 @@ class GraphCounter:
         from torch._functorch.aot_autograd import make_boxed_func
 
         def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
+            self.counter.is_compiling = True
             self.counter.step.graphs.append(count_graph(kind, graph, inputs, self.async_tp))
+            self.counter.is_compiling = False
 
             def run(*args: Any) -> Any:
                 self.counter.depth += 1
