@@ -21,20 +21,26 @@ from unittest.mock import patch
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 CAPABILITY = (9, 0)  # of a Hopper GPU
+TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+
+
+def torch_directory() -> Path:
+    """Return the directory of torch without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(str(spec and spec.origin)).parent
 
 
 def compile_guard() -> Path:
     """Compile `guard.cpp` for the installed torch, once, and return the library."""
-    (torch_dir,) = importlib.util.find_spec("torch").submodule_search_locations or []
-    version = (Path(torch_dir) / "version.py").read_bytes()
+    version = (torch_directory() / "version.py").read_bytes()
     name = hashlib.sha256(SOURCE.read_bytes() + version).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weft" / "fake-cuda"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "fake-cuda"
     library = cache / f"guard-{name}.so"
     if not library.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as directory:
             made = Path(directory) / "guard.so"
-            include = Path(torch_dir) / "include"
+            include = torch_directory() / "include"
             options = ["-O1", "-std=c++20", "-fPIC", "-shared", f"-I{include}"]
             command = [os.environ.get("CXX", "g++"), *options, str(SOURCE), "-o", str(made)]
             subprocess.run(command, check=True, timeout=300)
@@ -46,15 +52,11 @@ def load_guard() -> None:
     """Load the guard; torch must not have been imported."""
     assert "torch" not in sys.modules, "load the guard before torch is imported"
     library = compile_guard()
-    (torch_dir,) = importlib.util.find_spec("torch").submodule_search_locations or []
-    libraries = Path(torch_dir) / "lib"
+    libraries = torch_directory() / "lib"
     # The guard finds the symbols of these libraries only if they are global.
     for path in (*sorted(libraries.glob("libgomp*")), *map(libraries.joinpath, TORCH_LIBRARIES)):
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library)).install()
-
-
-TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 
 
 class Stream:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import weft
 from tests.fake_cuda.device import fake_cuda
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
@@ -53,7 +55,8 @@ from weft.plan.resolve import resolve
 from weft.train import setup
 from weft.train.setup import Rank, build
 
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+PACKAGE = f"{Path(weft.__file__).parent}/"
+MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
 FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
@@ -78,10 +81,10 @@ class Step:
 
     microbatches: int = 0
     async_tp: bool = False  # only then exchanges can be fused
-    operators: int = 0  # that run one by one, without those of captured graphs
+    eager_operators: int = 0  # that run one by one, without those of captured graphs
     compiled_operators: int = 0  # of captured graphs
     optimizer_operators: int = 0  # of clipping and the update
-    products: Counter[str] = field(default_factory=Counter)  # matrix products by dtype
+    matmuls: Counter[str] = field(default_factory=Counter)  # by dtype
     attention: Counter[str] = field(default_factory=Counter)  # by operator
     float8_casts: Counter[str] = field(default_factory=Counter)  # eager and compiled
     collectives: Counter[str] = field(default_factory=Counter)  # by kind and axis
@@ -103,11 +106,10 @@ class Step:
 
 def line_of_weft() -> str:
     """Return the innermost line of weft that is running."""
-    frames = [frame for frame in traceback.extract_stack() if "/weft/" in frame.filename]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     if not frames:
         return "outside of weft"
-    frame = frames[-1]
-    return f"{frame.filename.rpartition('/weft/')[2]}: {frame.line}"
+    return f"{frames[-1].filename.removeprefix(PACKAGE)}: {frames[-1].line}"
 
 
 class StepCounter(TorchDispatchMode):
@@ -137,7 +139,8 @@ class StepCounter(TorchDispatchMode):
                 inner, *rest = args
                 with self:
                     return inner(*rest, **{k: v for k, v in kwargs.items() if k != "rng_state"})
-            self.step.attention[func.name()] += func.name().startswith("flex_attention")
+            if func.name().startswith("flex_attention"):
+                self.step.attention[func.name()] += 1
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if not self.is_compiling:
@@ -149,7 +152,7 @@ class StepCounter(TorchDispatchMode):
         if self.depth:
             step.compiled_operators += 1
         else:
-            step.operators += 1
+            step.eager_operators += 1
         step.optimizer_operators += self.in_optimizer
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
         if func.namespace in COLLECTIVE_NAMESPACES:
@@ -158,10 +161,10 @@ class StepCounter(TorchDispatchMode):
                 step.collectives[key] += 1
                 size = max((t.numel() * t.element_size() for t in tensors), default=0)
                 step.megabytes[key] += size / 1e6
-        elif name in PRODUCTS:
+        elif name in MATMULS:
             is_float8 = "Float8" in type(tensors[0]).__name__ or "scaled" in name
             dtype = "float8" if is_float8 else str(tensors[0].dtype).removeprefix("torch.")
-            step.products[dtype] += 1
+            step.matmuls[dtype] += 1
         elif "attention" in name or name.startswith("flex"):
             step.attention[name] += 1
         elif name in HOST_READS:

@@ -126,6 +126,7 @@ def make_param(param: Any, grad: torch.Tensor) -> torch.Tensor:
     )
 
 
+# Slow: other layouts combine the first three, and the last one takes seconds.
 RARELY = {"all of them", "tensor parallel", "a pipeline", "fewer heads than ranks"}
 
 
