@@ -38,7 +38,7 @@ from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, Source
 from weft.data.loader import Loader, build_mixture
 from weft.data.prepare import prepare_store
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 CORES = len(os.sched_getaffinity(0))
 DOCUMENT_BYTES = 4000

@@ -187,6 +187,7 @@ class PublishedRun(DecoderFormulas):
         self.num_up = 2 if sizes.gated else 1
         self.tokens = layout.microbatch_size * layout.seq_len / layout.cp
         self.shards = layout.dp_shard * layout.cp
+        self.tp_gather_overlap = layout.tp_overlap
         self.is_eager, self.cast_bytes = fusion == "eager", CAST_BYTES[fusion]
         *widths, gated, plain = TRAFFIC_BYTES[fusion]
         self.traffic_bytes = (widths[0], widths[1], gated if sizes.gated else plain)

@@ -61,7 +61,7 @@ def write_model(directory: Path, chat: Path) -> None:
     from tokenizers import AddedToken
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from weft.data.tokenizer import train_tokenizer
+    from weft.data.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer(chat.read_text("utf-8").splitlines(), 2000)
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])

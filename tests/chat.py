@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 SPECIAL = [
     "<|begin_of_text|>",

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.cli.main import build_parser
 from weft.data.stories import stories
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

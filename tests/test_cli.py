@@ -291,7 +291,7 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_train_tokenizer_of_another_store_is_refused(
     capsys: pytest.CaptureFixture[str], store_path: Path, text_dir: Path, tmp_path: Path
 ) -> None:
-    from weft.data.tokenizer import train_tokenizer
+    from weft.data.tokenizer_training import train_tokenizer
 
     other = tmp_path / "tokenizer.json"
     train_tokenizer([(text_dir / "ast.py").read_text()], 300).save(str(other))

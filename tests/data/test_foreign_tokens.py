@@ -15,7 +15,7 @@ from weft.data.loader import IGNORE_INDEX, build_mixture
 from weft.data.prepare import prepare_data, prepare_store
 from weft.data.prepared_cache import Progress, open_verified_store
 from weft.data.token_store import Store, open_store
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 

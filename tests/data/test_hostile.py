@@ -24,7 +24,8 @@ from weft.data.dataset import open_dataset, write_mixture
 from weft.data.document_tokens import find_separator
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, open_verified_store
-from weft.data.tokenizer import load_tokenizer, train_tokenizer
+from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 MUTATIONS = 40  # per file, in the default suite
 

@@ -12,7 +12,7 @@ from weft.cli.main import main
 from weft.config.schema import DataSection
 from weft.data.inspect import inspect_dataset, summarize_dataset
 from weft.data.prepare import prepare_data
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ import torch
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
 from weft.config.schema import DataSection
 from weft.data.chat import ChatEncoder, load_chat_template, parse_line
+from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.inspect import describe_packing
 from weft.data.loader import IGNORE_INDEX, Batch, Loader, Mixture, Pairs, build_mixture
-from weft.data.packing import check_conversations, pack_best_fit, pack_split
+from weft.data.packing import pack_best_fit, pack_split
 from weft.data.prepare import prepare_data
 
 

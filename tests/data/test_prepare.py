@@ -18,7 +18,7 @@ from weft.data.prepare import cache_dir, prepare_store
 from weft.data.prepared_cache import Progress
 from weft.data.token_shards import CHUNK_BYTES
 from weft.data.token_store import Store
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHARD = 3000  # bytes of text: many shards

@@ -21,7 +21,7 @@ from weft.data.token_shards import (
     load_finished_shard,
     write_shard,
 )
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture

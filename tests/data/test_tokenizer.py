@@ -11,7 +11,8 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import InvalidConfig
 from weft.data.document_tokens import find_separator
-from weft.data.tokenizer import END_OF_TEXT, load_tokenizer, required_vocab_size, train_tokenizer
+from weft.data.tokenizer import END_OF_TEXT, load_tokenizer, required_vocab_size
+from weft.data.tokenizer_training import train_tokenizer
 
 TEXTS = [Path(__file__).read_text(), "Ein Satz, und noch einer. " * 50, "日本語のテキスト " * 20]
 
@@ -40,7 +41,7 @@ def test_train_tokenizer_same_text_gives_the_same_json(tokenizer: Tokenizer) -> 
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.data.test_tokenizer import TEXTS\n"
-        "from weft.data.tokenizer import train_tokenizer\n"
+        "from weft.data.tokenizer_training import train_tokenizer\n"
         "sys.stdout.buffer.write(train_tokenizer(TEXTS, 512).to_str().encode())\n"
     )
     root = str(Path(__file__).parents[2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from weft.config.reader import read_job
 from weft.estimate.trace import trace_ranks
-from weft.estimate.trace_to_cost import TracePricer
+from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges
 from weft.plan.devices import get_device, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
@@ -33,3 +35,41 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
     update = 4 + 4 + moments + 4 + moments  # reads weight, gradient and moments; writes all but one
     swept = pricer.price_optimizer().traffic_bytes / (plan.num_params / 2)
     assert swept == pytest.approx(clip + update, rel=1e-3)
+
+
+# Gathers and scatters in a block's forward and backward pass: fused, and all.  Counted in graphs by
+# inductor's own pass: `python -m tests.fake_cuda RECIPE KEY=VALUE`.  With graph breaks, backward
+# runs the forward graphs again.
+FUSED = {
+    ("llama3-70b-async-tp", ""): ((4, 4), (7, 7)),
+    ("llama3-70b-async-tp", "precision.float8=none"): ((4, 4), (7, 7)),
+    # Scales per row: gate and up are cast after the gather; keys and values are too small for it.
+    ("llama3-70b-async-tp", "precision.float8=rowwise"): ((3, 4), (4, 7)),
+    ("llama3-405b-4d-65k", ""): ((4, 4), (8, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [pytest.param(*key, marks=[pytest.mark.slow] if i else []) for i, key in enumerate(FUSED)],
+)
+def test_pricer_overlaps_the_exchanges_that_inductor_fuses(recipe: str, override: str) -> None:
+    key, _, value = override.partition("=")
+    job, _, errors = read_job(recipe, [(key, value)] if key else [])
+    errors.raise_any()
+    plan = resolve(job, cluster_machine(parse_cluster(job.run.cluster)), recipe)
+    trace = trace_ranks(plan)[0]
+    fused = find_fused_exchanges(trace.op_trace.events)
+    counts: dict[str, Counter[bool]] = {"F": Counter(), "B": Counter()}
+    blocks = set()
+    for event in trace.op_trace.events:
+        call, location = event.call, event.location
+        if call is None or call.name not in ("all_gather", "reduce_scatter"):
+            continue
+        if location.is_in_block and trace.comm_groups[call.group][0] == "tp":
+            counts[location.kind][id(call) in fused] += 1
+            blocks.add((location.ordinal, location.block))
+    per_block = {kind: count[True] / len(blocks) for kind, count in counts.items()}
+    totals = {kind: count.total() / len(blocks) for kind, count in counts.items()}
+    expected = FUSED[recipe, override]
+    assert [(per_block[kind], totals[kind]) for kind in "FB"] == list(expected)

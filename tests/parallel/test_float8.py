@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
-from tests.layouts import many_gradients, one_process, parse
+from tests.layouts import Compute, many_gradients, one_process, parse
 from tests.parallel.test_activation_checkpoint import MODES, find_differing
 from tests.parallel.test_layouts import distance
 from tests.small import (
@@ -32,8 +32,10 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS, Llama
+from weft.parallel import apply
 from weft.parallel.float8 import apply_float8
 from weft.plan.matrices import find_float8_matrices
+from weft.plan.plan import Plan
 from weft.train.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -177,7 +179,9 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
 # --------------------------------------------------------------------------- layouts
 
 
-def gradient_distances(layouts: list[str], store: Path) -> dict[str, float]:
+def gradient_distances(
+    layouts: list[str], store: Path, compute: Compute = many_gradients
+) -> dict[str, float]:
     """Compare losses with one process in float8; return gradient distances by layout."""
     (ranks,) = {parse(layout)[0] for layout in layouts}
     rows: Overrides = [("train.global_batch_size", "8")] if ranks > 2 else []
@@ -191,7 +195,7 @@ def gradient_distances(layouts: list[str], store: Path) -> dict[str, float]:
         for job in jobs
     ]
     ones = one_process(str(store), single)
-    by_rank = run_ranks(many_gradients, ranks, jobs, str(store), timeout=500)
+    by_rank = run_ranks(compute, ranks, jobs, str(store), timeout=500)
     results = {}
     for layout, one, *many in zip(layouts, ones, *by_rank, strict=True):
         full = merged(many)
@@ -263,6 +267,43 @@ def test_float8_other_layout_gradients_equal_one_process(
     layout: str, bound: float, store_path: Path
 ) -> None:
     assert gradient_distances([layout], store_path)[layout] < bound
+
+
+JOINT_BOUNDS = {
+    "dp_shard2 tp2 precision.float8=tensorwise": ALMOST,
+    "dp_shard2 tp2": EQUAL,
+    "tp4": EQUAL,  # two ranks share a key head
+    "tp4 precision.float8=tensorwise": 5e-2,
+    # An adapter is no part of the product, so these layers stay separate.
+    "dp_shard2 tp2 lora.rank=4 lora.targets=q_proj,up_proj": EQUAL,
+}
+
+
+def joint_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
+    """Return `many_gradients`; layers with one input are one product, as with async TP."""
+    is_async = Plan.async_tp
+    apply.enable_async_tp = lambda group: None  # type: ignore[attr-defined]
+    Plan.async_tp = property(lambda plan: plan.tp > 1)  # type: ignore[assignment,method-assign]
+    try:
+        return many_gradients(jobs, store)
+    finally:
+        Plan.async_tp = is_async  # type: ignore[method-assign]
+
+
+def test_joint_products_gradients_equal_one_process(store_path: Path) -> None:
+    result = gradient_distances(list(JOINT_BOUNDS), store_path, joint_gradients)
+    assert {name: far for name, far in result.items() if far >= JOINT_BOUNDS[name]} == {}
+
+
+@pytest.mark.slow
+def test_joint_products_of_uneven_shards_gradients_equal_one_process(store_path: Path) -> None:
+    """FSDP gathers keys and values in high precision, and queries in float8."""
+    layout = (
+        "dp_shard3 tp2 model.dim=96 model.num_heads=6 model.num_kv_heads=2"
+        " train.global_batch_size=6 precision.float8=tensorwise"
+    )
+    (result,) = gradient_distances([layout], store_path, joint_gradients).values()
+    assert result < ALMOST
 
 
 SOME_WAYS = ("full", "selective", "selective, offload")

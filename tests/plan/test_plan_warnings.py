@@ -184,3 +184,24 @@ def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, messag
     assert len(warnings) == bool(message)
     assert message in "".join(warnings)
     assert "Use optim.warmup_steps=" in "".join(warnings) or not message
+
+
+@pytest.mark.parametrize(
+    ("float8", "expected"),
+    [
+        ("tensorwise precision.float8_small=true", []),
+        # Key and value projections of the 8B are too small to gain.
+        ("tensorwise", ["k_proj, v_proj: of the layers with this input only some are in float8"]),
+        ("rowwise", ["only one scale per tensor can be applied before a gather"]),
+    ],
+)
+def test_gather_that_async_tp_cannot_overlap_is_warned_of(float8: str, expected: list[str]) -> None:
+    words = f"parallel.tp=2 parallel.async_tp=true precision.float8={float8}".split()
+    job, _, errors = read_job(
+        "llama3-8b-compile", [(key, value) for key, _, value in (w.partition("=") for w in words)]
+    )
+    assert errors == []
+    plan = resolve(job, H100)
+    warnings = [w for w in plan.warnings if "does not overlap the gather" in w]
+    assert len(warnings) == len(expected)
+    assert all(part in w for part, w in zip(expected, warnings, strict=True))

@@ -22,7 +22,8 @@ from weft.data.document_tokens import (
 )
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress
-from weft.data.tokenizer import load_tokenizer, required_vocab_size, train_tokenizer
+from weft.data.tokenizer import load_tokenizer, required_vocab_size
+from weft.data.tokenizer_training import train_tokenizer
 from weft.tools.evaluate import encode_pair
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint

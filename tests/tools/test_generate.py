@@ -15,7 +15,7 @@ from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import ConfigErrors, InvalidConfig
-from weft.models.layers import use_kv_cache
+from weft.models.kv_cache import use_kv_cache
 from weft.tools.generate import (
     ChatFormat,
     GeneratedSequence,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
-from weft.config.errors import SHOWN, truncate_list
+from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.chat import (
@@ -37,6 +37,7 @@ from weft.data.chat import (
 )
 from weft.data.document_tokens import find_separator
 from weft.data.fragments import FileFragment, list_fragments
+from weft.data.packing import select_conversations
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
 from weft.data.source import SourceRef, changed_error, path_error
@@ -49,6 +50,7 @@ from weft.data.token_store import (
     Shard,
     Split,
     SplitName,
+    Store,
 )
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
@@ -283,3 +285,45 @@ class _SplitFiles:
         shards = [self.tokens.finish()]
         columns = (self.loss_mask.finish(), self.index.finish())
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
+
+
+def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[ConfigError]:
+    """Return the errors of a store of conversations; an empty list for text.
+
+    Errors are a ``data.format`` other than the store's, conversations longer than ``train.seq_len``
+    (by file and line), and splits without a usable conversation.
+    """
+    kind, names = store.manifest.kind, store.manifest.files
+    if kind == "text":
+        return []
+    if section.is_text:
+        rule = f"does not match the store {store.path}, which holds {kind}"
+        return [ConfigError("data.format", "text", rule, f"use {kind}")]
+    if kind == "preferences" and section.overlong == "truncate":
+        rule = "is not supported for preferences: a truncated answer cannot be compared"
+        return [ConfigError("data.overlong", "truncate", rule, "use error or skip")]
+    noun = "pairs" if kind == "preferences" else "conversations"
+    overlong = []
+    for split in SPLITS:
+        index = store.index(split)
+        lengths = np.diff(index[:, 0], prepend=0) - 1
+        if kind == "preferences":
+            index, lengths = index[::2], lengths.reshape(-1, 2).sum(1)
+        too_long = np.flatnonzero(lengths > seq_len)
+        overlong += [(*index[i, 1:].tolist(), int(lengths[i])) for i in too_long]
+    if overlong and section.overlong == "error":
+        overlong.sort()
+        lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in overlong[:SHOWN]]
+        longest = max(size for _, _, size in overlong)
+        rule = f"is shorter than {len(overlong)} {noun}:\n  " + truncate_list(
+            lines, "\n  ", len(overlong)
+        )
+        truncate = "" if kind == "preferences" else " or truncate"
+        remedy = f"use {longest}, or set data.overlong=skip{truncate}"
+        return [ConfigError("train.seq_len", seq_len, rule, remedy)]
+    for split in SPLITS:
+        _, _, is_used = select_conversations(store, split, seq_len, section)
+        if not is_used.any():
+            rule = f"is shorter than all {len(is_used)} {noun} of the {split} split"
+            return [ConfigError("train.seq_len", seq_len, rule, "use a larger value")]
+    return []

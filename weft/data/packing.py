@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.schema import DataSection
-from weft.data.token_store import SPLITS, Ints, SplitName, Store
+from weft.data.token_store import Ints, SplitName, Store
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def pack_split(
     if store.manifest.kind == "text":
         starts, lengths = _chunk_documents(store, split, seq_len)
         return PackedSequences(starts, lengths, *pack_best_fit(lengths, seq_len, seed))
-    starts, lengths, is_used = _select_conversations(store, split, seq_len, section)
+    starts, lengths, is_used = select_conversations(store, split, seq_len, section)
     num_skipped = int((~is_used).sum())
     if store.manifest.kind == "preferences":
         pairs = np.flatnonzero(is_used)
@@ -109,7 +108,7 @@ def pack_split(
     )
 
 
-def _select_conversations(
+def select_conversations(
     store: Store, split: SplitName, seq_len: int, section: DataSection
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Return starts and lengths of conversations, and which ones or pairs to use."""
@@ -143,48 +142,3 @@ def _chunk_documents(store: Store, split: SplitName, seq_len: int) -> tuple[Ints
     chunk = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     starts = np.repeat(starts, num_chunks) + chunk * seq_len
     return starts, np.minimum(np.repeat(lengths, num_chunks) - chunk * seq_len, seq_len)
-
-
-# --------------------------------------------------------------------------- reports
-
-
-def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[ConfigError]:
-    """Return the errors of a store of conversations; an empty list for text.
-
-    Errors are a ``data.format`` other than the store's, conversations longer than ``train.seq_len``
-    (by file and line), and splits without a usable conversation.
-    """
-    kind, names = store.manifest.kind, store.manifest.files
-    if kind == "text":
-        return []
-    if section.is_text:
-        rule = f"does not match the store {store.path}, which holds {kind}"
-        return [ConfigError("data.format", "text", rule, f"use {kind}")]
-    if kind == "preferences" and section.overlong == "truncate":
-        rule = "is not supported for preferences: a truncated answer cannot be compared"
-        return [ConfigError("data.overlong", "truncate", rule, "use error or skip")]
-    noun = "pairs" if kind == "preferences" else "conversations"
-    overlong = []
-    for split in SPLITS:
-        index = store.index(split)
-        lengths = np.diff(index[:, 0], prepend=0) - 1
-        if kind == "preferences":
-            index, lengths = index[::2], lengths.reshape(-1, 2).sum(1)
-        too_long = np.flatnonzero(lengths > seq_len)
-        overlong += [(*index[i, 1:].tolist(), int(lengths[i])) for i in too_long]
-    if overlong and section.overlong == "error":
-        overlong.sort()
-        lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in overlong[:SHOWN]]
-        longest = max(size for _, _, size in overlong)
-        rule = f"is shorter than {len(overlong)} {noun}:\n  " + truncate_list(
-            lines, "\n  ", len(overlong)
-        )
-        truncate = "" if kind == "preferences" else " or truncate"
-        remedy = f"use {longest}, or set data.overlong=skip{truncate}"
-        return [ConfigError("train.seq_len", seq_len, rule, remedy)]
-    for split in SPLITS:
-        _, _, is_used = _select_conversations(store, split, seq_len, section)
-        if not is_used.any():
-            rule = f"is shorter than all {len(is_used)} {noun} of the {split} split"
-            return [ConfigError("train.seq_len", seq_len, rule, "use a larger value")]
-    return []

@@ -46,7 +46,7 @@ from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
 from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.tokenizer import train_tokenizer
+from weft.data.tokenizer_training import train_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console

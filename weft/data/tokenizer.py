@@ -7,57 +7,16 @@ trained tokenizer are bytes, so it encodes and restores every text exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import describe_cause, open_regular
 
 END_OF_TEXT = "<|endoftext|>"  # the separator of documents
-
-# Merges do not cross these, as in Llama 3: contractions, words with the space or sign before
-# them, numbers of up to three digits, signs, newlines, spaces.
-PRETOKENIZE_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-    r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+"
-    r"|\s+(?!\S)"
-    r"|\s+"
-)
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer; equal texts give equal JSON, byte for byte.
-
-    Args:
-        texts: the training texts; memory holds their word counts.
-        vocab_size: entries, including 256 bytes and the separator; fewer if the texts offer no
-            more merges.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    [end] = tokenizer.get_added_tokens_decoder()
-    add_start_token(tokenizer, end)  # every document in training starts with it
-    return _encode_literally(tokenizer)
 
 
 def add_start_token(tokenizer: Tokenizer, token: int) -> None:
@@ -81,7 +40,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     try:
         with open_regular(file) as stream:
             data = stream.read()
-        return _encode_literally(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
+        return encode_literally(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
     except FileNotFoundError:
         rule = "does not exist"
     except OSError as error:
@@ -91,7 +50,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     raise InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
 
 
-def _encode_literally(tokenizer: Tokenizer) -> Tokenizer:
+def encode_literally(tokenizer: Tokenizer) -> Tokenizer:
     """Encode special tokens in text as text; the JSON may say otherwise."""
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from weft.estimate.cost import (
@@ -101,7 +101,6 @@ class DecoderFormulas:
     """
 
     dp_overlap: Overlap = "prefetch"  # of weights' gathers and gradients' reductions
-    tp_gather_bytes = 2  # per element that tensor parallelism gathers
     num_up = 2  # matmuls before the feed-forward's activation: gate and up
 
     def __init__(self, plan: Plan, device: Device) -> None:
@@ -122,6 +121,11 @@ class DecoderFormulas:
         self.sequence_parallel = plan.sequence_parallel
         self.tp_overlap: Overlap = "async" if plan.async_tp else "exposed"
         self.precision: Precision = "bf16" if plan.float8 == "none" else "float8"
+        # Ranks gather float8 if a tensor has one scale.  Else they cast what they gathered, and a
+        # cast between gather and matmul prevents the overlap.
+        self.tp_gather_bytes = 1 if plan.float8 == "tensorwise" else 2  # per element
+        is_cast_later = self.precision == "float8" and self.tp_gather_bytes == 2
+        self.tp_gather_overlap: Overlap = "exposed" if is_cast_later else self.tp_overlap
         compiled = plan.is_compiled
         self.is_eager = not compiled
         self.cast_bytes, self.traffic_bytes = CAST_BYTES[compiled], TRAFFIC_BYTES[compiled]
@@ -234,14 +238,7 @@ class DecoderFormulas:
         attention, attention_backward = self.attention_work()
         collectives: tuple[Collective, ...] = ()
         if plan.tp > 1:
-            elements = self.tokens * self.hidden
-            bytes_by_kind = {"all_gather": self.tp_gather_bytes, "reduce_scatter": 2}
-            if not self.sequence_parallel:
-                bytes_by_kind = {"all_reduce": 2}
-            collectives = tuple(
-                Collective(kind, width * elements, "tp", plan.tp, 1, self.tp_overlap, 2)  # type: ignore[arg-type]
-                for kind, width in bytes_by_kind.items()
-            )
+            collectives = self._tp_collectives(2 * self.tokens * self.hidden)
         cast, cast_backward = self.cast_traffic(matmuls)
         forward = attention + Work(tuple(matmuls), (), traffic + cast, kernels, collectives)
         grads = [op._replace(k=op.n, n=op.k) for op in matmuls]
@@ -258,6 +255,17 @@ class DecoderFormulas:
             collectives[:1],
         )
         return forward, backward + self.recompute_work(forward, selected, attention)
+
+    def _tp_collectives(self, size: float) -> tuple[Collective, ...]:
+        """Return the collectives of a layer's pass, for a sequence of ``size`` bytes."""
+        make = partial(Collective, axis="tp", ranks=self.plan.tp, times=2)
+        if not self.sequence_parallel:
+            return (make("all_reduce", size),)
+        gathered = self.tp_gather_bytes / 2 * size
+        gather = make("all_gather", gathered, overlap=self.tp_gather_overlap)
+        scatter = make("reduce_scatter", size, overlap=self.tp_overlap)
+        scale = make("all_reduce", 4)  # agreed before float8 is gathered
+        return (gather, scatter, scale) if self.tp_gather_bytes == 1 else (gather, scatter)
 
     def recompute_work(self, forward: Work, selected: Work, attention: Work) -> Work:
         """Return the work that backward computes again.

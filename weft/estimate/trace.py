@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import replace as replace_sections
@@ -398,7 +399,9 @@ def record_rank(
                 small_plan, "W" in action_kinds(planned_schedule(plan)), Path(directory)
             )
         built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
-        op_trace = record_step(built, small_plan, mode, group_size, plan.device)
+        # A compiled part of a block cannot stop in the middle of its recomputation.
+        with set_checkpoint_early_stop(not (plan.is_compiled and plan.has_graph_breaks)):
+            op_trace = record_step(built, small_plan, mode, group_size, plan.device)
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 
@@ -412,7 +415,7 @@ def make_traceable(plan: Plan, device: str) -> Plan:
     job = plan.job
     changes: dict[str, dict[str, object]] = {
         "compile": {"enable": False},
-        "parallel": {"symmetric_memory": False, "async_tp": False},
+        "parallel": {"symmetric_memory": False},
     }
     if device == "cuda":
         changes["data"] = {"packing": "windows"}

@@ -4,6 +4,11 @@ Matmuls, attention and collectives are taken as called.  All other operators mov
 operator reads its inputs and writes its outputs.  In a compiled block, the operators between two
 matmuls, attentions or collectives are one kernel.  It reads inputs from outside, and writes outputs
 that are read outside or stay allocated.
+
+Asynchronous tensor parallelism overlaps an exchange with a matmul only if the two are neighbors:
+the matmul reads what is gathered, or writes what is scattered, and only copies lie between them.
+`find_fused_exchanges` finds these in the trace, and all others are exposed.  What inductor's pass
+really fuses is counted in docs/gpu-steps.md.
 """
 
 from __future__ import annotations
@@ -46,6 +51,8 @@ COLLECTIVE_KINDS = {
 FUSED_KERNELS = 1
 # FSDP's copies into and out of its buffers run outside compiled blocks.
 EAGER_OPS = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
+# Operators that only copy between a tensor-parallel exchange and its matmul.
+COPY_OPS = ("cat", "clone")
 # Only the first step runs these.
 STATE_INIT_OPS = ("zeros", "zeros_like")
 
@@ -63,9 +70,10 @@ class TracePricer:
             "dp_shard": "prefetch",
             "dp_replicate": "prefetch",
             "edp": "prefetch",
-            "tp": "async" if plan.async_tp else "exposed",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts
+        # By the ``id`` of calls, which live as long as the trace.
+        self.fused = find_fused_exchanges(trace.op_trace.events) if plan.async_tp else set()
         self.costs: dict[int, tuple[float, int]]
         self.costs = shared.costs if shared else self._price_calls()
 
@@ -151,6 +159,8 @@ class TracePricer:
         if kind is None or axis == "pp":
             return None  # the sender pays for a receive; the schedule prices p2p
         overlap = self.overlaps.get(axis, "exposed")
+        if axis == "tp" and id(call) in self.fused:
+            overlap = "async"
         if overlap == "prefetch" and call.name == "all_reduce" and collective_bytes(call) < 1024:
             overlap = "exposed"  # a token count, not gradients
         if kind == "send":
@@ -217,6 +227,33 @@ def _extra_collectives(full: WorkList, baseline: WorkList) -> WorkList:
                 counts[op] += sign * times
     extra = tuple((Work(collectives=(op,)), n) for op, n in counts.items() if n > 0)
     return (*extra, (Work(traffic_bytes=max(0.0, traffic)), 1)) if extra else ()
+
+
+def find_fused_exchanges(events: Iterable[Event]) -> set[int]:
+    """Return the ids of the gathers and scatters that a matmul can overlap."""
+    fused: set[int] = set()
+    gathers: dict[int, OpCall] = {}  # by storage that holds what was gathered
+    products: set[int] = set()  # storages that hold a product
+    for call in (event.call for event in events if event.call is not None):
+        read, written = (
+            [storage for storage, _ in storages] for storages in (call.reads, call.writes)
+        )
+        is_matmul, is_copy = call.name in MATMUL_OPS, call.name in COPY_OPS
+        if is_matmul:
+            gathered = gathers.get(read[MATMUL_OPS[call.name]])
+            fused |= set() if gathered is None else {id(gathered)}
+        elif call.name == "reduce_scatter" and products.issuperset(read):
+            fused.add(id(call))
+        source = call if call.name == "all_gather" else is_copy and gathers.get(read[0])
+        is_product = is_matmul or (is_copy and products.issuperset(read))
+        for storage in written:
+            gathers.pop(storage, None)
+            products.discard(storage)
+            if source:
+                gathers[storage] = source
+            if is_product:
+                products.add(storage)
+    return fused
 
 
 def _is_barrier(call: OpCall) -> bool:

@@ -1,8 +1,7 @@
 """Layers of a decoder block: RMSNorm, rotary positions, attention, SwiGLU.
 
 Shapes in names: B batch, T tokens of a sequence, D model width, H query heads, G key/value heads
-(groups of query heads share one), K head dimension, J = K / 2 rotated pairs, F feed-forward width,
-S slots of a key/value cache.
+(groups of query heads share one), K head dimension, J = K / 2 rotated pairs, F feed-forward width.
 
 This is single-device code without process groups.  The number of heads follows from the
 projections' outputs, so the same forward serves a slice of the heads.
@@ -11,8 +10,7 @@ projections' outputs, so the same forward serves a slice of the heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -197,11 +195,17 @@ def attend(
     return out_BHTK.transpose(1, 2)
 
 
+def multiply(x_BTD: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Apply several linear layers to the same input."""
+    return [layer(x_BTD) for layer in layers]
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped queries and RoPE.
 
     Source: Ainslie et al., arXiv:2305.13245.  Context parallelism replaces the attribute ``attend``
-    by a function that also sees the keys and values of other ranks.
+    by a function that also sees the keys and values of other ranks.  Tensor parallelism may replace
+    ``multiply``, here and in `SwiGLU`, by a function that computes one product for all layers.
 
     Args:
         dim: model width.
@@ -213,6 +217,7 @@ class Attention(nn.Module):
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor]
+    multiply: Callable[..., Sequence[Any]]
 
     def __init__(
         self,
@@ -225,6 +230,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.attend = attend
+        self.multiply = multiply
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -250,9 +256,8 @@ class Attention(nn.Module):
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[B, T, H, K]``, keys and values ``[B, T, G, K]``, not rotated."""
-        q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        products = self.multiply(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        q_BTHK, k_BTGK, v_BTGK = (x.unflatten(-1, (-1, self.head_dim)) for x in products)
         if self.has_qk_norm:
             return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
         return q_BTHK, k_BTGK, v_BTGK
@@ -261,15 +266,19 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """Feed-forward layer gated by SiLU (Shazeer, arXiv:2002.05202)."""
 
+    multiply: Callable[..., Sequence[Any]]
+
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
+        self.multiply = multiply
         self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
         self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
         self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``."""
-        hidden_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        gate_BTF, up_BTF = self.multiply(x_BTD, self.gate_proj, self.up_proj)
+        hidden_BTF = F.silu(gate_BTF) * up_BTF
         out_BTD: Tensor = self.down_proj(hidden_BTF)
         return out_BTD
 
@@ -319,74 +328,3 @@ def group_sizes(counts_E: Tensor, total: int) -> list[int]:
         return sizes
     share, remainder = divmod(total, len(counts_E))
     return [share + (i < remainder) for i in range(len(counts_E))]
-
-
-# --------------------------------------------------------------------------- incremental decoding
-
-
-class KeyValueCache:
-    """Cache of all layers, for sequences of at most ``max_tokens`` tokens.
-
-    A token's cache slot is its position in its sequence, and a query sees the slots up to its own.
-    Sequences of different lengths therefore need no padding mask: padding on the right lies after
-    all slots that a query sees, and new tokens overwrite it before a query reaches it.
-
-    Memory is allocated on first use.  Call `set_positions` before each forward pass of the model.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.positions_BT = torch.empty(0, 0, dtype=torch.int64)
-        self.mask_B1TS: Tensor | None = None  # None: causal, from position 0
-        self.cached_len = 0
-
-    def set_positions(self, positions_BT: Tensor, reset: bool) -> None:
-        """Set the position of each token of the next pass; ``reset``: restart at 0."""
-        self.positions_BT, self.mask_B1TS = positions_BT, None
-        if not reset:
-            self.cached_len = int(positions_BT.max()) + 1
-            slots_S = torch.arange(self.cached_len, device=positions_BT.device)
-            self.mask_B1TS = (slots_S <= positions_BT.unsqueeze(2)).unsqueeze(1)
-
-
-class _CachedAttention:
-    """Cache of one layer, called in place of `attend`."""
-
-    def __init__(self, cache: KeyValueCache) -> None:
-        self.cache = cache
-        self.k_BSGK: Tensor | None = None
-        self.v_BSGK: Tensor | None = None
-
-    def __call__(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
-        assert mask is None, "packed documents cannot be cached"
-        cache = self.cache
-        if self.k_BSGK is None or self.v_BSGK is None:
-            shape = (k_BTGK.shape[0], cache.max_tokens, *k_BTGK.shape[2:])
-            self.k_BSGK, self.v_BSGK = k_BTGK.new_zeros(shape), v_BTGK.new_zeros(shape)
-        batch_B1 = torch.arange(k_BTGK.shape[0], device=k_BTGK.device).unsqueeze(1)
-        self.k_BSGK[batch_B1, cache.positions_BT] = k_BTGK
-        self.v_BSGK[batch_B1, cache.positions_BT] = v_BTGK
-        if cache.mask_B1TS is None:
-            return attend(q_BTHK, k_BTGK, v_BTGK, None)
-        k_BSGK, v_BSGK = self.k_BSGK[:, : cache.cached_len], self.v_BSGK[:, : cache.cached_len]
-        return attend(q_BTHK, k_BSGK, v_BSGK, cache.mask_B1TS)
-
-
-@contextmanager
-def use_kv_cache(blocks: Iterable[nn.Module], max_tokens: int) -> Iterator[KeyValueCache | None]:
-    """Make the attention of ``blocks`` use a cache; yield None without attention.
-
-    It replaces the ``attend`` function of every layer, as context parallelism does in training.
-    """
-    layers = [m for block in blocks for m in block.modules() if isinstance(m, Attention)]
-    original_attends = [layer.attend for layer in layers]
-    cache = KeyValueCache(max_tokens)
-    for layer in layers:
-        layer.attend = _CachedAttention(cache)
-    try:
-        yield cache if layers else None
-    finally:
-        for layer, original_attend in zip(layers, original_attends, strict=True):
-            layer.attend = original_attend

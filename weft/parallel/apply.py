@@ -8,13 +8,14 @@ comment at each step says why the step has this position.  `weft.train.setup` ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.models import Family
+from weft.models.family import TensorParallelSpec
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
 from weft.parallel.compile import apply_compile
@@ -86,16 +87,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
     if plan.tp > 1:
-        from weft.parallel.tensor_parallel import apply_tensor_parallel
-
-        config: Any = plan.model
-        apply_tensor_parallel(
-            model,
-            mesh.param_mesh["tp"],
-            sharding,
-            config.num_kv_heads,
-            plan.sequence_parallel,
-        )
+        _shard_tensors(model, plan, mesh, sharding)
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None:
         from weft.parallel.expert_parallel import apply_expert_parallel
@@ -110,9 +102,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             compiled=plan.is_compiled,
         )
 
-    # Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
-    # depend on the tokens.  Both break a block's graph, and the code around them is compiled.
-    fullgraph = mesh.cp_group is None and not moe_layers
+    fullgraph = not plan.has_graph_breaks
     if plan.is_compiled:
         for layer in moe_layers:
             layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
@@ -127,7 +117,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     # After tensor parallelism, because the compiler must see its collectives to overlap them with
     # matmuls.  After activation checkpointing, which then is part of the graph.  Before FSDP,
     # because FSDP's hooks must stay outside of the compiled forward.
-    if plan.async_tp:
+    if plan.async_tp and plan.is_compiled:  # a traced step is not compiled
         enable_async_tp(mesh.get_group("tp"))
     if plan.is_compiled and fullgraph:
         _compile_blocks(blocks, plan, fullgraph)
@@ -151,6 +141,24 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             experts=[layer.experts for layer in moe_layers],
             expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
         )
+
+
+def _shard_tensors(
+    model: nn.Module, plan: Plan, mesh: Mesh, sharding: Mapping[str, TensorParallelSpec]
+) -> None:
+    from weft.parallel.tensor_parallel import apply_tensor_parallel
+
+    config: Any = plan.model
+    apply_tensor_parallel(
+        model,
+        mesh.param_mesh["tp"],
+        sharding,
+        config.num_kv_heads,
+        plan.sequence_parallel,
+        gathers_float8=plan.float8 == "tensorwise",
+        # One product costs a copy of the weights.  It pays if async TP then overlaps more.
+        joint_products=plan.async_tp,
+    )
 
 
 def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:

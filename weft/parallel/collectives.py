@@ -62,11 +62,15 @@ def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(c10d_functional.wait_tensor(stacked).chunk(size), dim=1)
 
 
-def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = group.size()
+def reduce_scatter_sequence(x_BTD: Tensor, name: str, size: int) -> Tensor:
+    """Sum over the ranks of the group of that name; return this rank's slice."""
     stacked = torch.cat(x_BTD.chunk(size, dim=1))
-    out = c10d_functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    out = c10d_functional.reduce_scatter_tensor(stacked, "sum", size, name)
     return c10d_functional.wait_tensor(out)  # type: ignore[no-any-return]
+
+
+def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return reduce_scatter_sequence(x_BTD, group.group_name, group.size())
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -132,6 +132,7 @@ class Float8AllGather:
         from torchao.float8.float8_linear import Float8Linear
 
         self._shards: list[Any] = []
+        scale_groups: list[int] = []
         self._group: dist.ProcessGroup | None = None
         for param in iter_sharded_parameters(model_parts):
             if isinstance(param.module, Float8Linear) and param.is_even:
@@ -139,6 +140,10 @@ class Float8AllGather:
                 set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
                 self._shards.append(shard)
                 self._group = param.group
+                scale_groups.append(vars(param.module).get("scale_group", id(param.module)))
+        numbers = {group: i for i, group in enumerate(dict.fromkeys(scale_groups))}
+        device = self._shards[0].local.device if self._shards else None
+        self._scale_groups = torch.tensor([numbers[g] for g in scale_groups], device=device)
 
     @torch.no_grad()
     def update_scales(self) -> None:
@@ -149,6 +154,9 @@ class Float8AllGather:
 
         shards = [shard.local for shard in self._shards]
         amax = torch.stack(torch._foreach_norm(shards, math.inf))
+        # Matrices that are multiplied as one share a scale.
+        groups = self._scale_groups
+        amax = torch.zeros_like(amax).scatter_reduce_(0, groups, amax, "amax")[groups]
         dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
         scales = amax_to_scale(amax, self._shards[0].dtype, round_scales_to_power_of_2=True)
         for shard, scale in zip(self._shards, scales, strict=True):

@@ -29,11 +29,12 @@ vocabulary, N = B T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import TensorParallelSpec
+from weft.models.layers import multiply
 from weft.parallel.collectives import (
     Collective,
     copy_to_ranks,
@@ -60,6 +62,9 @@ def apply_tensor_parallel(
     sharding: Mapping[str, TensorParallelSpec],
     num_kv_heads: int,
     sequence_parallel: bool,
+    *,
+    gathers_float8: bool = False,
+    joint_products: bool = False,
 ) -> None:
     """Shard ``model`` (on the meta device) over the one axis of ``mesh``.
 
@@ -69,27 +74,113 @@ def apply_tensor_parallel(
         sharding: specs by module name pattern.
         num_kv_heads: of the full model; a divisor or a multiple of the number of ranks.
         sequence_parallel: keep only a slice of the sequence between matmuls.
+        gathers_float8: float8 layers have one scale per tensor, and gather float8.
+        joint_products: compute one product for layers with the same input; see
+            `_find_joint_product`.
 
     Raises:
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
     group = mesh.get_group()
-    enter_region = _CollectiveHook(gather_sequence if sequence_parallel else copy_to_ranks, group)
-    leave_region = _CollectiveHook(scatter_sequence if sequence_parallel else sum_over_ranks, group)
-    for name, module in list(model.named_modules()):
-        spec = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
+    modules = dict(model.named_modules())
+    specs = {name: _find_spec(name, module, sharding) for name, module in modules.items()}
+    for name, module in modules.items():
+        spec = specs[name]
         if spec is None:
-            if any(True for _ in module.parameters(recurse=False)):
-                raise ValueError(f"no pattern of SHARDING matches {name!r}, which has parameters")
             continue
         if spec.weight is not None:
             _shard_weight(module, spec, mesh, num_kv_heads, sequence_parallel)
-        if spec.input_comm == "gather":
-            module.register_forward_pre_hook(enter_region)
+        reads_once = spec.input_comm == "gather" and hasattr(module, "multiply")
+        layers = [module]  # next to the exchange
+        if reads_once:
+            children = module.named_modules(prefix=name)
+            layers = [child for child_name, child in children if _is_column(specs[child_name])]
+        gather, scatter = _choose_exchanges(layers, group, sequence_parallel, gathers_float8)
+        if reads_once:
+            product = _find_joint_product(layers, gathers_float8) if joint_products else None
+            module.multiply = partial(_gather_and_multiply, gather, group, product)
+        elif spec.input_comm == "gather":
+            module.register_forward_pre_hook(_CollectiveHook(gather, group))
         if spec.output_comm == "gather":
-            module.register_forward_hook(enter_region)
+            module.register_forward_hook(_CollectiveHook(gather, group))
         if spec.output_comm == "scatter":
-            module.register_forward_hook(leave_region)
+            module.register_forward_hook(_CollectiveHook(scatter, group))
+
+
+def _find_spec(
+    name: str, module: nn.Module, sharding: Mapping[str, TensorParallelSpec]
+) -> TensorParallelSpec | None:
+    spec = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
+    if spec is None and any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(f"no pattern of SHARDING matches {name!r}, which has parameters")
+    return spec
+
+
+def _is_column(spec: TensorParallelSpec | None) -> bool:
+    return spec is not None and spec.weight in ("column", "heads")
+
+
+def _choose_exchanges(
+    layers: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    gathers_float8: bool = False,
+) -> tuple[Collective, Collective]:
+    """Return the collectives before and after the matmuls of ``layers``."""
+    if not sequence_parallel:
+        return copy_to_ranks, sum_over_ranks
+    if gathers_float8 and layers:
+        from weft.parallel.float8_tensor_parallel import are_float8, float8_exchanges
+
+        if are_float8(layers):
+            return float8_exchanges(layers[0], group)
+    return gather_sequence, scatter_sequence
+
+
+JointProduct = Callable[..., Sequence[Tensor]]
+
+
+def _find_joint_product(layers: Sequence[Any], gathers_float8: bool) -> JointProduct | None:
+    """Return a function that multiplies an input with all layers at once, or None.
+
+    Then the gradient of the input is one product too, and not a sum of several.  Only so can
+    asynchronous tensor parallelism overlap it with the reduce-scatter that follows.  The price is
+    a copy of the weights, which are concatenated.
+    """
+    if all(type(layer).forward is nn.Linear.forward and layer.bias is None for layer in layers):
+        return _joint_product
+    if not gathers_float8:
+        return None
+    from weft.parallel.float8_tensor_parallel import are_float8, joint_float8_product
+
+    if not are_float8(layers):
+        return None
+    for layer in layers:
+        vars(layer)["scale_group"] = id(layers[0])  # see `weft.parallel.float8.Float8AllGather`
+    return joint_float8_product(layers[0])
+
+
+def _joint_product(x_BTD: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+    out = F.linear(x_BTD, torch.cat(weights))
+    return torch.split(out, [len(weight) for weight in weights], dim=-1)
+
+
+def _gather_and_multiply(
+    gather: Collective,
+    group: dist.ProcessGroup,
+    product: JointProduct | None,
+    x_BTD: Tensor,
+    *layers: nn.Module,
+) -> Sequence[Tensor]:
+    """Replace `weft.models.layers.multiply`: gather the input first.
+
+    Not a hook of the module: if the compiled graph breaks in its forward, a hook is a separate
+    graph, and the gather could not be fused with the product.
+    """
+    x_BSD = gather(x_BTD, group)
+    if product is None:
+        return multiply(x_BSD, *layers)
+    return product(x_BSD, *(layer.weight for layer in layers))
 
 
 def _shard_weight(

@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from weft.config.errors import ConfigErrors, suggest
-from weft.config.schema import Job, LoraSection
+from weft.config.schema import LoraSection
 from weft.models import Family
 from weft.models.family import UnitCost
-from weft.plan.matrices import list_matrices, weight_split
-from weft.plan.placement import ParallelDims
+from weft.plan.matrices import list_matrices
 from weft.plan.plan import Plan
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
@@ -103,44 +101,3 @@ def frozen_weights(
     quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
     bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
     return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)
-
-
-def check_lora(
-    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> None:
-    """Check that the model and the layout support the adapters."""
-    section, key = job.lora, "lora.rank"
-    if not section.rank:
-        for name, value in (("targets", section.targets), ("quantize", section.quantize)):
-            if value not in ((), "none"):
-                rule = "has no effect without adapters (lora.rank=0)"
-                errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
-        return
-    matrices = list_matrices(model, family)
-    layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
-    if not matrices:
-        rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"
-        errors.add(key, rule, "use 0")
-    for target in section.targets:
-        if target not in layers:
-            rule, remedy = "is not a linear layer of the model's blocks", suggest(target, layers)
-            errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
-    if job.precision.float8 != "none":
-        rule = "does not support float8, because frozen matrices keep their dtype in every product"
-        remedy = "use precision.float8=none; lora.quantize saves more memory"
-        errors.add(key, rule, remedy, ("precision.float8",))
-    for layer in layers if section.quantize != "none" else ():
-        matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
-        tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
-        if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
-            over = f" over tp={tp} ranks" if tp > 1 else ""
-            rule = (
-                f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "
-                f"{matrix.in_features} inputs of {layer}{over}"
-            )
-            smaller_tp = ", or a smaller parallel.tp" if tp > 1 else ""
-            remedy = "use none, or another model size" + smaller_tp
-            errors.add("lora.quantize", rule, remedy, ("parallel.tp",))
-    if family.moe_layers is not None:
-        rule = "adapts only linear layers, which a mixture of experts does not have"
-        errors.add(key, rule, "use 0", ("model.kind",))

@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.config.errors import ConfigErrors
-from weft.config.schema import Job, PrecisionSection
+from weft.config.schema import PrecisionSection
 from weft.models import Family
-from weft.plan.placement import ParallelDims
 
 # Neighbors in a row of a matrix that share two scale bytes, with optim.state_dtype 8bit.
 MOMENT_BLOCK_SIZE = 32
@@ -107,10 +105,10 @@ def find_float8_matrices(
     """
     if section.float8 == "none":
         return []
-    return _select_matrices(section, _convertible_matrices(section.float8, model, family, tp))
+    return select_matrices(section, convertible_matrices(section.float8, model, family, tp))
 
 
-def _convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
+def convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
     """Return the matrices whose sizes support float8."""
     unit = required_multiple(recipe)
     matrices = list_matrices(model, family, tp)
@@ -121,7 +119,7 @@ def _convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> l
     ]
 
 
-def _select_matrices(section: PrecisionSection, convertible: list[Matrix]) -> list[Matrix]:
+def select_matrices(section: PrecisionSection, convertible: list[Matrix]) -> list[Matrix]:
     """Drop the matrices that are too small to gain or excluded by name."""
     return [
         matrix
@@ -145,56 +143,3 @@ def _is_too_small(recipe: str, matrix: Matrix) -> bool:
 def supports_float8(recipe: str, capability: tuple[int, int]) -> bool:
     """Return True if a GPU of that compute capability supports the recipe."""
     return capability[0] == 10 if recipe == "mxfp8" else capability >= (8, 9)
-
-
-def check_float8(
-    errors: ConfigErrors,
-    job: Job,
-    model: Any,
-    family: Family,
-    degrees: ParallelDims,
-    compute_dtype: str,
-    emulated: bool,
-) -> None:
-    """Check that the job supports float8 products."""
-    section = job.precision
-    key, recipe = "precision.float8", section.float8
-    if recipe == "none":
-        return
-    if job.train.world_size_invariant:
-        rule = "is not supported with train.world_size_invariant, which computes in float32"
-        remedy = "use none, or train.world_size_invariant=false"
-        errors.add(key, rule, remedy, ("train.world_size_invariant",))
-    if compute_dtype == "float32" and not emulated:
-        rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
-        remedy = "use precision.compute_dtype=bfloat16, or none"
-        errors.add(key, rule, remedy, ("precision.compute_dtype",))
-
-    convertible = _convertible_matrices(recipe, model, family, degrees.tp)
-    unit = required_multiple(recipe)
-    for pattern in section.float8_exclude if convertible else ():
-        if not any(fnmatchcase(matrix.name, pattern) for matrix in convertible):
-            rule = "matches none of the matrices that support float8"
-            layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in convertible)
-            remedy = f"use one of {', '.join(layers)}, as in {convertible[0].name}"
-            errors.add("precision.float8_exclude", rule, remedy, (key,), value=pattern)
-    if not convertible:
-        rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
-        rule += f" over tp={degrees.tp} ranks" if degrees.tp > 1 else ""
-        errors.add(key, rule, "use none, or another model size", ("parallel.tp",))
-    elif not _select_matrices(section, convertible):
-        rule = (
-            f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
-            "precision.float8_exclude"
-        )
-        remedy = "use none, or precision.float8_small=true to convert small matrices too"
-        errors.add(key, rule, remedy, ("precision.float8_exclude",))
-    tokens = job.train.seq_len // degrees.cp
-    if recipe != "rowwise_with_gw_hp" and tokens % unit:
-        # The product for the gradient of a weight sums over tokens.
-        rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
-        remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
-        errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
-    if family.moe_layers is not None:
-        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
-        errors.add(key, rule, "use none", ("model.kind",))

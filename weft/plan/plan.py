@@ -224,6 +224,15 @@ class Plan:
         return self.job.compile.enable
 
     @property
+    def has_graph_breaks(self) -> bool:
+        """Return True if torch.compile captures a block in parts.
+
+        Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
+        depend on the tokens.
+        """
+        return self.cp > 1 or self.family.moe_layers is not None
+
+    @property
     def lora_rank(self) -> int:
         """Rank of the adapters; 0: all parameters are trained."""
         return self.job.lora.rank

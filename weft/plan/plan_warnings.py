@@ -18,6 +18,7 @@ from typing import Any
 from weft.config.schema import Job, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.lora_plan import plan_cost
+from weft.plan.matrices import find_float8_matrices, list_matrices, weight_split
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import (
     AXES,
@@ -314,6 +315,19 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             f"{key} without compile.enable runs scaling and casting as separate kernels, which "
             "may cost more than the products gain. Set compile.enable=true."
         )
+    if plan.async_tp and plan.float8 != "tensorwise":
+        yield (
+            f"{key} with parallel.async_tp=true does not overlap the gathers of tensor "
+            "parallelism: only one scale per tensor can be applied before a gather. Use "
+            "precision.float8=tensorwise."
+        )
+    elif plan.async_tp and (names := _unconverted_neighbors(plan)):
+        yield (
+            f"{key} with parallel.async_tp=true does not overlap the gather before "
+            f"{', '.join(names)}: of the layers with this input only some are in float8, so the "
+            "ranks gather it in high precision. Set precision.float8_small=true, or exclude all "
+            "of them (precision.float8_exclude)."
+        )
     spec = SCHEDULES.get(plan.schedule_name)
     if spec and spec.splits_backward:
         yield (
@@ -321,6 +335,25 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             "asks for the input and weight gradients separately, and a float8 layer always "
             "computes both. Another schedule may be faster."
         )
+
+
+def _unconverted_neighbors(plan: Plan) -> list[str]:
+    """Return the layers that are not in float8, and read the input of layers that are."""
+    section, family = plan.job.precision, plan.family
+    selected = {m.name for m in find_float8_matrices(section, plan.model, family, plan.tp)}
+    columns = [
+        matrix.name.rpartition(".")
+        for matrix in list_matrices(plan.model, family, plan.tp)
+        if weight_split(matrix.name, family) in ("column", "heads")
+    ]
+    mixed = {parent for parent, _, name in columns if f"{parent}.{name}" in selected}
+    return list(
+        dict.fromkeys(
+            name
+            for parent, _, name in columns
+            if parent in mixed and f"{parent}.{name}" not in selected
+        )
+    )
 
 
 def format_value(value: Any) -> str:

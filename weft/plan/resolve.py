@@ -20,9 +20,8 @@ from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.plan.degrees import resolve_degrees
 from weft.plan.devices import peak_flops
-from weft.plan.lora_plan import TrainingCost, check_lora, training_cost
+from weft.plan.lora_plan import TrainingCost, training_cost
 from weft.plan.matrices import (
-    check_float8,
     find_float8_matrices,
     supports_float8,
 )
@@ -37,6 +36,7 @@ from weft.plan.plan_warnings import (
     unused_key_warnings,
     warmup_warnings,
 )
+from weft.plan.precision_rules import check_float8, check_lora
 from weft.plan.rules import (
     check_batch,
     check_data,

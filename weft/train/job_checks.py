@@ -27,9 +27,9 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup,
 from weft.config.files import check_url
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
+from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
 from weft.data.loader import build_mixture, check_length
-from weft.data.packing import check_conversations
 from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, STORIES, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size

@@ -1,0 +1,113 @@
+"""Rules of float8 and LoRA: what the model and the layout must support."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from weft.config.errors import ConfigErrors, suggest
+from weft.config.schema import Job
+from weft.models import Family
+from weft.plan.lora_plan import QUANT_BLOCK_SIZE
+from weft.plan.matrices import (
+    convertible_matrices,
+    list_matrices,
+    required_multiple,
+    select_matrices,
+    weight_split,
+)
+from weft.plan.placement import ParallelDims
+
+
+def check_float8(
+    errors: ConfigErrors,
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: ParallelDims,
+    compute_dtype: str,
+    emulated: bool,
+) -> None:
+    """Check that the job supports float8 products."""
+    section = job.precision
+    key, recipe = "precision.float8", section.float8
+    if recipe == "none":
+        return
+    if job.train.world_size_invariant:
+        rule = "is not supported with train.world_size_invariant, which computes in float32"
+        remedy = "use none, or train.world_size_invariant=false"
+        errors.add(key, rule, remedy, ("train.world_size_invariant",))
+    if compute_dtype == "float32" and not emulated:
+        rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
+        remedy = "use precision.compute_dtype=bfloat16, or none"
+        errors.add(key, rule, remedy, ("precision.compute_dtype",))
+
+    convertible = convertible_matrices(recipe, model, family, degrees.tp)
+    unit = required_multiple(recipe)
+    for pattern in section.float8_exclude if convertible else ():
+        if not any(fnmatchcase(matrix.name, pattern) for matrix in convertible):
+            rule = "matches none of the matrices that support float8"
+            layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in convertible)
+            remedy = f"use one of {', '.join(layers)}, as in {convertible[0].name}"
+            errors.add("precision.float8_exclude", rule, remedy, (key,), value=pattern)
+    if not convertible:
+        rule = f"needs a matrix whose sizes are multiples of {unit}, and the blocks have none"
+        rule += f" over tp={degrees.tp} ranks" if degrees.tp > 1 else ""
+        errors.add(key, rule, "use none, or another model size", ("parallel.tp",))
+    elif not select_matrices(section, convertible):
+        rule = (
+            f"converts none of {len(convertible)} matrices: each is too small to gain, or in "
+            "precision.float8_exclude"
+        )
+        remedy = "use none, or precision.float8_small=true to convert small matrices too"
+        errors.add(key, rule, remedy, ("precision.float8_exclude",))
+    tokens = job.train.seq_len // degrees.cp
+    if recipe != "rowwise_with_gw_hp" and tokens % unit:
+        # The product for the gradient of a weight sums over tokens.
+        rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
+        remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
+        errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
+    if family.moe_layers is not None:
+        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
+        errors.add(key, rule, "use none", ("model.kind",))
+
+
+def check_lora(
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
+    """Check that the model and the layout support the adapters."""
+    section, key = job.lora, "lora.rank"
+    if not section.rank:
+        for name, value in (("targets", section.targets), ("quantize", section.quantize)):
+            if value not in ((), "none"):
+                rule = "has no effect without adapters (lora.rank=0)"
+                errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
+        return
+    matrices = list_matrices(model, family)
+    layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
+    if not matrices:
+        rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"
+        errors.add(key, rule, "use 0")
+    for target in section.targets:
+        if target not in layers:
+            rule, remedy = "is not a linear layer of the model's blocks", suggest(target, layers)
+            errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
+    if job.precision.float8 != "none":
+        rule = "does not support float8, because frozen matrices keep their dtype in every product"
+        remedy = "use precision.float8=none; lora.quantize saves more memory"
+        errors.add(key, rule, remedy, ("precision.float8",))
+    for layer in layers if section.quantize != "none" else ():
+        matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
+        tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
+        if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
+            over = f" over tp={tp} ranks" if tp > 1 else ""
+            rule = (
+                f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "
+                f"{matrix.in_features} inputs of {layer}{over}"
+            )
+            smaller_tp = ", or a smaller parallel.tp" if tp > 1 else ""
+            remedy = "use none, or another model size" + smaller_tp
+            errors.add("lora.quantize", rule, remedy, ("parallel.tp",))
+    if family.moe_layers is not None:
+        rule = "adapts only linear layers, which a mixture of experts does not have"
+        errors.add(key, rule, "use 0", ("model.kind",))
