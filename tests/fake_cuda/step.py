@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -89,6 +89,8 @@ class Step:
     float8_casts: Counter[str] = field(default_factory=Counter)  # eager and compiled
     collectives: Counter[str] = field(default_factory=Counter)  # by kind and axis
     megabytes: Counter[str] = field(default_factory=Counter)  # of collectives, unsharded
+    prefetched: int = 0  # FSDP's gathers that a matmul overlaps
+    fsdp_gathers: int = 0
     host_copies: Counter[str] = field(default_factory=Counter)  # by direction
     host_waits: Counter[str] = field(default_factory=Counter)  # by line of weft
     graphs: list[Graph] = field(default_factory=list)
@@ -124,6 +126,7 @@ class StepCounter(TorchDispatchMode):
         self.depth = 0  # of running captured graphs
         self.is_compiling = False  # inductor's passes run operators
         self.in_optimizer = False
+        self.matmuls_at_gathers: deque[int] = deque()  # of FSDP, whose result is not yet used
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -155,6 +158,7 @@ class StepCounter(TorchDispatchMode):
             step.eager_operators += 1
         step.optimizer_operators += self.in_optimizer
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+        self._count_prefetch(name)
         if func.namespace in COLLECTIVE_NAMESPACES:
             if (kind := COLLECTIVES.get(name)) is not None:
                 key = f"{kind} {self.axes.get(find_group_name(args), 'all ranks')}"
@@ -177,6 +181,16 @@ class StepCounter(TorchDispatchMode):
             source = tensors[0].device.type
             if device is not None and torch.device(device).type != source:
                 step.host_copies[f"{source} to {torch.device(device).type}"] += 1
+
+
+    def _count_prefetch(self, name: str) -> None:
+        """Count the gathers of FSDP with a matmul between their start and their use."""
+        num_matmuls = self.step.matmuls.total()
+        if name in ("_allgather_base_", "allgather_"):
+            self.step.fsdp_gathers += 1
+            self.matmuls_at_gathers.append(num_matmuls)
+        elif name == "split_with_sizes_copy" and self.matmuls_at_gathers:
+            self.step.prefetched += self.matmuls_at_gathers.popleft() < num_matmuls
 
 
 class GraphCounter:

@@ -155,8 +155,9 @@ class Collectives(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             # all_reduce, and all_gather of a list, take lists of tensors.
             inputs = args[0] if kind == "allreduce" else args[1]
-            tensor = inputs[0] if isinstance(inputs, list) else inputs
-            self.recorded.append(Seen(kind, ranks, tensor.numel(), tensor.dtype))
+            tensors = inputs if isinstance(inputs, list) else [inputs]
+            numel = sum(tensor.numel() for tensor in tensors)
+            self.recorded.append(Seen(kind, ranks, numel, tensors[0].dtype))
         return func(*args, **(kwargs or {}))
 
 

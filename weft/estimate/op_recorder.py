@@ -123,6 +123,7 @@ COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
     "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "send": "send",
@@ -168,6 +169,8 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     A fused optimizer writes the gradients only to unscale them.
     """
     tensors: list[Tensor] = []
+    if func is torch.ops.c10d.allgather_into_tensor_coalesced_.default:
+        return list(args[0])  # which its schema does not say
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "grads" and kwargs.get("grad_scale") is None:
             continue

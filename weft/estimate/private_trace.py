@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _register_coalesced_gather()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     pipelines: Any = schedules
     # Stages first agree on their shapes, and read the answer from a received tensor, which has no
@@ -108,6 +110,19 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
             for module in (dist, distributed_c10d):
                 stack.enter_context(patch_attribute(module, "isend", isend_and_keep))
         yield
+
+
+@cache
+def _register_coalesced_gather() -> torch.library.Library | None:
+    """Let fake tensors run the gather of several tensors, for which torch has no kernel."""
+    from torch._C._distributed_c10d import FakeWork
+
+    name = "allgather_into_tensor_coalesced_"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+        return None
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl(name, lambda *args: FakeWork().boxed(), "Meta")
+    return library
 
 
 class _PendingSend(NamedTuple):

@@ -563,4 +563,6 @@ def find_comm_groups(op_trace: OpTrace, mesh: Mesh) -> dict[str, CommGroup]:
 
 def collective_bytes(call: OpCall) -> int:
     """Return the size of a collective's gathered, or not yet reduced, tensor."""
+    if call.name == "all_gather":  # into one tensor or several
+        return sum(size for _, size in call.writes)
     return max((size for _, size in (*call.reads, *call.writes)), default=0)

@@ -338,8 +338,8 @@ class HierarchicalAllGather:
     A group has N nodes with K ranks each.  Rank ``n * K + k`` is rank k of node n and has C
     elements.  The result is ``[N, K, C]``.  First each rank gathers column k from its peers in the
     other nodes; all K columns travel at the same time.  Then the ranks of a node gather the N rows
-    among themselves, one by one.  Each row lands in its final place, so the result equals a plain
-    all-gather without a reorder.
+    among themselves, all N in one call.  Each row lands in its final place, so the result equals a
+    plain all-gather without a reorder.
 
     (N - 1) / N of the result enters a node, once, over all links of the node, in N - 1 steps.  In
     the ring of a plain all-gather (NK - 1) / NK of the result passes the slowest link, in NK - 1
@@ -384,8 +384,9 @@ class HierarchicalAllGather:
         local_rank = self.intra_node.rank()
 
         def gather_intra_node() -> None:
-            for row_KC in rows_NKC:
-                all_gather(row_KC.view(-1), row_KC[local_rank], self.intra_node)
+            outputs = [row_KC.view(-1) for row_KC in rows_NKC]
+            inputs = [row_KC[local_rank] for row_KC in rows_NKC]
+            self.intra_node.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
         column_NC = list(rows_NKC[:, local_rank])
         inter_node_work = dist.all_gather(column_NC, input_tensor, self.inter_node, async_op)
