@@ -124,12 +124,10 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
             )
 
 
-def group_by_ranks(
-    layouts: Iterable[str], most: int = 6, most_of_8: int | None = None
-) -> list[Any]:
+def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
     """Group layouts of equal size, to run in one world, and return test parameters.
 
-    After ``most_of_8`` layouts the other ones of 8 ranks are slow tests.
+    Those of 8 ranks are slow tests.
     """
     by_ranks: dict[int, list[str]] = {}
     for layout in layouts:
@@ -138,7 +136,7 @@ def group_by_ranks(
         pytest.param(
             group[start : start + most],
             id=f"{ranks} ranks, {start} on",
-            marks=[pytest.mark.slow] if ranks == 8 and most_of_8 and start >= most_of_8 else [],
+            marks=[pytest.mark.slow] if ranks == 8 else [],
         )
         for ranks, group in sorted(by_ranks.items())
         for start in range(0, len(group), most)

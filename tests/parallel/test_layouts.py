@@ -90,7 +90,7 @@ def test_single_axis_computes_gradients_of_one_process(layout: str, store_path: 
     check_any(layout, store=store_path)
 
 
-@pytest.mark.parametrize("layouts", group_by_ranks(COVERED, most_of_8=6))
+@pytest.mark.parametrize("layouts", group_by_ranks(COVERED))
 def test_pairs_of_techniques_compute_gradients_of_one_process(
     layouts: list[str], store_path: Path
 ) -> None:

@@ -43,8 +43,8 @@ ATTENTION_RAMP = 512
 KERNEL_GAP = 2e-6
 # Fraction of a hidden collective's time by which it slows the compute that hides it.
 CONTENTION = 0.15
-# Fraction of tensor-parallel communication that asynchronous (decomposed) matmuls hide.
-ASYNC_TP_OVERLAP = 0.75
+# Fraction of a tensor-parallel exchange that the matmul fused with it hides.
+ASYNC_TP_OVERLAP = 0.5
 # Seconds of a collective beyond its hops: launch and skew between ranks.
 COLLECTIVE_LAUNCH = 15e-6
 # Bytes/s between a device and host memory on one package (NVLink-C2C of Grace, two devices per
