@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from weft.models import layers
 from weft.models.layers import (
@@ -17,6 +18,7 @@ from weft.models.layers import (
     attend,
     document_block_mask,
     document_mask,
+    document_starts,
     rope_frequencies,
 )
 
@@ -157,7 +159,55 @@ def test_document_mask_is_causal_and_inside_the_document() -> None:
                 assert mask[row, 0, query, key_position].item() is allowed
 
 
-def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_mask_separates_documents_of_equal_ids() -> None:
+    """A document is a run of equal ids, on every device."""
+    documents = torch.tensor([[0, 0, 1, 1, 0]])
+    assert document_starts(documents).tolist() == [[0, 0, 2, 2, 4]]
+    mask = document_mask(documents)
+    assert isinstance(mask, torch.Tensor)
+    assert mask[0, 0, 4].tolist() == [False, False, False, False, True]
+
+
+def random_documents(batch_size: int, num_tokens: int, num_documents: int) -> Tensor:
+    starts = torch.zeros(batch_size, num_tokens, dtype=torch.int64)
+    cuts = torch.randint(num_tokens, (batch_size, num_documents))
+    return starts.scatter(1, cuts, 1).cumsum(1) % 3  # ids come again
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 384, 1000, 1280])
+def test_document_blocks_are_those_of_create_block_mask(num_tokens: int) -> None:
+    """The same blocks are partial and full, for queries and for keys."""
+    torch.manual_seed(num_tokens)
+    for num_documents in (1, 2, 5, 40):
+        blocks = document_block_mask(random_documents(3, num_tokens, num_documents))
+        expected = create_block_mask(blocks.mask_mod, 3, None, num_tokens, num_tokens, "cpu")
+        assert blocks.seq_lengths == expected.seq_lengths
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            counts, indices = (getattr(blocks, f"{kind}_{n}") for n in ("num_blocks", "indices"))
+            assert torch.equal(counts, getattr(expected, f"{kind}_num_blocks")), kind
+            is_listed = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
+            expected_indices = getattr(expected, f"{kind}_indices")
+            assert torch.equal(indices[is_listed], expected_indices[is_listed]), kind
+            assert indices.dtype == expected_indices.dtype == torch.int32
+            assert indices.max() < indices.shape[-1]  # kernels load them ahead
+
+
+def test_document_blocks_of_a_long_sequence_need_little_memory() -> None:
+    """All pairs of 131,072 tokens would be 16 GiB."""
+    documents = torch.arange(131_072).unsqueeze(0) // 1000
+    with torch.profiler.profile(profile_memory=True) as profile:
+        document_block_mask(documents)
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert 16e6 < peak < 100e6
+
+
+def test_document_blocks_give_the_attention_of_the_document_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """FlexAttention's reference supports gradients on CPU and has the mask rule of CUDA."""
     from torch.nn.attention import flex_attention as private
 
@@ -165,17 +215,19 @@ def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(private, "_validate_device", lambda *tensors: None)
     compiled = torch.compile(private.flex_attention, backend="aot_eager")
     monkeypatch.setattr(layers, "_compiled_flex_attention", lambda: compiled)
+    torch.manual_seed(0)
     q = torch.randn(2, 512, 4, 16, requires_grad=True)
     k = torch.randn(2, 512, 2, 16, requires_grad=True)
     v = torch.randn(2, 512, 2, 16, requires_grad=True)
     upstream = torch.randn(2, 512, 4, 16)
-    documents = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
-    blocks = document_block_mask(documents)
-    assert blocks.sparsity() > 37  # at least the blocks above the diagonal, of 4 x 4
-    result = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
-    torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
-    grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in result]
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+    fixed = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
+    for documents in (fixed, random_documents(2, 512, 3), random_documents(2, 512, 20)):
+        blocks = document_block_mask(documents)
+        assert blocks.sparsity() > 37  # at least the blocks above the diagonal, of 4 x 4
+        result = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
+        torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in result]
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 
 def test_swiglu_equals_the_formula() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
 class RMSNorm(nn.Module):
@@ -115,39 +115,75 @@ def apply_rope(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
     return x_BTHK * cos_BTK.unsqueeze(-2) + rotated_BTHK * sin_BTK.unsqueeze(-2)
 
 
+def document_starts(documents_BT: Tensor) -> Tensor:
+    """Return where each token's document begins: positions, int64 ``[B, T]``.
+
+    Args:
+        documents_BT: integers; a document is a run of equal ones.
+    """
+    positions_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    is_start_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0), value=True)
+    return torch.where(is_start_BT, positions_T, 0).cummax(1).values
+
+
 def document_mask(documents_BT: Tensor) -> Tensor | BlockMask:
     """Return the causal mask within documents.
 
     Args:
-        documents_BT: integers, equal within a document and unique to it within a sequence.
+        documents_BT: integers; a document is a run of equal ones.
 
     Returns:
         bool ``[B, 1, T, T]``, true where the query (second to last dimension) sees the key, which
         is not later and of the same document.  On CUDA, a BlockMask, with which FlexAttention skips
         whole blocks.
     """
-    return document_block_mask(documents_BT) if documents_BT.is_cuda else _dense_mask(documents_BT)
+    if documents_BT.is_cuda:
+        return document_block_mask(documents_BT)
+    starts_BT = document_starts(documents_BT)
+    keys_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    return ((keys_T >= starts_BT.unsqueeze(2)) & (keys_T <= keys_T.unsqueeze(1))).unsqueeze(1)
+
+
+MASK_BLOCK = 128  # queries and keys of a block of `document_block_mask`
 
 
 def document_block_mask(documents_BT: Tensor) -> BlockMask:
-    """Return `document_mask` as a BlockMask; its blocks have 128 queries and keys."""
-    batch_size, num_tokens = documents_BT.shape
+    """Return `document_mask` as a BlockMask.
+
+    ``create_block_mask`` would first make the mask of all pairs of tokens: 16 GiB at 131,072.
+    Documents are contiguous, so the keys of a block of queries are an interval that ends at these
+    queries.  The blocks in it from the last query's document on are full: all pairs are visible.
+    The others, and the block on the diagonal, are partial.  Memory: a few int32 per pair of blocks.
+    """
+    starts_BT = document_starts(documents_BT).int()
+    num_tokens = documents_BT.shape[1]
+    padding = -num_tokens % MASK_BLOCK  # an incomplete block of queries sees no full block
+    last_start_BN = F.pad(starts_BT, (0, padding), value=num_tokens)[
+        :, MASK_BLOCK - 1 :: MASK_BLOCK
+    ]
+    blocks_N = torch.arange(last_start_BN.shape[1], dtype=torch.int32, device=starts_BT.device)
+    first_BN = starts_BT[:, ::MASK_BLOCK] // MASK_BLOCK
+    full_BN = torch.minimum((last_start_BN + MASK_BLOCK - 1) // MASK_BLOCK, blocks_N)
+
+    def count_and_list(first_BN: Tensor, end_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of blocks from first to end; list them, then the diagonal."""
+        count_B1N, first_B1N1 = (end_BN - first_BN).unsqueeze(1), first_BN[:, None, :, None]
+        is_listed_B1NN = blocks_N < count_B1N.unsqueeze(3)
+        return count_B1N, torch.where(is_listed_B1NN, first_B1N1 + blocks_N, blocks_N[:, None])
+
+    num_partial_B1N, partial_B1NN = count_and_list(first_BN, full_BN)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BT[batch, query] == documents_BT[batch, key])
+        return (query >= key) & (key >= starts_BT[batch, query])
 
-    return create_block_mask(
-        is_visible, batch_size, None, num_tokens, num_tokens, device=documents_BT.device
+    return BlockMask.from_kv_blocks(
+        num_partial_B1N + 1,
+        partial_B1NN,
+        *count_and_list(full_BN, blocks_N),
+        BLOCK_SIZE=MASK_BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(num_tokens, num_tokens),
     )
-
-
-def _dense_mask(documents_BT: Tensor) -> Tensor:
-    num_tokens = documents_BT.shape[1]
-    causal_TT = torch.ones(
-        num_tokens, num_tokens, dtype=torch.bool, device=documents_BT.device
-    ).tril()
-    same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-    return (same_BTT & causal_TT).unsqueeze(1)
 
 
 @cache
