@@ -8,8 +8,11 @@ inductor.  In place of inductor, `GraphCounter` counts the operators of each gra
 inductor's pass for asynchronous tensor parallelism to a copy, and lets the graph run operator by
 operator.
 
-*Attention.*  PyTorch chooses the kernel in code that a CPU build lacks.  `choose_attention` chooses
-as it would on Hopper with weft's order (`weft.train.setup.fastest_attention`).
+*Attention.*  PyTorch chooses the kernel in code that a CPU build lacks.  `choose_attention` and
+`choose_kernel` choose as it would on Hopper with weft's order
+(`weft.train.setup.fastest_attention`).
+
+*Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`.
 
 *Host waits.*  An operator that would read a value of a fake tensor fails.  Those that PyTorch
 allows are counted, as are waits for events, streams and the device.  Left out: the sizes of the
@@ -24,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import weft
@@ -46,7 +51,7 @@ from weft.estimate.trace import empty_batches
 from weft.models import layers
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
-from weft.parallel import apply
+from weft.parallel import apply, block_attention
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import parse_cluster
 from weft.plan.plan import Plan
@@ -54,12 +59,14 @@ from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 from weft.train import setup
 from weft.train.setup import Rank, build
+from weft.train.step import batch_to
 
 PACKAGE = f"{Path(weft.__file__).parent}/"
 MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
 FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
+DOCUMENT_TOKENS = 3000
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -142,7 +149,7 @@ class StepCounter(TorchDispatchMode):
                 inner, *rest = args
                 with self:
                     return inner(*rest, **{k: v for k, v in kwargs.items() if k != "rng_state"})
-            if func.name().startswith("flex_attention"):
+            if func.name().startswith("flex_attention") and not self.is_compiling:
                 self.step.attention[func.name()] += 1
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -207,6 +214,7 @@ class GraphCounter:
             bw_compiler=self._compiler("backward"),
             decompositions=select_decomp_table(),
             partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
         )
 
     def _compiler(self, kind: str) -> Callable[..., Any]:
@@ -232,6 +240,12 @@ class GraphCounter:
         """Stand in for `weft.parallel.compile.apply_compile`."""
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=fullgraph, backend=self.backend)
+
+    @cache  # noqa: B019 (one counter per process)
+    def compile_function(self, function: Callable[..., Any], _: str) -> Callable[..., Any]:
+        """Stand in for `weft.parallel.compile.compile_function`."""
+        compiled: Callable[..., Any] = torch.compile(function, dynamic=True, backend=self.backend)
+        return compiled
 
 
 def count_graph(kind: str, graph: Any, inputs: Sequence[Any], async_tp: bool) -> Graph:
@@ -285,6 +299,29 @@ def choose_attention(
 attention = F.scaled_dot_product_attention
 
 
+def choose_kernel(q: Tensor, *args: Any, **options: Any) -> int:
+    """Return cuDNN's attention for 16 bit, as ``torch._fused_sdp_choice``."""
+    backend = SDPBackend.CUDNN_ATTENTION if q.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
+    return int(backend.value)
+
+
+document_boundaries = block_attention._document_boundaries
+
+
+def real_boundaries(documents_BT: Tensor) -> list[list[int]]:
+    """Read document ids on the host, which a fake tensor mode would make fake."""
+    with _disable_current_modes():
+        return document_boundaries(documents_BT)
+
+
+def document_ids(plan: Plan) -> Tensor | None:
+    """Return document ids of a microbatch, with values; None without documents."""
+    if not plan.job.data.keeps_documents:
+        return None
+    ids_T = torch.arange(plan.seq_len) // DOCUMENT_TOKENS
+    return ids_T.repeat(plan.microbatch_size, 1)
+
+
 def plan_recipe(recipe: str, overrides: Sequence[tuple[str, str]]) -> Plan:
     """Return the plan of a recipe on its own cluster, with few microbatches.
 
@@ -311,12 +348,22 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         with mode:
             allocate(*args)
 
-    replacements = [
+    graphs = GraphCounter(counter, plan.async_tp)
+    replacements: list[tuple[Any, str, Any]] = [
         (setup, "allocate", allocate_fake),
         (setup, "init_params", lambda *args: None),
-        (apply, "apply_compile", GraphCounter(counter, plan.async_tp).apply_compile),
+        (apply, "apply_compile", graphs.apply_compile),
+        (block_attention, "compile_function", graphs.compile_function),
+        (block_attention, "_document_boundaries", real_boundaries),
+        (torch, "_fused_sdp_choice", choose_kernel),
+        (Tensor, "pin_memory", lambda tensor: tensor),
         (apply, "enable_async_tp", lambda group: None),
         (layers.F, "scaled_dot_product_attention", choose_attention),
+        (
+            layers,
+            "_compiled_flex_attention",
+            lambda: graphs.compile_function(layers.flex_attention, ""),
+        ),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]
     with ExitStack() as stack:
@@ -333,11 +380,12 @@ def count_step(plan: Plan) -> Step:
     """Run one step of rank 0 of the plan, and count it."""
     counter = StepCounter()
     counter.step.microbatches, counter.step.async_tp = plan.num_microbatches, plan.async_tp
+    documents = document_ids(plan)
     with build_on_fake_cuda(plan, counter) as (built, mode), mode:
         params = [param for _, param in trainable_parameters(built.model_parts)]
         device = torch.device("cuda", 0)
         batches = [
-            type(batch)._make(None if column is None else column.to(device) for column in batch)
+            batch_to(batch, device)._replace(documents_BT=documents)
             for batch in empty_batches(plan)
         ]
         with counter:

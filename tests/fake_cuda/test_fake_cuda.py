@@ -37,6 +37,54 @@ def test_blocks_with_broken_graphs_are_captured_in_recomputation() -> None:
     assert len(counts["graphs"]) >= 5
     assert counts["compiled_operators"] > 500
     assert counts["float8_casts"]["compiled"] > counts["float8_casts"].get("eager", 0)
+    # One kernel for the rank's own keys, and one for those of the other rank.
+    assert set(counts["attention"]) == {CUDNN, f"{CUDNN}_backward"}
+
+
+CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
+LARGE_TENSORS = """
+from torch.utils._pytree import tree_leaves
+from tests.fake_cuda import step
+count = step.StepCounter._count
+def check_size(self, func, args, kwargs, out):
+    for leaf in tree_leaves(out):
+        shape = getattr(leaf, 'shape', ())
+        assert len(shape) < 2 or min(shape[-2:]) < 32768, f'{func} returns {tuple(shape)}'
+    return count(self, func, args, kwargs, out)
+step.StepCounter._count = check_size
+"""
+LARGE_MASK = """
+from weft.models import layers
+from torch.nn.attention.flex_attention import create_block_mask
+def document_mask(ids):
+    visible = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
+    return create_block_mask(visible, len(ids), None, ids.shape[1], ids.shape[1], ids.device)
+from weft.models import llama
+llama.document_mask = document_mask
+"""
+LONG_DOCUMENTS = ("llama3-405b-4d-65k", "model.num_layers=8", "data.packing=documents")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_documents_under_context_parallelism_wait_for_nothing(method: str) -> None:
+    """No wait, no exchange of document ids, and no tensor of all pairs of tokens."""
+    counts = count(*LONG_DOCUMENTS, f"parallel.cp_method={method}", fault=LARGE_TENSORS)
+    assert counts["host_waits"] == {}
+    # In each of 8 microbatches: forward, recomputation and backward of the stage's one layer.
+    gathers = {"all_gather cp": 24} if method == "allgather" else {}
+    assert {k: v for k, v in counts["collectives"].items() if k == "all_gather cp"} == gathers
+    if method == "ulysses":
+        assert counts["attention"] == {"flex_attention": 16, "flex_attention_backward": 8}
+    else:
+        # Six documents in each of two chunks, of which one began before its chunk.
+        assert counts["attention"] == {FLASH: 16 * 13, f"{FLASH}_backward": 8 * 13}
+
+
+@pytest.mark.slow
+def test_fault_mask_of_all_pairs_is_found() -> None:
+    with pytest.raises(RuntimeError, match="65536, 65536"):
+        count(*LONG_DOCUMENTS, "parallel.cp_method=ulysses", fault=f"{LARGE_TENSORS}\n{LARGE_MASK}")
 
 
 SMALL = ("llama3-70b-async-tp", "model.num_layers=2")

@@ -432,6 +432,7 @@ LAYOUTS: list[str] = [
     "dp_replicate",
     "tp",
     "ring",
+    "allgather",
     "1f1b",
     "dp_shard, documents",
     "tp, dp_shard",

@@ -7,62 +7,55 @@ denominator.  The outputs are averaged in float32 with the weights ``exp(lse_of_
 lse_of_all)``.  The backward pass of a block is that of flash attention, with the output and
 log-sum-exp of *all* blocks in place of the block's own.
 
-Causality excludes some blocks, which are not in the list, and only document boundaries need masks.
-The list depends only on numbers that every rank knows.
+Causality excludes some blocks, which are not in the list.  No block needs a mask.
 
-*Documents.*  Ranks must know which tokens of other ranks are in the same document.  They gather the
-document ids once per forward pass, in the model's ``mask``.  Its result drops blocks that span two
-documents, keeps the fast kernel for blocks inside one document, and masks all others.
+*Documents.*  A document is contiguous, so its queries in one chunk and its keys in an earlier chunk
+are also a block without a mask, and inside one chunk it is causal.  The list follows from the
+document ids, which are on the host: no rank waits for a device or for another rank.  Each document
+needs a kernel.  *Ulysses* needs one for all, and is the better method for short documents.
 
 *Operators.*  The public ``F.scaled_dot_product_attention`` neither returns the log-sum-exp nor has
 such a backward, so this module calls private operators of PyTorch, as PyTorch's own ring attention
 does (pytorch#122460).  A test compares their schemas, and no other module of weft may use them.
 
-    device   block                      operator, after _scaled_dot_product_
-    cpu      any                        flash_attention_for_cpu
-    cuda     no mask, 16 bit, K % 8=0   flash_attention: supports grouped queries
-    cuda     other                      efficient_attention: bias in the dtype of the queries,
-                                        rows padded to 16, one key head per query head
+    used                                operator, after _scaled_dot_product_
+    on CPU                              flash_attention_for_cpu
+    where PyTorch prefers cuDNN         cudnn_attention
+    in 16 bit, if K is divisible by 8   flash_attention
+    else                                efficient_attention: one key head per query head
+
+cuDNN prepares a plan for each new shape, which takes tens of milliseconds (pytorch#191576).  Blocks
+of documents have other shapes in every step, so they use flash.  Some versions choose the plan of a
+backward pass without regard to the strides of output and gradient (ATen/native/cudnn/MHA.cpp), so
+both always have the same layout (pytorch#176915).
 
 The CUDA half follows the schemas, the meta kernels (which a test runs) and their C++ sources
-(ATen/native/transformers/cuda).  It was never run on a GPU.
+(ATen/native/transformers/cuda, ATen/native/cudnn).  It was never run on a GPU.
 
-Shapes in names: B sequences, L tokens of this rank, S tokens of a source (in a block: the keys of
-the block), Q queries of a block, H query heads, G key/value heads (query head h reads head
-``h // (H / G)``), K head dim.  E = 2 B: keys, then values.
+Shapes in names: B sequences, T tokens of a sequence, L tokens of this rank, S tokens of a source
+(in a block: the keys of the block), Q queries of a block, H query heads, G key/value heads (query
+head h reads head ``h // (H / G)``), K head dim.  E = 2 B: keys, then values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise, product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from weft.models.layers import is_fake
+from weft.parallel.compile import compile_function
 
 aten = torch.ops.aten
 
 
 # --------------------------------------------------------------------------- the list of blocks
-
-
-class BlockMask(NamedTuple):
-    """The attention mask of one block.
-
-    Attributes:
-        allowed_B1QS: bool, True if the query may attend to the key.
-        no_keys_B1Q: bool, True for queries without a key in this block.
-    """
-
-    allowed_B1QS: Tensor
-    no_keys_B1Q: Tensor
-
-
-def build_block_mask(allowed_BQS: Tensor) -> BlockMask:
-    """Build the `BlockMask` of a bool tensor ``[B, Q, S]``."""
-    return BlockMask(allowed_BQS.unsqueeze(1), ~allowed_BQS.any(dim=-1).unsqueeze(1))
 
 
 def chunks_of_rank(cp_rank: int, cp_size: int, load_balance: bool) -> list[int]:
@@ -80,25 +73,24 @@ class AttentionBlock(NamedTuple):
         queries: slice of this rank's L tokens.
         keys: slice of the source's S tokens.
         causal: query i of the block attends to its keys 0 to i; else to all.
-        mask: if not None, replaces ``causal``.
+        sequence: slice of one sequence, of which these are tokens of a document; else of all.
     """
 
     queries: slice
     keys: slice
     causal: bool
-    mask: BlockMask | None = None
+    sequence: slice = slice(None)
 
 
-# One list per source.  In the first block of a query, the query attends at least to its own key, so
-# its log-sum-exp is finite from then on.
+# One list per source.  The first block of each query is causal, and no other block is.
 BlocksBySource = list[list[AttentionBlock]]
 
 
 class DocumentBlocks:
-    """The blocks that ``mask`` passes to ``attend``.
+    """The blocks that a model gets instead of document ids.
 
-    Compiled code between the two passes an object through.  With lists, Dynamo would guard on their
-    contents and recompile for every pattern of documents.
+    Compiled code and FSDP pass an object through.  With lists, Dynamo would guard on their contents
+    and recompile for every pattern of documents.
     """
 
     def __init__(self, blocks: BlocksBySource) -> None:
@@ -152,58 +144,104 @@ def _chunk_size(num_local: int, size: int, load_balance: bool) -> int:
     return num_local // 2 if load_balance else num_local
 
 
-def restrict_to_documents(
-    blocks: BlocksBySource, own_BL: Tensor, sources: list[Tensor]
+def document_blocks(
+    documents_BT: Tensor, rank: int, size: int, load_balance: bool, ring: bool
 ) -> BlocksBySource:
-    """Return ``blocks`` without attention between documents.
+    """Return `ring_blocks` or `allgather_blocks` without attention between documents.
 
     Args:
-        blocks: blocks of this rank's queries, by source of the keys.
-        own_BL: integer document ids of this rank's tokens.
-        sources: document ids of each source's tokens, ``[B, S]``.
+        documents_BT: ids of full sequences, on the host; a document is a run of equal ids.
+        rank: index of the rank.
+        size: number of ranks.
+        load_balance: see `chunks_of_rank`.
+        ring: each rank is a source; else the only source is the full sequence.
     """
-    flat = [(source, block) for source, of_source in enumerate(blocks) for block in of_source]
-    same = [
-        own_BL[:, block.queries, None] == sources[source][:, None, block.keys]
-        for source, block in flat
+    boundaries = _document_boundaries(documents_BT)
+    num_local = documents_BT.shape[1] // size
+    if all(len(starts) == 2 for starts in boundaries):  # one document in each sequence
+        return (ring_blocks if ring else allgather_blocks)(rank, size, num_local, load_balance)
+    width = _chunk_size(num_local, size, load_balance)
+    chunks = [chunks_of_rank(source, size, load_balance) for source in range(size)]
+    blocks: BlocksBySource = [[] for _ in range(size if ring else 1)]
+    for i, chunk in enumerate(chunks[rank]):
+        start, end = chunk * width, (chunk + 1) * width
+        # Keys that are not later: begin and end in the sequence, and index of the first.
+        keys = [[(0, start, 0), (start, end, start)]]
+        if ring:
+            keys = [
+                [(c * width, (c + 1) * width, j * width) for j, c in enumerate(each) if c <= chunk]
+                for each in chunks
+            ]
+        for sequence, starts in enumerate(boundaries):
+            documents = [(b, e) for b, e in pairwise(starts) if b < end and e > start]
+            for (b, e), (of_source, ranges) in product(documents, zip(blocks, keys, strict=True)):
+                queries = _intersect(b, e, start, end, i * width)
+                for first, last, index in ranges:
+                    if max(b, first) < min(e, last):
+                        block = AttentionBlock(
+                            queries,
+                            _intersect(b, e, first, last, index),
+                            causal=first == start,
+                            sequence=slice(sequence, sequence + 1),
+                        )
+                        of_source.append(block)
+    for of_source in blocks:
+        of_source.sort(key=lambda block: not block.causal)
+    return blocks
+
+
+def _intersect(begin: int, end: int, first: int, last: int, index: int) -> slice:
+    """Return a document's slice of the tokens from ``first`` to ``last``.
+
+    The token at position ``first`` has ``index``.
+    """
+    return slice(max(begin, first) - first + index, min(end, last) - first + index)
+
+
+def _document_boundaries(documents_BT: Tensor) -> list[list[int]]:
+    """Return where each document of each sequence begins, then T."""
+    num_tokens = documents_BT.shape[1]
+    if is_fake(documents_BT):  # no values: assume one document, which is most work
+        return [[0, num_tokens]] * len(documents_BT)
+    return [
+        [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), num_tokens]
+        for ids in documents_BT.numpy()
     ]
-    if is_fake(own_BL):  # no values: assume the worst case, a mask for every block
-        any_and_all = [(True, False)] * len(flat)
-    else:
-        # One transfer for all blocks, because on a GPU the host waits for the device.
-        flags = torch.stack([torch.stack((x.any(), x.all())) for x in same])
-        any_and_all = [(bool(any_same), bool(all_same)) for any_same, all_same in flags.tolist()]
-    restricted: BlocksBySource = [[] for _ in blocks]
-    for (source, block), same_BQS, (any_same, all_same) in zip(
-        flat, same, any_and_all, strict=True
-    ):
-        if all_same:
-            restricted[source].append(block)
-        elif any_same:
-            allowed_BQS = same_BQS.tril() if block.causal else same_BQS
-            mask = build_block_mask(allowed_BQS)
-            restricted[source].append(block._replace(causal=False, mask=mask))
-    return restricted
 
 
 # --------------------------------------------------------------------------- all blocks
 
 
 def accumulate_block(
-    q_BLHK: Tensor, kv_ESGK: Tensor, block: AttentionBlock, out_BLHK: Tensor, lse_BHL: Tensor
+    q_BLHK: Tensor,
+    kv_ESGK: Tensor,
+    block: AttentionBlock,
+    out_BLHK: Tensor,
+    lse_BHL: Tensor,
+    compiled: bool,
 ) -> None:
-    """Merge a block into ``out_BLHK`` and ``lse_BHL`` (float32, initially 0 and -inf)."""
-    queries, keys = block.queries, block.keys
-    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
-    new_BQHK, new_BHQ = attend_block(q_BLHK[:, queries], k_BSGK, v_BSGK, block)
-    old_BHQ = lse_BHL[:, :, queries]
-    sum_BHQ = torch.logaddexp(old_BHQ, new_BHQ)
+    """Merge a block into ``out_BLHK`` and ``lse_BHL``, which are float32 or wider."""
+    index = block.sequence, block.queries
+    k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
+    new_BQHK, new_BHQ = attend_block(q_BLHK[index], k_BSGK, v_BSGK, block)
+    out_BQHK, lse_BHQ = out_BLHK[index], lse_BHL[block.sequence, :, block.queries]
+    if block.causal:  # the first of its queries
+        out_BQHK.copy_(new_BQHK)
+        lse_BHQ.copy_(new_BHQ)
+    else:
+        merge = compile_function(merge_block, _LABEL) if compiled else merge_block
+        merge(out_BQHK, lse_BHQ, new_BQHK, new_BHQ)
+
+
+def merge_block(out_BQHK: Tensor, lse_BHQ: Tensor, new_BQHK: Tensor, new_BHQ: Tensor) -> None:
+    """Merge a block's output and log-sum-exp into those of earlier blocks, in place."""
+    sum_BHQ = torch.logaddexp(lse_BHQ, new_BHQ)
 
     def weight(lse_BHQ: Tensor) -> Tensor:
         return (lse_BHQ - sum_BHQ).exp().transpose(1, 2).unsqueeze(-1)
 
-    out_BLHK[:, queries].mul_(weight(old_BHQ)).add_(new_BQHK * weight(new_BHQ))
-    old_BHQ.copy_(sum_BHQ)
+    out_BQHK.mul_(weight(lse_BHQ)).add_(new_BQHK * weight(new_BHQ))
+    lse_BHQ.copy_(sum_BHQ)
 
 
 def accumulate_block_grad(
@@ -211,48 +249,51 @@ def accumulate_block_grad(
     saved: tuple[Tensor, Tensor, Tensor],
     kv_ESGK: Tensor,
     block: AttentionBlock,
-    dq_BLHK: Tensor,
-    dkv_ESGK: Tensor,
+    sums: tuple[Tensor, Tensor],
+    compiled: bool,
 ) -> None:
-    """Add a block's gradients to ``dq_BLHK`` and ``dkv_ESGK`` (float32).
+    """Add a block's gradients to ``sums``.
 
     Args:
         grad_BLHK: gradient of the output.
         saved: queries, and output and log-sum-exp over all blocks.
         kv_ESGK: keys and values of the block's source, concatenated in dim 0.
-        block: queries and keys, as slices, and the mask.
-        dq_BLHK: float32 sum for the queries; changed in place.
-        dkv_ESGK: float32 sum for keys and values; changed in place.
+        block: queries and keys, as slices.
+        sums: gradients of the queries, and of keys and values; float32, changed in place.
+        compiled: True to compile the sums.
     """
-    q_BLHK, out_BLHK, lse_BHL = saved
-    queries, keys = block.queries, block.keys
-    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
-    dq_BQHK, dk_BSGK, dv_BSGK = attend_block_backward(
-        grad_BLHK[:, queries],
-        q_BLHK[:, queries],
-        k_BSGK,
-        v_BSGK,
-        out_BLHK[:, queries],
-        lse_BHL[:, :, queries],
-        block,
+    (q_BLHK, out_BLHK, lse_BHL), (dq_BLHK, dkv_ESGK) = saved, sums
+    index = block.sequence, block.queries
+    k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
+    lse_BHQ = lse_BHL[block.sequence, :, block.queries]
+    new = attend_block_backward(
+        grad_BLHK[index], q_BLHK[index], k_BSGK, v_BSGK, out_BLHK[index], lse_BHQ, block
     )
-    dq_BLHK[:, queries] += dq_BQHK
-    for sum_BSGK, grad_BSGK in zip(dkv_ESGK[:, keys].chunk(2), (dk_BSGK, dv_BSGK), strict=True):
-        sum_BSGK += grad_BSGK
+    add = compile_function(add_gradients, _LABEL) if compiled else add_gradients
+    add(dq_BLHK[index], _keys_and_values(dkv_ESGK, block), *new)
 
 
-def zeros_float32(x: Tensor) -> Tensor:
-    """Return zeros of the shape of ``x``, in float32 or wider."""
-    return torch.zeros_like(
-        x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format
-    )
+def add_gradients(
+    dq_BQHK: Tensor, dkv_2BSGK: Tensor, new_BQHK: Tensor, dk_BSGK: Tensor, dv_BSGK: Tensor
+) -> None:
+    """Add a block's gradients to those of other blocks, in place."""
+    dq_BQHK += new_BQHK
+    for sum_BSGK, new_BSGK in zip(dkv_2BSGK.unbind(), (dk_BSGK, dv_BSGK), strict=True):
+        sum_BSGK += new_BSGK
 
 
-def init_output_and_lse(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp before the first block: 0 and -inf."""
-    out_BLHK = zeros_float32(q_BLHK)
-    batch, num_local, num_heads, _ = q_BLHK.shape
-    return out_BLHK, out_BLHK.new_full((batch, num_heads, num_local), -torch.inf)
+_LABEL = "sums over blocks of attention"
+
+
+def _keys_and_values(kv_ESGK: Tensor, block: AttentionBlock) -> Tensor:
+    """Return keys and values of a block, or their gradients: ``[2, B, S, G, K]``."""
+    return torch.unflatten(kv_ESGK, 0, (2, -1))[:, block.sequence, block.keys]
+
+
+def empty_float32(x: Tensor) -> Tensor:
+    """Return an uninitialized tensor of the shape of ``x``, in float32 or wider."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # --------------------------------------------------------------------------- one block
@@ -267,26 +308,15 @@ def attend_block(
         q_BQHK: floating point; any strides with a contiguous last dim.
         k_BSGK: as ``q_BQHK``, with its dtype; G divides H.
         v_BSGK: as ``k_BSGK``.
-        block: says which keys a query attends to; ``causal`` requires Q = S, and no mask.
+        block: says which keys a query attends to; ``causal`` requires Q = S.
 
     Returns:
         The output ``[B, Q, H, K]`` in the dtype of the queries, and the log-sum-exp
-        ``[B, H, Q]`` in float32 (float64 for float64).  For queries without a key they are 0 and
-        -inf; the CPU operator itself returns 0 and 0.
+        ``[B, H, Q]`` in float32 (float64 for float64).
     """
-    causal, mask = block.causal, block.mask
     q, k, v = (x.transpose(1, 2) for x in (q_BQHK, k_BSGK, v_BSGK))
-    if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, attn_mask=None if mask is None else _bias(mask, q)
-        )
-    elif _can_use_flash(q, mask):
-        out, lse = _cuda_flash(q, k, v, causal)
-    else:
-        out, lse = _cuda_efficient(q, k, v, causal, mask)
-    if mask is not None:
-        out = out.masked_fill(mask.no_keys_B1Q.unsqueeze(-1), 0)
-        lse = lse.masked_fill(mask.no_keys_B1Q, -torch.inf)
+    forward, _ = _choose_kernel(q, k, v, block)
+    out, lse = forward(q, k, v, block.causal)
     return out.transpose(1, 2), lse
 
 
@@ -307,120 +337,116 @@ def attend_block_backward(
         k_BSGK: see `attend_block`.
         v_BSGK: see `attend_block`.
         out_BQHK: output over all blocks.
-        lse_BHQ: log-sum-exp over all blocks; finite.
+        lse_BHQ: log-sum-exp over all blocks.
         block: see `attend_block`.
 
     Returns:
         Gradients in the shapes and dtypes of queries, keys and values.
     """
-    causal, mask = block.causal, block.mask
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BQHK, q_BQHK, k_BSGK, v_BSGK, out_BQHK))
-    if q.device.type == "cpu":
-        bias = None if mask is None else _bias(mask, q)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse_BHQ, 0.0, causal, attn_mask=bias
-        )
-    elif _can_use_flash(q, mask):
-        grads = _cuda_flash_backward(grad, q, k, v, out, lse_BHQ, causal)
-    else:
-        grads = _cuda_efficient_backward(grad, q, k, v, out, lse_BHQ, causal, mask)
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    _, backward = _choose_kernel(q, k, v, block)
+    dq, dk, dv = (x.transpose(1, 2) for x in backward(grad, q, k, v, out, lse_BHQ, block.causal))
     return dq, dk, dv
 
 
-def _bias(mask: BlockMask, q: Tensor, align: int = 1) -> Tensor:
-    """Return ``[B, 1, Q, S]``, 0 or -inf, with row strides divisible by ``align``."""
-    num_keys = mask.allowed_B1QS.shape[-1]
-    padded = F.pad(mask.allowed_B1QS, (0, -num_keys % align))
-    return torch.where(padded, q.new_zeros(()), q.new_full((), -torch.inf))[..., :num_keys]
+Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-# ------------------------------------------------------------------ CUDA, in [B, heads, tokens, K]
+def _choose_kernel(
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock
+) -> tuple[Forward, Backward]:
+    if q.device.type == "cpu":
+        return _cpu, _cpu_backward
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
+        return _efficient, _efficient_backward
+    if block.sequence == slice(None):
+        # In the order of `weft.train.setup.fastest_attention`.
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=block.causal, enable_gqa=True)
+        if choice == SDPBackend.CUDNN_ATTENTION.value:
+            return _cudnn, _cudnn_backward
+    return _flash, _flash_backward
 
 
-def _can_use_flash(q: Tensor, mask: BlockMask | None) -> bool:
-    return mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
+# --------------------------------------------------------- kernels, in [B, heads, tokens, K]
 
 
-def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    return out, lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal
+    )
+    return dq, dk, dv
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    assert lse.is_contiguous(), "unset TORCH_CUDNN_SDPA_AVOID_RECOMPILE, which changes the layout"
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, lse = _contiguous(grad), _contiguous(out), lse.contiguous().unsqueeze(-1)
+    unused, lengths = q.new_empty((), dtype=torch.int64), (q.shape[2], k.shape[2])
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, unused, unused, None, None, None, *lengths, 0.0, causal
+    )
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
     return out, lse
 
 
-def _cuda_flash_backward(
+def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The operator reads the state of the random generator only with dropout.
     state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+    lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        state,
-        unused,
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, state, unused
     )
     return dq, dk, dv
 
 
-def _cuda_efficient(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: BlockMask | None
-) -> tuple[Tensor, Tensor]:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _cuda_bias(mask, q), True, is_causal=causal
+        q, k, v, None, True, is_causal=causal
     )
     return out, lse[..., : q.shape[2]]  # the operator pads it to a multiple of 32
 
 
-def _cuda_efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: BlockMask | None,
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
+    groups, unused = k.shape[1], q.new_empty((), dtype=torch.int64)
     k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
-    unused = q.new_empty((), dtype=torch.int64)
+    # Padded as in forward: the kernel loads aligned rows, and expects inf after the queries.
+    lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
+    needs_grad = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        _cuda_bias(mask, q),
-        # Contiguous as [B, tokens, heads, K]: the kernel assumes this stride of a token.
-        out.transpose(1, 2).contiguous().transpose(1, 2),
-        # Padded as in forward: the kernel loads aligned rows, and expects inf after the queries.
-        F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf),
-        unused,
-        unused,
-        0.0,
-        [True, True, True, False],
-        causal,
+        grad, q, k, v, None, _contiguous(out), lse, unused, unused, 0.0, needs_grad, causal
     )
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    """Return ``x`` contiguous as ``[B, tokens, heads, K]``, which some kernels assume."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _repeat_kv(x: Tensor, num_heads: int) -> Tensor:
     """Repeat key or value heads for the query heads that share them."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
-
-
-def _cuda_bias(mask: BlockMask | None, q: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    bias = _bias(mask, q, align=16)
-    return bias.expand(-1, q.shape[1], -1, -1)

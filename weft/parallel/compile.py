@@ -14,7 +14,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +82,23 @@ class CompileLog:
         if self._must_check and blocks and not self._num_graphs:
             self._log(f"warning: {NO_GRAPH_CAPTURED}")
         self._must_check = False
+
+
+@cache
+def compile_function(function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """Return a compiled version of ``function`` for any shapes.
+
+    Args:
+        function: takes tensors; it may change them.
+        label: see `compile_label`.
+    """
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*args: Any) -> Any:
+        with compile_label(label):
+            return compiled(*args)
+
+    return call
 
 
 _labels = [""]

@@ -54,17 +54,15 @@ from weft.parallel.block_attention import (
     accumulate_block_grad,
     allgather_blocks,
     chunks_of_rank,
-    init_output_and_lse,
-    restrict_to_documents,
+    document_blocks,
+    empty_float32,
     ring_blocks,
-    zeros_float32,
 )
 from weft.parallel.collectives import with_adjoint
 from weft.parallel.private import all_gather, reduce_scatter
 
 CPMethod = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-MakeMask = Callable[[Tensor], Any]
 
 
 def apply_context_parallel(
@@ -78,13 +76,13 @@ def apply_context_parallel(
     """Replace the model's attention by attention over all ranks of ``group``.
 
     Afterwards every rank calls the model on its own tokens of each sequence (`shard_sequence`) and
-    passes *their positions*, which a rank cannot infer from its tokens.
+    passes *their positions*, which a rank cannot infer from its tokens, and `shard_documents`.
 
     The function replaces the attribute ``attend`` of each submodule that has one: a function
     ``attend(q_BLHK, k_BLGK, v_BLGK, mask)`` that returns ``[B, L, H, K]``.  *ring* and *allgather*
     compute plain causal attention, as `weft.models.layers.attend`; *ulysses* calls the replaced
-    function.  ``model.mask``, if it exists, takes this rank's document ids ``[B, L]``; the new one
-    also gathers those of the other ranks.  Only ``attend`` uses its result.
+    function.  ``model.mask``, if it exists, takes what `shard_documents` returns.  Only ``attend``
+    uses its result.
 
     Ranks must run the same forward and backward passes in the same order.  All communication is on
     ``group``, so groups do not wait for each other.
@@ -103,7 +101,7 @@ def apply_context_parallel(
     """
     if group.size() == 1:
         return
-    attentions = [module for module in model.modules() if hasattr(module, "attend")]
+    attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attend")]
     # A pipeline stage without attention still has a mask.
     if not attentions and not hasattr(model, "mask"):
         raise ValueError(
@@ -111,25 +109,19 @@ def apply_context_parallel(
             "parallelism cannot replace its attention: see weft.models.layers.Attention"
         )
 
-    is_ulysses = method == "ulysses"
-    functions: dict[str, Callable[..., Any]] = {
-        "attend": attend_ulysses if is_ulysses else attend_blockwise,
-        "mask": mask_ulysses if is_ulysses else mask_blockwise,
-    }
-
-    def replace(module: nn.Module, name: str) -> None:
-        replaced: Any = getattr(module, name)
-        function = partial(functions[name], replaced if is_ulysses else method, group, load_balance)
+    for module in attentions:
+        if method == "ulysses":
+            attend: Any = partial(attend_ulysses, module.attend, group, load_balance)
+        else:
+            attend = partial(attend_blockwise, method, group, load_balance, compiled)
         if compiled:
             # Dynamo cannot trace the communication; it compiles the code around it.
             disable: Any = torch.compiler.disable
-            function = disable(function, reason="communicates asynchronously")
-        setattr(module, name, function)
-
-    for module in attentions:
-        replace(module, "attend")
-    if hasattr(model, "mask"):
-        replace(model, "mask")
+            attend = disable(attend, reason="communicates asynchronously")
+        module.attend = attend
+    if method != "ulysses" and hasattr(model, "mask"):
+        decoder: Any = model
+        decoder.mask = lambda blocks: blocks
 
 
 # --------------------------------------------------------------------------- slices
@@ -158,6 +150,30 @@ def shard_sequence(x_BT: Tensor, cp_rank: int, cp_size: int, load_balance: bool)
         )
     chunks = x_BT.chunk(num_chunks, dim=1)
     return torch.cat([chunks[i] for i in chunks_of_rank(cp_rank, cp_size, load_balance)], dim=1)
+
+
+def shard_documents(
+    documents_BT: Tensor,
+    method: CPMethod,
+    cp_rank: int,
+    cp_size: int,
+    load_balance: bool,
+    device: torch.device,
+) -> Any:
+    """Return the argument for a model's document ids on one rank.
+
+    Args:
+        documents_BT: ids of full sequences, on the host; a document is a run of equal ids.
+        method: see `apply_context_parallel`.
+        cp_rank: index of the rank, from 0.
+        cp_size: number of ranks.
+        load_balance: see `apply_context_parallel`.
+        device: device of the model.
+    """
+    if cp_size == 1 or method == "ulysses":
+        return documents_BT.to(device, non_blocking=True)
+    is_ring = method == "ring"
+    return DocumentBlocks(document_blocks(documents_BT, cp_rank, cp_size, load_balance, is_ring))
 
 
 def unshard_sequence(x_CBL: Tensor, load_balance: bool) -> Tensor:
@@ -266,15 +282,18 @@ class BlockwiseAttention(torch.autograd.Function):
         v_BLGK: Tensor,
         blocks: BlocksBySource,
         exchange: RingExchange | AllGatherExchange,
+        compiled: bool,
     ) -> Tensor:
         """Merge the attention to each block."""
-        out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
+        out_BLHK = empty_float32(q_BLHK)
+        batch_size, num_local, num_heads, _ = q_BLHK.shape
+        lse_BHL = out_BLHK.new_empty(batch_size, num_heads, num_local)
         for source, kv_ESGK in exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
             for block in blocks[source]:
-                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL)
+                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled)
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
         ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
-        ctx.blocks, ctx.exchange = blocks, exchange
+        ctx.blocks, ctx.exchange, ctx.compiled = blocks, exchange, compiled
         return out_BLHK
 
     @staticmethod
@@ -282,57 +301,44 @@ class BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
         """Receive keys and values again; sum their gradients over the ranks."""
         q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
-        dq_BLHK = zeros_float32(q_BLHK)
+        dq_BLHK = empty_float32(q_BLHK).zero_()
         grad_BLHK = grad_BLHK.contiguous()
 
         def iter_gradients() -> Iterator[Tensor]:
             for source, kv_ESGK in ctx.exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
-                dkv_ESGK = zeros_float32(kv_ESGK)
+                dkv_ESGK = empty_float32(kv_ESGK).zero_()
+                sums = dq_BLHK, dkv_ESGK
                 for block in ctx.blocks[source]:
                     accumulate_block_grad(
-                        grad_BLHK, (q_BLHK, *saved), kv_ESGK, block, dq_BLHK, dkv_ESGK
+                        grad_BLHK, (q_BLHK, *saved), kv_ESGK, block, sums, ctx.compiled
                     )
                 yield dkv_ESGK
 
         dkv_ELGK = ctx.exchange.reduce_gradients(iter_gradients())
         dk_BLGK, dv_BLGK = dkv_ELGK.to(k_BLGK.dtype).chunk(2)
-        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
 
 
 def attend_blockwise(
     method: CPMethod,
     group: dist.ProcessGroup,
     load_balance: bool,
+    compiled: bool,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
     v_BLGK: Tensor,
     mask: DocumentBlocks | None,
 ) -> Tensor:
     """Compute *ring* or *allgather* attention; see `apply_context_parallel`."""
-    num_local = q_BLHK.shape[1]
-    blocks = mask.blocks if mask else _blocks(method, group, num_local, load_balance)
-    exchange = RingExchange(group) if method == "ring" else AllGatherExchange(group, load_balance)
-    return run_function(BlockwiseAttention, q_BLHK, k_BLGK, v_BLGK, blocks, exchange)
-
-
-def mask_blockwise(
-    method: CPMethod, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
-) -> DocumentBlocks:
-    """Return the blocks of `attend_blockwise`, restricted to documents."""
-    blocks = _blocks(method, group, documents_BL.shape[1], load_balance)
-    documents_CBL = all_gather_stacked(documents_BL, group)
-    if method == "ring":
-        sources = list(documents_CBL)
+    is_ring, qkv = method == "ring", (q_BLHK, k_BLGK, v_BLGK)
+    if mask is not None:
+        blocks = mask.blocks
     else:
-        sources = [unshard_sequence(documents_CBL, load_balance)]
-    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, sources))
-
-
-def _blocks(
-    method: CPMethod, group: dist.ProcessGroup, num_local: int, load_balance: bool
-) -> BlocksBySource:
-    blocks_of_rank = ring_blocks if method == "ring" else allgather_blocks
-    return blocks_of_rank(group.rank(), group.size(), num_local, load_balance)
+        blocks_of_rank = ring_blocks if is_ring else allgather_blocks
+        blocks = blocks_of_rank(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
+    exchange = RingExchange(group) if is_ring else AllGatherExchange(group, load_balance)
+    compiled = compiled and q_BLHK.is_cuda  # on CPU, compilation costs more than it saves
+    return run_function(BlockwiseAttention, *qkv, blocks, exchange, compiled)
 
 
 # --------------------------------------------------------------------------- ulysses
@@ -389,10 +395,3 @@ def attend_ulysses(
     )
     out_CBLhK = exchange_chunks(out_CBLhK, group)
     return out_CBLhK.movedim(0, 2).flatten(2, 3)
-
-
-def mask_ulysses(
-    mask: MakeMask, group: dist.ProcessGroup, load_balance: bool, documents_BL: Tensor
-) -> Any:
-    """Return the model's own mask, of full sequences."""
-    return mask(unshard_sequence(all_gather_stacked(documents_BL, group), load_balance))

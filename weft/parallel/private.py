@@ -331,7 +331,7 @@ def set_max_active_stages(num_stages: int) -> AbstractContextManager[None]:
 def run_schedule(
     schedule: Any,
     args: list[tuple[Tensor, ...]],
-    kwargs: list[dict[str, Tensor]],
+    kwargs: list[dict[str, Any]],
     targets: list[Any],
     losses: list[Tensor],
 ) -> None:

@@ -23,7 +23,7 @@ from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
-from weft.parallel.context_parallel import shard_sequence
+from weft.parallel.context_parallel import shard_documents, shard_sequence
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
@@ -77,7 +77,8 @@ class TrainStep:
         job = plan.job
         self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
         self.objective = build_objective(plan.objective, job.train)
-        self._load_balance = job.parallel.cp_load_balance
+        cp_rank, parallel = mesh.coordinates["cp"], job.parallel
+        self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_load_balance
         tokens = plan.microbatch_size * plan.seq_len // plan.cp
         self._chunk_tokens = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
         fused_loss = (
@@ -136,7 +137,7 @@ class TrainStep:
         Every rank calls this function.  With ``train.world_size_invariant`` it replaces ``.grad``.
 
         Args:
-            batches: this rank's microbatches, on its device.
+            batches: this rank's microbatches, from `batch_to`.
             sum_over_replicas: sums tensors in place over the replica groups.
 
         Returns:
@@ -304,9 +305,8 @@ class TrainStep:
         """
         plan = self.plan
         assert plan.pipeline is not None
-        padded = [m._replace(batch=_pad(m.batch, plan.microbatch_size)) for m in microbatches]
-        empty = padded[0]._replace(batch=_without_targets(padded[0].batch))
-        padded += [empty] * (plan.num_microbatches - len(padded))
+        empty = microbatches[0]._replace(batch=_without_targets(microbatches[0].batch))
+        padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
         has_first = 0 in plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
         losses: list[Tensor] = []
         run_schedule(
@@ -326,20 +326,27 @@ class TrainStep:
         return losses
 
     def _shard_sequence(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of a batch, with positions if they need them."""
-        plan = self.plan
-        if plan.cp == 1 and self.schedule is None:
+        """Return this rank's tokens of a batch, with positions if they need them.
+
+        Document ids become what `shard_documents` returns.
+        """
+        if self.schedule is not None:
+            batch = _pad(batch, self.plan.microbatch_size)
+        if (documents := batch.documents_BT) is not None:
+            documents = shard_documents(documents, *self._cp, self.device)
+            batch = batch._replace(documents_BT=documents)
+        _, cp_rank, cp_size, load_balance = self._cp
+        if cp_size == 1 and self.schedule is None:
             return batch
         if batch.positions_BT is None:
             positions_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
             batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))
-        if plan.cp == 1:
+        if cp_size == 1:
             return batch
-        cp_rank = self.mesh.coordinates["cp"]
         shards = {
-            name: shard_sequence(column, cp_rank, plan.cp, self._load_balance)
-            for name, column in batch._asdict().items()
-            if column is not None and name.endswith("_BT")
+            name: shard_sequence(column, cp_rank, cp_size, load_balance)
+            for name in ("tokens_BT", "targets_BT", "positions_BT")
+            if (column := getattr(batch, name)) is not None
         }
         return batch._replace(**shards)
 
@@ -395,11 +402,16 @@ def validation_batches(plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Bat
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on ``device``; the copy to a GPU overlaps with its work."""
+    """Return the batch on ``device``; the copy to a GPU overlaps with its work.
+
+    Document ids stay on the host, where `shard_documents` reads them without waiting for the GPU.
+    """
     if device.type == "cpu":
         return batch
 
-    def move(column: Tensor) -> Tensor:
-        return column.pin_memory().to(device, non_blocking=True)
+    def move(name: str, column: Tensor) -> Tensor:
+        pinned = column.pin_memory()
+        return pinned if name == "documents_BT" else pinned.to(device, non_blocking=True)
 
-    return Batch._make(column if column is None else move(column) for column in batch)
+    columns = batch._asdict().items()
+    return batch._replace(**{name: move(name, x) for name, x in columns if x is not None})
