@@ -20,8 +20,9 @@ from tests.harness import run_ranks
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.chat import load_chat_template
-from weft.data.dataset import open_dataset, write_mixture
+from weft.data.dataset import open_dataset
 from weft.data.document_tokens import find_separator
+from weft.data.mixture import write_mixture
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, open_verified_store
 from weft.data.tokenizer import load_tokenizer

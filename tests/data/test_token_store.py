@@ -15,7 +15,7 @@ import pytest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.dataset import write_mixture
+from weft.data.mixture import write_mixture
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, lock_prepared, open_verified_store
 from weft.data.token_store import Store, TokenStream, hash_tokens, open_store

@@ -189,7 +189,6 @@ class StepCounter(TorchDispatchMode):
             if device is not None and torch.device(device).type != source:
                 step.host_copies[f"{source} to {torch.device(device).type}"] += 1
 
-
     def _count_prefetch(self, name: str) -> None:
         """Count the gathers of FSDP with a matmul between their start and their use."""
         num_matmuls = self.step.matmuls.total()

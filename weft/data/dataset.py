@@ -8,18 +8,15 @@ A mixture is a directory like a store::
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
-from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import InvalidConfig
-from weft.config.files import write_durably
-from weft.data.token_store import TOKENIZER_FILE, Store, damaged_store_error, hash_json, open_store
+from weft.data.token_store import Store, damaged_store_error, hash_json, open_store
 
 MIXTURE_FILE = "mixture.json"
 
@@ -117,32 +114,6 @@ def _read_mixture(directory: Path) -> list[_MixtureEntry]:
     except (ValidationError, RecursionError):
         rule = f"{MIXTURE_FILE} was not written by weft, or is damaged"
     raise InvalidConfig([damaged_store_error(directory, rule)])
-
-
-def write_mixture(
-    weights: Mapping[str, float], stores: Sequence[Store], parent_dir: Path
-) -> Dataset:
-    """Write the mixture of prepared stores below ``parent_dir``.
-
-    Args:
-        weights: positive weights by path, of any sum.
-        stores: in the order of ``weights``, all of one tokenizer.
-        parent_dir: the mixture gets a directory in it, named by its content.
-    """
-    total = sum(weights.values())
-    entries = [
-        {"name": name, "share": weight / total, "store": str(store.path.absolute())}
-        for name, weight, store in zip(
-            derive_source_names(list(weights)), weights.values(), stores, strict=True
-        )
-    ]
-    data = json.dumps(entries, indent=1).encode()
-    directory = parent_dir / xxh3_128_hexdigest(data)
-    if not (directory / MIXTURE_FILE).exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        write_durably(directory / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
-        write_durably(directory / MIXTURE_FILE, data)
-    return open_dataset(directory)
 
 
 def derive_source_names(paths: Sequence[str]) -> list[str]:

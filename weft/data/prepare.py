@@ -27,10 +27,11 @@ from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
-from weft.data.dataset import Dataset, dataset_from_store, write_mixture
+from weft.data.dataset import Dataset, dataset_from_store
 from weft.data.document_tokens import RECORD_FILE, format_record
 from weft.data.documents import read_record_corpus
 from weft.data.foreign_tokens import TokenCorpus, read_headers
+from weft.data.mixture import write_mixture
 from weft.data.prepared_cache import (
     WAITING_MESSAGE,
     Progress,

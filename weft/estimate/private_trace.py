@@ -113,14 +113,14 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
 
 
 @cache
-def _register_coalesced_gather() -> torch.library.Library | None:
+def _register_coalesced_gather() -> Any:
     """Let fake tensors run the gather of several tensors, for which torch has no kernel."""
     from torch._C._distributed_c10d import FakeWork
 
     name = "allgather_into_tensor_coalesced_"
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
         return None
-    library = torch.library.Library("c10d", "IMPL")
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     library.impl(name, lambda *args: FakeWork().boxed(), "Meta")
     return library
 

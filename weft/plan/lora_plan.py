@@ -76,28 +76,3 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
 def plan_cost(plan: Plan) -> TrainingCost:
     """Return the `training_cost` of a plan."""
     return training_cost(plan.job.lora, plan.model, plan.family, plan.seq_len)
-
-
-class FrozenWeights(NamedTuple):
-    """The memory of a model with frozen weights and trainable adapters."""
-
-    bytes_per_weight: float  # mean over the frozen weights
-    adapter_ratio: float  # adapter parameters per frozen weight
-
-
-def frozen_weights(
-    section: LoraSection, cost: TrainingCost, compute_bytes: int
-) -> FrozenWeights | None:
-    """Return the memory of the frozen weights; None if all weights are trainable.
-
-    Args:
-        section: the section ``[lora]``.
-        cost: of the model.
-        compute_bytes: bytes of a weight that is not quantized.
-    """
-    if not cost.lora_rank:
-        return None
-    quantized = cost.quantized_params / cost.num_params
-    quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
-    bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
-    return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)
