@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all test-unit test-ranks test-system check format schema messages docs wheels clean
+.PHONY: install demo test test-all test-unit test-ranks test-system check format schema messages docs gpu wheels clean
 
 install: $(VENV)/installed
 
@@ -64,7 +64,11 @@ messages: install
 docs: install
 	$(VENV)/bin/python -m sphinx -q -W --keep-going -E -a docs build/docs
 
-# What benchmarks/gpu.py needs beside torch, for a machine without a network.
+# Up to 20 minutes of short runs on this machine's GPUs, and one page of the results.
+gpu: install
+	$(VENV)/bin/weft doctor --gpu-tour
+
+# What weft and its GPU tests need beside torch, for a machine without a network.
 wheels: install
 	$(VENV)/bin/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \

@@ -69,7 +69,7 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "memory_gib": _memory_gib(plan.device),
         "command": sys.argv,
-        "git": _git_commit(),
+        "git": git_commit(),
     }
     write_json(run_dir / "environment.json", environment, indent=2)
 
@@ -81,7 +81,7 @@ def _memory_gib(device: DeviceType) -> float | None:
     return (detect_machine(RunSection(device=device)).memory_bytes or 0) / 2**30
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Return the commit of weft's checkout, with '-dirty' if it has changes.
 
     None if weft is installed as a package, or git is not available.

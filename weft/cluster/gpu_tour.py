@@ -1,0 +1,384 @@
+"""Measure this machine by short runs, and write one page: the GPU tour.
+
+``weft doctor --gpu-tour`` calls `run_tour`.  Each stage is a command that a user could type, in
+its own processes: ``weft plan`` predicts the run, and ``weft train`` runs it.  A stage that fails,
+hangs or is refused does not affect the others.  The page is written after every stage, so that an
+interrupted tour leaves its results.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.cluster import FAILED, INTERRUPTED
+from weft.cluster.device_benchmark import last_line
+from weft.cluster.doctor import collect_job_facts, count_visible_gpus
+from weft.cluster.node_checks import run_checks
+from weft.cluster.node_facts import Directory
+from weft.cluster.tour_page import build_document, format_number, format_page
+from weft.cluster.tour_results import Row, StageResult, device_rows, number, read_test_counts
+from weft.cluster.tour_stages import (
+    CPU_SIZES,
+    MEMORY_MARGIN,
+    STAGES,
+    Stage,
+    count_ranks,
+    resolve_keys,
+)
+from weft.config.errors import WeftError
+from weft.config.files import replace_text, write_json
+from weft.config.schema import Job
+from weft.config.schema import replace as changed
+from weft.monitor.process import PYTHON, die_with_parent
+from weft.plan.devices import GIB
+from weft.tools.experiment import failure_reason
+from weft.train.run_dir import unwritable_error
+
+TOUR_SECONDS = 20 * 60.0
+MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
+PLAN_SECONDS, TEST_SECONDS = 90.0, 300.0
+RELEASE_SECONDS = 3.0  # for killed processes to release the memory of their GPUs
+CPU_RANKS = 2
+RUN_BYTES = 1 << 30  # free disk for a run without checkpoints
+SAVED_BYTES = 4 * 12  # per parameter: two runs, and each has two checkpoints while it saves
+LOG_LINES = 15  # of the output of a failed stage, for the page
+CLONE = Path(weft.__file__).parents[1]
+
+
+class StageSkipped(Exception):
+    """The stage cannot show anything on this machine; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Tour:
+    """A tour in progress.
+
+    Attributes:
+        directory: temporary directory of all runs.
+        device: cpu or cuda.
+        num_devices: GPUs, or ranks on a CPU.
+        disk: measured speed of the disk of the directory.
+        deadline: time of `time.monotonic` at which the tour ends.
+        sizes: the model by number of ranks and candidates, so that runs can be compared.
+    """
+
+    directory: Path
+    device: str
+    num_devices: int
+    disk: Directory
+    deadline: float
+    sizes: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
+
+    def remaining(self) -> float:
+        """Return the seconds until the tour ends."""
+        return self.deadline - time.monotonic()
+
+
+def run_tour(
+    job: Job, command: str, stages: Sequence[Stage] = STAGES, seconds: float = TOUR_SECONDS
+) -> int:
+    """Run the tour, print its progress, and write the page; return the exit status.
+
+    Args:
+        job: has the device, and in ``run.dir`` the directory for the page and for temporary runs;
+            auto: the working directory.
+        command: the user's command, for the page.
+        stages: runs of ``weft train``.
+        seconds: time limit.
+
+    Raises:
+        WeftError: if the directory is not writable.
+    """
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    root = Path("" if job.run.dir == "auto" else job.run.dir).expanduser().absolute()
+    page = root / f"gpu-tour-{time.strftime('%Y%m%d-%H%M%S')}.md"
+    results: list[StageResult] = []
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="weft-gpu-tour-", dir=root) as directory:
+            print("checking the machine", flush=True)
+            facts = collect_job_facts(changed(job, run={"dir": directory}), True, with_nodes=False)
+            findings = run_checks(facts)
+            bad = "; ".join(f.observation for f in findings if f.severity == "bad")
+            machine = StageResult("machine", "failed" if bad else "passed", bad)
+            rows, spent = tuple(device_rows(facts)), time.monotonic() - start
+            results.append(replace(machine, rows=rows, seconds=spent))
+            gpus = count_visible_gpus(facts)
+            devices = gpus if facts.device == "cuda" else min(facts.usable, CPU_RANKS)
+            disk, deadline = facts.directories[0], start + seconds
+            tour = Tour(Path(directory), facts.device, devices, disk, deadline)
+            for result in run_stages(tour, stages):
+                results.append(result)
+                spent = time.monotonic() - start
+                document = build_document(command, facts, findings, results, spent)
+                write_json(page.with_suffix(".json"), document, indent=2)
+                replace_text(page, format_page(document))
+    except OSError as error:
+        raise unwritable_error(root, error) from error
+    print(f"\npage: {page}\ndata: {page.with_suffix('.json')}")
+    statuses = {result.status for result in results}
+    if "interrupted" in statuses:
+        return INTERRUPTED
+    return FAILED if statuses & {"failed", "timed out"} else 0
+
+
+def run_stages(tour: Tour, stages: Sequence[Stage]) -> Iterator[StageResult]:
+    """Yield the result of each stage; Ctrl-C ends the running one and all later ones."""
+    runs: list[tuple[str, Callable[[], StageResult]]]
+    runs = [("GPU tests", partial(run_tests, tour))]
+    runs += [(stage.name, partial(run_stage, tour, stage)) for stage in stages]
+    is_interrupted = False
+    for name, run in runs:
+        start = time.monotonic()
+        if is_interrupted:
+            yield StageResult(name, "not run", "interrupted")
+            continue
+        print(f"running: {name}", flush=True)
+        try:
+            if tour.remaining() < MIN_STAGE_SECONDS:
+                raise StageSkipped("no time left")
+            result = run()
+        except StageSkipped as reason:
+            result = StageResult(name, "skipped", str(reason))
+        except (WeftError, OSError) as error:
+            result = StageResult(name, "failed", str(error))
+        except KeyboardInterrupt:
+            is_interrupted = True
+            result = StageResult(name, "interrupted")
+        result = replace(
+            result,
+            seconds=time.monotonic() - start,
+            reason=hide_paths(result.reason, tour),
+            output=hide_paths(result.output, tour),
+        )
+        text = result.reason
+        if not text and result.rows:
+            text = f"{result.rows[0].quantity} {format_number(result.rows[0].measured)}"
+        print(f"  {result.status}{f': {text}' * bool(text)}", flush=True)
+        yield result
+
+
+def hide_paths(text: str, tour: Tour) -> str:
+    """Return a text without the path of the temporary directory."""
+    return text.replace(str(tour.directory), "$TOUR")
+
+
+# --------------------------------------------------------------------------- stages
+
+
+def run_tests(tour: Tour) -> StageResult:
+    """Run the tests that need a GPU, which only a clone has.
+
+    Raises:
+        StageSkipped: if there are no tests, or nothing to run them on.
+    """
+    if tour.device == "cpu":
+        raise StageSkipped("needs a GPU")
+    if not (CLONE / "tests" / "gpu").is_dir():
+        raise StageSkipped("needs a clone of weft's repository: the package has no tests")
+    if importlib.util.find_spec("pytest") is None:
+        raise StageSkipped("needs pytest: pip install pytest pytest-timeout")
+    words = ["-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "tests/gpu"]
+    log = tour.directory / "tests.log"
+    limit = min(TEST_SECONDS, tour.remaining())
+    status = run_command([sys.executable, *words], log, limit, cwd=CLONE)
+    output = log.read_text("utf-8", "replace")
+    counts = read_test_counts(output)
+    total = sum(counts.values()) - counts.get("skipped", 0)
+    rows = [Row("tests passed", counts.get("passed", 0), total)] if total else []
+    failures = "; ".join(re.findall(r"^(?:FAILED|ERROR) tests/gpu/(\S+)", output, re.MULTILINE))
+    result = judge("GPU tests", status, rows, output, limit, failures)
+    return replace(result, command=shlex.join(["python", *words]))
+
+
+def run_stage(tour: Tour, stage: Stage) -> StageResult:
+    """Plan and run a stage.
+
+    Raises:
+        StageSkipped: if this machine cannot run it.
+        WeftError: if ``weft plan`` prints no plan.
+    """
+    if stage.needs_gpu and tour.device == "cpu":
+        raise StageSkipped("needs a GPU")
+    if tour.num_devices < stage.min_devices:
+        unit = "GPUs" if tour.device == "cuda" else "cores"
+        raise StageSkipped(f"needs {stage.min_devices} {unit}; this machine has {tour.num_devices}")
+    size, keys, plan = plan_stage(tour, stage)
+    saved = 0.0 if stage.num_records else SAVED_BYTES * (number(plan, "num_params") or 0.0)
+    needed, free = RUN_BYTES + saved, shutil.disk_usage(tour.directory).free
+    if free < needed:
+        raise StageSkipped(f"needs {needed / GIB:.1f} GiB of disk; {free / GIB:.1f} GiB are free")
+    run_dir, limit = Path(keys["run.dir"]), min(stage.limit, tour.remaining())
+    metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
+    words = weft_command("train", keys)
+    status = run_command(
+        [*PYTHON, *words], log, limit, lambda: 0 < stage.num_records <= count_lines(metrics)
+    )
+    rows: list[Row] = []
+    with suppress(WeftError):  # without a readable run; `judge` reports it
+        rows = stage.read(run_dir, plan, tour.disk)
+    if not stage.run_name:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    result = judge(stage.name, status, rows, log.read_text("utf-8", "replace"), limit)
+    return replace(result, size=size, keys=stage.keys, command=hide_paths(shlex.join(words), tour))
+
+
+def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """Return the first size that fits, all keys of the run, and its plan.
+
+    Raises:
+        StageSkipped: if no size fits, or the plan is refused.
+        WeftError: if ``weft plan`` prints no plan.
+    """
+    ranks, directory = count_ranks(stage, tour.num_devices), tour.directory
+    candidates = stage.sizes if tour.device == "cuda" else CPU_SIZES
+    group, log, reason = (ranks, candidates), directory / "plan.log", ""
+    paths = {
+        "run.dir": str(directory / (stage.run_name or re.sub(r"\W+", "-", stage.name))),
+        "run.device": tour.device,
+        "data.cache_dir": str(directory / "data"),
+        "compile.cache_dir": str(directory / "compiled"),
+    }
+    for size in [tour.sizes[group]] if group in tour.sizes else candidates:
+        keys = paths | resolve_keys(stage, size, ranks)
+        command = [*PYTHON, *weft_command("plan", keys), "--json"]
+        status = run_command(command, log, min(PLAN_SECONDS, tour.remaining()))
+        text = log.read_text("utf-8", "replace")
+        if status != 0:
+            late = "weft plan did not end in time"
+            reason = late if status is None else failure_reason(status, text)
+            continue
+        plan = parse_plan(text)
+        if plan.get("float8_emulated"):
+            raise StageSkipped("needs a GPU with float8: compute capability 8.9, or MI300")
+        needed, capacity = number(plan, "peak_memory_gib"), number(plan, "capacity_gib")
+        if needed is None or capacity is None or needed <= (1 - MEMORY_MARGIN) * capacity:
+            tour.sizes[group] = size
+            return size, keys, plan
+        reason = f"needs {needed:.1f} GiB per device and a margin of {MEMORY_MARGIN:.0%}; "
+        reason += f"the device has {capacity:.1f} GiB"
+    raise StageSkipped(reason)
+
+
+def parse_plan(text: str) -> dict[str, Any]:
+    """Return the object that ``weft plan --json`` printed, among any warnings.
+
+    Raises:
+        WeftError: if there is none.
+    """
+    if start := re.search(r"^\{$", text, re.MULTILINE):
+        with suppress(ValueError, RecursionError):
+            plan: dict[str, Any] = json.JSONDecoder().raw_decode(text, start.start())[0]
+            return plan
+    raise WeftError(f"weft plan printed no plan: {last_line(text)}")
+
+
+def judge(
+    name: str, status: int | None, rows: Sequence[Row], output: str, limit: float, reason: str = ""
+) -> StageResult:
+    """Return the result of a stage whose command has ended.
+
+    Args:
+        name: name of the stage.
+        status: exit status; None: the command was killed at the limit.
+        rows: the results; a stage without a value in the first row has failed.
+        output: output of the command.
+        limit: seconds that the command had.
+        reason: of a failure; "": from the output.
+    """
+    outcome = "failed"
+    if status is None:
+        outcome, reason = "timed out", f"not done after {limit:.0f} s: {last_line(output)}"
+    elif status != 0:
+        reason = reason or failure_reason(status, output)
+    elif not rows or rows[0].measured is None:
+        reason = f"no {rows[0].quantity} was measured" if rows else "nothing was measured"
+    else:
+        return StageResult(name, "passed", rows=tuple(rows))
+    tail = "\n".join(output.splitlines()[-LOG_LINES:])
+    return StageResult(name, outcome, reason, rows=tuple(rows), output=tail)
+
+
+# --------------------------------------------------------------------------- processes
+
+
+def weft_command(name: str, keys: Mapping[str, str]) -> list[str]:
+    """Return the words of a ``weft`` command with overrides of the demo."""
+    return ["weft", name, "demo", *(f"--{key}={value}" for key, value in keys.items())]
+
+
+def run_command(
+    command: Sequence[str],
+    log: Path,
+    limit: float,
+    is_done: Callable[[], bool] = lambda: False,
+    cwd: Path | None = None,
+) -> int | None:
+    """Run a command, and kill all of its processes at the end.
+
+    Args:
+        command: its words.
+        log: file for its output.
+        limit: seconds until it is killed.
+        is_done: returns True once the command may be killed, because it has done enough.
+        cwd: working directory; None: that of this process.
+
+    Returns:
+        The exit status; 0 if it had done enough; None if it was killed at the limit.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+    deadline = time.monotonic() + limit
+    try:
+        while process.poll() is None:
+            if is_done():
+                return 0
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+        return process.returncode
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the processes of a session, and wait until they have ended."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:  # a process in a driver may take long
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+    process.wait()
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of complete lines of a file; 0 if there is none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0

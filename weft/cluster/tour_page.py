@@ -1,0 +1,186 @@
+"""The page of the GPU tour: Markdown that is readable as text, and its data.
+
+`build_document` returns the data as JSON values, and `format_page` formats nothing else, so that a
+page can be made again from the data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import weft
+from weft.cluster.node_facts import Facts, Finding, parse_count, parse_topology
+from weft.cluster.tour_results import Row, StageResult, divide
+from weft.cluster.tour_stages import EFFECTS
+from weft.config.files import only_finite
+from weft.plan.devices import GIB
+from weft.train.run_dir import git_commit
+
+NOTES = """\
+*Measured* is the median of the steps after the first two; *ms* are those of one profiled step, the
+mean over ranks. *Planned* is the prediction of `weft plan` for this machine. For the machine it is
+the planner's table of devices, for a save its bytes at the measured speed of the disk. A dash means
+that there is no prediction: time on a CPU has none. A speed with a *ratio* below 1 is slower than
+planned."""
+
+
+def build_document(
+    command: str,
+    facts: Facts,
+    findings: Sequence[Finding],
+    results: Sequence[StageResult],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return everything that the page has, as JSON values.
+
+    Names of hosts, addresses and users are not in it, except where an error message has them.
+    """
+    document: dict[str, Any] = only_finite(
+        {
+            "command": command,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "seconds": seconds,
+            "machine": describe_machine(facts),
+            "findings": [asdict(finding) for finding in findings if finding.severity != "ok"],
+            "stages": [asdict(result) for result in results],
+            "effects": compute_effects(results),
+        }
+    )
+    return document
+
+
+def describe_machine(facts: Facts) -> dict[str, str]:
+    """Return hardware and software by name, without what is unknown."""
+    gpus, links = facts.gpu_rows, parse_topology(facts.topology)
+    kinds = Counter(gpu["name"] for gpu in gpus)
+    between = {link for pair, link in links.items() if all(n.startswith("GPU") for n in pair)}
+    disk, commit = facts.directories[0], git_commit()
+    speeds = f"writes {disk.write / 1e6:,.0f} and reads {disk.read / 1e6:,.0f} MB/s"
+    rows = {
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none",
+        "GPU memory": f"{parse_count(gpus[0]['memory']) / 1024:.0f} GiB each" if gpus else "",
+        "driver": gpus[0]["driver"] if gpus else "",
+        "links between GPUs": ", ".join(sorted(between - {"X"})),
+        "NCCL": ".".join(map(str, facts.measured.nccl)),
+        "torch": f"{facts.torch}, for {'CUDA ' + facts.cuda if facts.cuda else 'CPUs'}",
+        "torchao": package_version("torchao"),
+        "triton": package_version("triton"),
+        "weft": f"{weft.__version__}, {f'commit {commit}' if commit else 'a package'}",
+        "Python, kernel": f"{facts.python}, {facts.kernel}",
+        "CPU": f"{facts.usable} of {facts.cores} cores, {facts.memory / GIB:.0f} GiB of memory",
+        "disk": f"{disk.kind}, {speeds}, {disk.free / GIB:.0f} GiB free",
+        "variables": ", ".join(f"{name}={value}" for name, value in facts.variables.items()),
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package, or that there is none."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return "not installed"
+
+
+def compute_effects(results: Iterable[StageResult]) -> list[dict[str, Any]]:
+    """Return the ratios of stages to the stages that lack their technique."""
+    found = {result.name: result for result in results if result.rows}
+    effects = []
+    for name, base in EFFECTS:
+        if {name, base} <= found.keys() and found[name].size == found[base].size:
+            new, old = found[name].rows[0], found[base].rows[0]
+            measured, planned = divide(new.measured, old.measured), divide(new.planned, old.planned)
+            row = asdict(Row(f"{name} / {base}: {new.quantity}", measured, planned))
+            effects += [row] if measured is not None else []
+    return effects
+
+
+# --------------------------------------------------------------------------- Markdown
+
+
+def format_page(document: Mapping[str, Any]) -> str:
+    """Return the page of `build_document`."""
+    machine, stages = document["machine"], document["stages"]
+    counts = Counter(stage["status"] for stage in stages)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    rows = [
+        [stage["name"], *format_row(Row(**row))]
+        for stage in stages
+        for row in stage["rows"]
+        if (row["measured"], row["planned"]) != (None, None)
+    ]
+    columns = ["measured", "planned", "ratio"]
+    sections = [
+        f"# weft on {machine['GPUs'] if machine['GPUs'] != 'none' else 'a CPU'}",
+        f"{document['time']}, {document['seconds'] / 60:.1f} minutes. Stages: {summary}.",
+        f"    {document['command']}",
+        *format_table("Machine", ["", ""], machine.items()),
+        *format_table("Results", ["stage", "quantity", *columns], rows),
+        NOTES,
+        *format_table(
+            "Effects of techniques",
+            ["stages", *columns],
+            (format_row(Row(**effect)) for effect in document["effects"]),
+        ),
+        *format_table(
+            "Stages",
+            ["stage", "result", "seconds", "reason"],
+            ([s["name"], s["status"], f"{s['seconds']:.0f}", s["reason"]] for s in stages),
+        ),
+        *format_table(
+            "Findings of weft doctor",
+            ["severity", "check", "finding", "remedy"],
+            (
+                [f["severity"], f["check"], f["observation"], f["remedy"]]
+                for f in document["findings"]
+            ),
+        ),
+        *format_table(
+            "Commands",
+            ["stage", "keys"],
+            (
+                [s["name"], f"{s['size']} {s['keys']}" if s["size"] else s["command"]]
+                for s in stages
+                if s["command"]
+            ),
+        ),
+        "Each run is `weft train demo` with these keys and some for all runs. The data file beside "
+        "this page has the complete commands.",
+    ]
+    for stage in stages:
+        if stage["output"]:
+            lines = (f"    {line}" for line in stage["output"].splitlines())
+            sections += [f"## Last lines of {stage['name']}", "\n".join(lines)]
+    return "\n\n".join(sections) + "\n"
+
+
+def format_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a title and a table with aligned columns; [] without rows."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    if len(cells) == 1:
+        return []
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = (
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+    return [f"## {title}", "\n".join(f"| {line} |" for line in lines)]
+
+
+def format_row(row: Row) -> list[str]:
+    """Return quantity, measured and planned value, and their ratio."""
+    values = (row.measured, row.planned, divide(row.measured, row.planned))
+    return [row.quantity, *map(format_number, values)]
+
+
+def format_number(value: float | None) -> str:
+    """Return at least three digits of a number; a dash if it is unknown."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

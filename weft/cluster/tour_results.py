@@ -1,0 +1,196 @@
+"""Results of the stages of the GPU tour, read from the files of their runs.
+
+A file may be missing, cut short or damaged, because its run was killed: then a value is missing,
+and nothing is raised but `WeftError`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from weft.cluster.device_checks import find_device_spec
+from weft.cluster.node_facts import Directory, Facts
+from weft.config.errors import WeftError
+from weft.config.files import read_json, reading
+from weft.monitor.jsonl import is_number
+from weft.monitor.profiler import LABELS
+from weft.monitor.run_reader import RunReader
+from weft.plan.devices import GIB
+
+LOSS_RECORDS = 50  # at the end of a run, whose losses are averaged
+TRAINED_BYTES = 12  # per parameter in a checkpoint: the parameter and two moments, in float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured quantity, and the value that was planned for it; None: unknown."""
+
+    quantity: str
+    measured: float | None
+    planned: float | None = None
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The result of a stage.
+
+    Attributes:
+        status: passed, failed, timed out, skipped, interrupted, or not run.
+        reason: why it did not pass.
+        seconds: wall-clock time, with the start of its processes.
+        size: keys of the model; only runs of the same model are compared.
+        keys: other keys that distinguish the stage.
+        command: the complete command; ``$TOUR`` is a temporary directory.
+        output: the last lines of a stage that did not pass.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    rows: tuple[Row, ...] = ()
+    size: str = ""
+    keys: str = ""
+    command: str = ""
+    output: str = ""
+
+
+def divide(a: float | None, b: float | None) -> float | None:
+    """Return a / b; None if either is unknown, or the result is not finite."""
+    return None if a is None or not b else finite(a / b)
+
+
+def finite(value: float) -> float | None:
+    """Return the value; None if it is NaN or Inf."""
+    return value if math.isfinite(value) else None
+
+
+def number(values: object, *names: str) -> float | None:
+    """Return the finite number at a path in nested JSON objects, or None."""
+    for name in names:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return float(values) if is_number(values) else None  # type: ignore[arg-type]
+
+
+def scale(value: float | None, factor: float) -> float | None:
+    """Return value x factor; None if it is unknown."""
+    return None if value is None else finite(value * factor)
+
+
+# --------------------------------------------------------------------------- runs
+
+
+def read_speed(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return speed, memory and the time of a profiled step by cause.
+
+    Args:
+        run_dir: directory of the run.
+        plan: output of ``weft plan --json`` for the run.
+        disk: not used.
+    """
+    run = RunReader(run_dir)
+    rate, memory = "tokens_per_second_per_device", number(plan, "peak_memory_gib")
+    if memory is not None and plan.get("device") == "cuda":
+        # A run records what PyTorch's allocator holds.
+        memory -= number(plan, "memory_gib", "outside") or 0.0
+    return [
+        Row("tokens/s per device", run.steady_median(rate), number(plan, rate)),
+        Row("MFU, %", scale(run.steady_median("mfu"), 100), scale(number(plan, "mfu"), 100)),
+        Row("memory, GiB", run.last("memory_peak_gib"), memory),
+        *read_profile(run_dir, plan),
+    ]
+
+
+def read_profile(run_dir: Path, plan: Mapping[str, Any]) -> list[Row]:
+    """Return the profiled milliseconds of a step by cause, mean over ranks."""
+    rows = []
+    for path in sorted(run_dir.glob("traces/*/summary.json"))[:1]:
+        with suppress(WeftError), reading(path):
+            results = [rank["seconds"] for rank in read_json(path)["ranks"] if "seconds" in rank]
+            for cause in dict.fromkeys(name for seconds in results for name in seconds):
+                found = [number(seconds, cause) or 0.0 for seconds in results]
+                label = LABELS.get(cause, f"exposed communication of {cause}")
+                planned = scale(number(plan, "seconds", cause), 1e3)
+                rows.append(Row(f"{label}, ms", 1e3 * fmean(found), planned))
+    return rows
+
+
+def read_checkpoints(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return how long saves blocked training, and the size of a checkpoint.
+
+    The planned time of a synchronous save is that of its bytes at the measured speed of the disk.
+    """
+    run = RunReader(run_dir)
+    pattern = r"blocked training for ([\d.]+(?:e[-+]?\d+)?) s"
+    texts = [event.text for event in run.read_events() if event.kind == "checkpoint"]
+    seconds = [float(found[1]) for text in texts if (found := re.search(pattern, text))]
+    newest = max(run_dir.glob("checkpoints/step-*"), default=None)
+    size = sum(path.stat().st_size for path in newest.iterdir()) if newest else None
+    waits = run.job.get("checkpoint", {}).get("async_save") is False
+    return [
+        Row(
+            "seconds blocked by a save",
+            median(seconds) if seconds else None,
+            divide(size, disk.write) if waits else None,
+        ),
+        Row(
+            "checkpoint, GiB",
+            scale(size, 1 / GIB),
+            scale(number(plan, "num_params"), TRAINED_BYTES / GIB),
+        ),
+    ]
+
+
+def read_resume(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return the seconds that the last start took to build the model and to load."""
+    run = RunReader(run_dir)
+    starts, seconds = (run.column(f"time_breakdown.{kind}") for kind in ("restarting", "restoring"))
+    resumed = any(event.text.startswith("resumed from step") for event in run.read_events())
+    before = seconds[starts != starts[-1]] if len(starts) else seconds
+    value = finite(float(seconds[-1] - before[-1])) if resumed and len(before) else None
+    return [Row("seconds to build and load", value)]
+
+
+def read_loss(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return the mean training loss of the last records, if it is finite."""
+    losses = RunReader(run_dir).column("loss")[-LOSS_RECORDS:].tolist()
+    return [Row(f"loss, mean of {LOSS_RECORDS} steps", finite(fmean(losses)) if losses else None)]
+
+
+# --------------------------------------------------------------------------- tests and devices
+
+
+def read_test_counts(output: str) -> dict[str, int]:
+    """Return the numbers of tests by outcome, from the output of pytest."""
+    counts: dict[str, int] = {}
+    for line in output.splitlines():
+        found = re.findall(r"(\d{1,9}) (passed|failed|skipped|errors?)\b", line)
+        if found and re.search(r" in [\d.]+s", line):
+            counts = {name.removesuffix("s"): int(count) for count, name in found}
+    return counts
+
+
+def device_rows(facts: Facts) -> list[Row]:
+    """Return the speeds of the slowest device and of the all-reduce.
+
+    The planned speeds are those of the planner's table.  A CPU has none, because other processes
+    share it.
+    """
+    results = facts.measured
+    device = find_device_spec(facts) if facts.device == "cuda" else None
+    flops, memory, link = (
+        (device.flops("bf16"), device.bandwidth, device.link.bandwidth) if device else [None] * 3
+    )
+    slowest, narrowest = (min(x, default=None) for x in (results.flops, results.bandwidth))
+    return [
+        Row("matmul, TFLOP/s", scale(slowest, 1e-12), scale(flops, 1e-12)),
+        Row("memory, GB/s", scale(narrowest, 1e-9), scale(memory, 1e-9)),
+        Row("all-reduce, GB/s per device", scale(results.busbw or None, 1e-9), scale(link, 1e-9)),
+    ]
