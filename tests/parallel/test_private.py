@@ -66,12 +66,33 @@ def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
 
 
 def test_mesh_and_placement_names_are_as_expected() -> None:
-    assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
     assert dtensor._is_strided(placement_types._StridedShard(0, split_factor=2))
     assert not dtensor._is_strided(placement_types.Shard(0))
     # `fully_shard` creates the mesh to reshard over by this name, in this module, once.
     assert _fsdp_init.DeviceMesh is DeviceMesh
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
+
+
+def describe_groups() -> list[Any]:
+    """Return sizes, timeouts and kinds of devices of the world and of a group of it."""
+    row = dist.get_rank() // 2 * 2 + torch.arange(2)
+    groups: list[Any] = [dist.group.WORLD, private.create_group("cpu", row[None], "tp")]
+    return [
+        (
+            group.size(),
+            group._get_backend(torch.device("cpu")).options._timeout,
+            group._device_types,
+        )
+        for group in groups
+    ]
+
+
+def test_create_group_has_the_timeout_of_the_world() -> None:
+    """`tests.parallel.test_mesh` has more about groups."""
+    for world, group in run_ranks(describe_groups, 4, timeout=40):
+        assert (world[0], group[0]) == (4, 2)
+        assert world[1] == group[1] == timedelta(seconds=100)  # of `weft.tools.local_ranks`
+        assert torch.device("cpu") in group[2]
 
 
 def test_fsdp_gather_extension_names_are_as_expected() -> None:

@@ -33,6 +33,7 @@ from weft.checkpoint.state_dict import (
 )
 from weft.config.errors import WeftError
 from weft.parallel.dtensor import iter_flat_indices, shard_offsets
+from weft.parallel.private import to_group_device
 
 # Elements per chunk.  CPU: temporaries stay in a core's cache and below the size at which torch
 # uses several threads, because several threads may be here at once.  GPU: enough to fill it.
@@ -143,16 +144,17 @@ def compare_replicas(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
     fingerprints = dict(zip(names, numbers, strict=True))
     for group, group_names in names_by_group.items():
         own = torch.tensor([fingerprints[name] for name in group_names])
-        if len(set(_all_gather(own.sum(0, keepdim=True), group))) > 1:
+        if len(set(gather_numbers(own.sum(0, keepdim=True), group))) > 1:
             ranks = dist.get_process_group_ranks(group)
-            raise ReplicaMismatch(_format_mismatch(group_names, _all_gather(own, group), ranks))
+            raise ReplicaMismatch(_format_mismatch(group_names, gather_numbers(own, group), ranks))
 
 
-def _all_gather(numbers: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    """Return the numbers of every rank, in the order of the group."""
+def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """Return the numbers of every rank, in the order of the group; a collective."""
+    numbers = to_group_device(numbers, group)
     gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, numbers, group=group)
-    return [tuple(rank_numbers.tolist()) for rank_numbers in gathered]
+    return [tuple(rank_numbers) for rank_numbers in torch.stack(gathered).tolist()]
 
 
 def _format_mismatch(

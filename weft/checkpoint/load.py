@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import local_fingerprint, wrap_int64
+from weft.checkpoint.fingerprint import gather_numbers, local_fingerprint, wrap_int64
 from weft.checkpoint.local_save import local_step_dir, read_local
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -59,6 +59,7 @@ from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.initialization import float32_buffer, store_float32
+from weft.parallel.private import to_group_device
 
 # Dtypes of optimizer state.  Their sizes differ, so none can be mistaken for another.
 OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -329,15 +330,13 @@ def _broadcast_replicas(
             if depth < len(tensor_axes) and tensor_axes[depth].size > 1:
                 groups.setdefault(tensor_axes[depth].group, []).append(name)
         for group, names in groups.items():
-            has_tensor = torch.tensor([name in fingerprints for name in names], dtype=torch.uint8)
-            gathered = [torch.empty_like(has_tensor) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(gathered, has_tensor, group=group)
-            for name, holders in zip(names, torch.stack(gathered, 1).tolist(), strict=True):
+            held = torch.tensor([name in fingerprints for name in names])
+            for name, *holders in zip(names, *gather_numbers(held, group), strict=True):
                 if not any(holders) or all(holders):
                     continue
                 local = local_values(state[name])
-                buffer = local.contiguous()
-                dist.broadcast(buffer, group=group, group_src=holders.index(1))
+                buffer = to_group_device(local.contiguous(), group)
+                dist.broadcast(buffer, group=group, group_src=holders.index(True))
                 if name not in fingerprints:
                     if buffer is not local:
                         local.copy_(buffer)

@@ -279,8 +279,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             if rank == 0:  # before the process group exists, because tracing creates another one
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
-            dataset = load_dataset_on_host(plan, console, ranks)
-            plan = import_on_rank_0(plan_with_data(plan, dataset), console, force)
+            # Preparation and import may take long.
+            group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            dataset = load_dataset_on_host(plan, console, ranks, group)
+            plan = import_on_rank_0(plan_with_data(plan, dataset), console, group, force)
             if rank == 0:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
                 print_plan(plan, recipe, console, prediction, warning)
@@ -310,9 +312,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     return 0 if is_complete else REQUEUE
 
 
-def load_dataset_on_host(plan: Plan, console: Console, rank: Rank) -> Dataset:
+def load_dataset_on_host(
+    plan: Plan, console: Console, rank: Rank, group: dist.ProcessGroup
+) -> Dataset:
     """Prepare the dataset on one rank of each host, and open it on every rank."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # preparation may take long
     path, errors = "", []
     if rank.local_rank == 0:
         try:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
-from weft.parallel.private import get_flat_group
+from weft.parallel.mesh import Groups, create_mesh
 
 NEWTON_SCHULZ_STEPS = 5
 # Quintic iteration with maximal slope at zero; singular values end between 0.68 and 1.21.
@@ -48,9 +48,10 @@ class Muon(torch.optim.AdamW):
         self.momentum = momentum
         self._exchanges: list[_MatrixExchange] | None = None
         # Process groups are created collectively, also by ranks that hold no shard.
+        self._groups: Groups = {}
         for group in groups:
             for param in group["params"]:
-                _shard_group(param)
+                _shard_group(param, self._groups)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,7 +68,7 @@ class Muon(torch.optim.AdamW):
             param: group for group in groups for param in group["params"] if param.grad is not None
         }
         if self._exchanges is None:
-            self._exchanges = _build_exchanges(list(group_by_param))
+            self._exchanges = _build_exchanges(list(group_by_param), self._groups)
         for exchange in self._exchanges:
             directions = [self._direction(param) for param in exchange.params]
             for param, update in zip(
@@ -109,8 +110,11 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def _shard_group(param: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks over which a parameter is sharded; None if it is unsharded."""
+def _shard_group(param: Tensor, groups: Groups) -> dist.ProcessGroup | None:
+    """Return the ranks over which a parameter is sharded; None if it is unsharded.
+
+    Collective over all ranks if it is sharded over several axes.  Their groups are in ``groups``.
+    """
     if not is_dtensor(param):
         return None
     mesh: DeviceMesh = param.device_mesh
@@ -119,13 +123,14 @@ def _shard_group(param: Tensor) -> dist.ProcessGroup | None:
     axes = [name for name in names if name != "dp_replicate" and mesh[name].size() > 1]
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
-    return get_flat_group(mesh, tuple(axes))
+    ranks = mesh[tuple(axes)].mesh.flatten()
+    return create_mesh(mesh.device_type, ranks, (" x ".join(axes),), groups).get_group()
 
 
-def _build_exchanges(params: list[Any]) -> list[_MatrixExchange]:
+def _build_exchanges(params: list[Any], groups: Groups) -> list[_MatrixExchange]:
     by_group: dict[dist.ProcessGroup | None, list[Any]] = {}
     for param in params:
-        by_group.setdefault(_shard_group(param), []).append(param)
+        by_group.setdefault(_shard_group(param, groups), []).append(param)
     return [_MatrixExchange(group_params, group) for group, group_params in by_group.items()]
 
 

@@ -15,7 +15,7 @@ from weft.config.schema import OptimSection
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.muon import Muon
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
-from weft.parallel.private import set_found_inf
+from weft.parallel.private import set_found_inf, to_group_device
 
 # (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
 # parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of the
@@ -200,15 +200,15 @@ def compute_grad_norm(
         local_squares.append(grad_norms.square().sum())
         group_square = local_squares[-1].clone()
         for group in groups:
-            dist.all_reduce(group_square, group=group)
-        group_squares.append(group_square)
+            dist.all_reduce(group_square := to_group_device(group_square, group), group=group)
+        group_squares.append(group_square.to(local_squares[-1].device))
     # A stage without trainable parameters contributes zero to the pipeline's sum.
     zero = torch.zeros((), device=params[0].device if params else None)
     total = torch.stack(group_squares).sum() if group_squares else zero.clone()
     if pp_group is not None:
-        dist.all_reduce(total, group=pp_group)
+        dist.all_reduce(total := to_group_device(total, pp_group), group=pp_group)
     local_total = torch.stack(local_squares).sum() if local_squares else zero
-    return total.sqrt(), local_total.sqrt()
+    return total.sqrt().to(zero.device), local_total.sqrt()
 
 
 @torch.no_grad()

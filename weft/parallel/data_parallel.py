@@ -49,12 +49,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.config.schema import ParallelSection
 from weft.parallel.dtensor import is_dtensor, to_local
+from weft.parallel.mesh import create_mesh
 from weft.parallel.private import (
     all_gather,
     allow_integer_params,
     is_fsdp_unit,
     move_fsdp_hooks,
-    unflatten_axis,
     use_reshard_mesh,
     use_symmetric_memory,
 )
@@ -248,8 +248,8 @@ def _reshard_context(
         raise ValueError(
             f"reshard_after_forward={ranks} is not possible: {rule}. Use True or False."
         )
-    reshard_mesh = unflatten_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "shards"))
-    with use_reshard_mesh(reshard_mesh):
+    reshard = create_mesh(mesh.device_type, mesh.mesh.view(-1, ranks), ("copies", "shards"), {})
+    with use_reshard_mesh(reshard):
         yield ranks
 
 
@@ -356,8 +356,8 @@ class HierarchicalAllGather:
             node_size: K; divides the size of ``mesh``.
         """
         self.shape = (mesh.size() // node_size, node_size)
-        nodes = unflatten_axis(mesh, self.shape, ("node", "local_rank"))
-        self.group = mesh.get_group()
+        self.group, grid = mesh.get_group(), mesh.mesh.view(self.shape)
+        nodes = create_mesh(mesh.device_type, grid, ("node", "local_rank"), {})
         self.inter_node, self.intra_node = nodes.get_all_groups()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

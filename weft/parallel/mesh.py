@@ -11,13 +11,14 @@ weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.parallel.private import create_group
 from weft.plan.placement import AXES, rank_to_coordinates
 from weft.plan.plan import Plan
 
@@ -26,26 +27,25 @@ PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
 
 
+Groups = dict[str, dist.ProcessGroup]  # by axis; "this rank" for all axes of one rank
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The process groups of this rank, and its coordinates."""
 
     param_mesh: DeviceMesh  # axes `PARAMETER_AXES`; dp_shard includes cp
-    cp_group: dist.ProcessGroup | None  # None if cp is 1
     coordinates: dict[str, int]  # this rank's index on each of `AXES`
+    dp_rank: int  # this rank's index among the ranks that read different sequences
+    groups: Groups  # of all three meshes
+    cp_group: dist.ProcessGroup | None  # None if cp is 1
     expert_mesh: DeviceMesh | None = None  # axes `EXPERT_AXES`; None if ep is 1
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's index among the ranks that read different sequences."""
-        shards = self.get_group("dp_shard").size() // (self.cp_group.size() if self.cp_group else 1)
-        return self.coordinates["dp_replicate"] * shards + self.coordinates["dp_shard"]
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
         """Return this rank's process group along one of `PARAMETER_AXES`."""
         return self.param_mesh.get_group(axis)
 
-    def all_reduce_dp_cp(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_dp_cp(self, value: Tensor) -> Tensor:
         """Sum ``value`` in place over all data- and context-parallel ranks."""
         for axis in ("dp_shard", "dp_replicate"):
             if (group := self.get_group(axis)).size() > 1:
@@ -55,37 +55,42 @@ class Mesh:
 
 def axis_by_group_name(mesh: Mesh) -> dict[str, str]:
     """Return the mesh axis of each of this rank's process groups, by group name."""
-    groups = {str(dist.group.WORLD.group_name): "all ranks"} if dist.group.WORLD else {}
-    for axis in PARAMETER_AXES:
-        if (group := mesh.get_group(axis)).size() > 1:
-            groups[str(group.group_name)] = axis
-    if mesh.cp_group is not None:
-        groups[str(mesh.cp_group.group_name)] = "cp"
-    if mesh.expert_mesh is not None:
-        for axis in ("edp", "ep"):
-            groups[str(mesh.expert_mesh.get_group(axis).group_name)] = axis
-    return groups
+    groups = {"all ranks": dist.group.WORLD, **mesh.groups}
+    return {str(group.group_name): axis for axis, group in groups.items() if group is not None}
 
 
 def build_mesh(plan: Plan) -> Mesh:
     """Build the mesh of ``plan``; collective over the default process group."""
-    ranks = _rank_grid(plan)
+    ranks = torch.arange(plan.world_size).reshape([plan.axis_sizes[a] for a in plan.axis_order])
+    ranks = ranks.permute([plan.axis_order.index(axis) for axis in AXES])
+    groups: Groups = {}
     shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp)
-    param_mesh = DeviceMesh(plan.device, ranks.reshape(shape), mesh_dim_names=PARAMETER_AXES)
-    cp_group = None
+    param_mesh = create_mesh(plan.device, ranks.reshape(shape), PARAMETER_AXES, groups)
     if plan.cp > 1:
         cp_ranks = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
-        cp_group = DeviceMesh(plan.device, cp_ranks, mesh_dim_names=("other", "cp")).get_group("cp")
+        groups["cp"] = create_group(plan.device, cp_ranks, "cp")
     expert_mesh = None
     if plan.ep > 1:
         expert_ranks = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
-        expert_mesh = DeviceMesh(plan.device, expert_ranks, mesh_dim_names=EXPERT_AXES)
+        expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups)
     own = rank_to_coordinates(dist.get_rank(), plan.axis_sizes, plan.axis_order)
-    return Mesh(param_mesh, cp_group, own, expert_mesh)
+    dp_rank = own["dp_replicate"] * plan.dp_shard + own["dp_shard"]
+    return Mesh(param_mesh, own, dp_rank, groups, groups.get("cp"), expert_mesh)
 
 
-def _rank_grid(plan: Plan) -> torch.Tensor:
-    """Return all ranks in a grid: int64, one dim for each of `AXES`."""
-    order: Sequence[str] = plan.axis_order
-    ranks = torch.arange(plan.world_size).reshape([plan.axis_sizes[axis] for axis in order])
-    return ranks.permute([order.index(axis) for axis in AXES])
+def create_mesh(device: str, ranks: Tensor, axes: tuple[str, ...], groups: Groups) -> DeviceMesh:
+    """Create a mesh and its process groups; collective over all ranks of the world.
+
+    Args:
+        device: "cpu" or "cuda".
+        ranks: global ranks with this one among them, one dim for each axis.
+        axes: names.
+        groups: existing groups, by axis; new ones are added.  All axes of one rank share a group.
+    """
+    own_groups = []
+    for dim, (axis, size) in enumerate(zip(axes, ranks.shape, strict=True)):
+        name = axis if size > 1 else "this rank"
+        if name not in groups:
+            groups[name] = create_group(device, ranks.movedim(dim, -1).reshape(-1, size), name)
+        own_groups.append(groups[name])
+    return DeviceMesh.from_group(own_groups, device, ranks.contiguous(), mesh_dim_names=axes)

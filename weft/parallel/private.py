@@ -17,8 +17,7 @@ not listed have no public counterpart that we know.
                         torch.compile), the gradients of `weft.parallel.collectives` (#168140)
     after torch 2.13    `run_schedule` (lists of microbatches: #188500), `set_max_active_stages`
                         (an argument of schedules: #193972)
-    not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909), public names of
-                        `get_flat_group` and `unflatten_axis` (#169381)
+    not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909)
 """
 
 from __future__ import annotations
@@ -194,6 +193,38 @@ def create_gloo_group(prefix: str, rank: int, size: int, address: str, timeout: 
     return gloo(PrefixStore(name, store), rank, size, options)
 
 
+def create_group(device: str, rows: Tensor, name: str) -> Any:
+    """Create this rank's group of a partition of all ranks; a collective.
+
+    The group has one backend, with the timeout that this backend has in the world.  NCCL splits the
+    communicator of the world, once for all rows and without the store.  The ranks of a gloo group
+    meet in the store: 2 n + 1 requests for each of n ranks.
+
+    `DeviceMesh` calls `split_group` instead if `init_process_group` got a device.  That splits the
+    world's gloo as well, with the options of NCCL, so gloo gets torch's default timeout, and meets
+    once more per axis (pytorch#182057).  Without a device `DeviceMesh` calls `new_group` for every
+    row, with torch's default timeout.
+
+    Args:
+        device: "cpu" or "cuda".
+        rows: int64, the global ranks of one group in each row; this rank needs only its own.
+        name: mesh axis.
+    """
+    world: Any = dist.group.WORLD
+    if rows.shape[1] == world.size():
+        return world
+    ranks: list[int] = rows[(rows == dist.get_rank()).any(1)][0].tolist()
+    backend = dict(pair.split(":") for pair in dist.get_backend_config().split(","))[device]
+    timeout = getattr(world._get_backend(torch.device(device)).options, "_timeout", None)
+    return dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=name)
+
+
+def to_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Move a tensor to a device on which ``group`` communicates, unless it is on one."""
+    devices = [d.type for d in (group or dist.group.WORLD)._device_types]  # type: ignore[union-attr]
+    return tensor if tensor.device.type in devices else tensor.to(devices[0])
+
+
 # --------------------------------------------------------------------------- optimizers
 
 
@@ -212,16 +243,6 @@ def set_found_inf(optimizer: Any, found_inf: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------- meshes and FSDP
-
-
-def get_flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """Return the group over several mesh axes; collective over all ranks."""
-    return mesh[axes]._flatten().get_group()
-
-
-def unflatten_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Split a one-axis mesh into several axes; collective over all ranks."""
-    return mesh._unflatten(0, sizes, names)
 
 
 def use_reshard_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
@@ -600,9 +621,7 @@ def dump_memory_snapshot(path: Path) -> None:
 
 def get_group_ranks(name: str) -> list[int]:
     """Return the ranks of the process group of that name."""
-    from torch.distributed import distributed_c10d
-
-    private: Any = distributed_c10d
+    private: Any = dist.distributed_c10d
     return dist.get_process_group_ranks(private._resolve_process_group(name))
 
 

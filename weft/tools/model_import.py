@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,10 @@ def import_source(plan: Plan, source: ModelSource | None, console: Console) -> P
     return dataclasses.replace(plan, job=job)
 
 
-def import_on_rank_0(plan: Plan, console: Console, force: bool = False) -> Plan:
+def import_on_rank_0(
+    plan: Plan, console: Console, group: dist.ProcessGroup, force: bool = False
+) -> Plan:
     """Import the model on rank 0 of ranks that another launcher started; a collective."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # an import may take long
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

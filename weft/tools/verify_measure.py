@@ -407,7 +407,11 @@ def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> Tens
 
 def _full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    moved: Any = tensor.to(tensor.device_mesh.device_type)  # NCCL does not gather from the CPU
+    full: Tensor = moved.full_tensor().to(tensor.device)
+    return full.clone()
 
 
 @torch.no_grad()

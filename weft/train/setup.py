@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +54,7 @@ class Rank:
 def _rendezvous() -> dict[str, Any]:
     """Return arguments of init_process_group; none if torch's own rendezvous suffices."""
     if not is_launched_rank():
-        untyped: Any = dist
-        return {"store": untyped.HashStore(), "rank": 0, "world_size": 1}
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}  # the launcher serves the store
@@ -74,7 +74,7 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
     if deterministic:
         enable_determinism()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    rendezvous = _rendezvous()
+    rendezvous = _rendezvous() | {"timeout": collective_timeout(plan.job.resilience.step_timeout)}
     configure_flight_recorder(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
         # A scheduler may make only its own GPU visible to each rank.
@@ -92,6 +92,16 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
             yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
+
+
+def collective_timeout(step_timeout: float | str) -> timedelta:
+    """Return the time limit of collectives, above the limits of the watchdog.
+
+    It is torch's default, or twice the limit outside of steps.  If steps have no limit, it is a
+    week.
+    """
+    limit = 0.0 if isinstance(step_timeout, str) else step_timeout or 30_000.0
+    return timedelta(seconds=max(1800.0, 20 * limit))
 
 
 def enable_determinism() -> None:
