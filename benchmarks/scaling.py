@@ -45,7 +45,7 @@ from weft.data.loader import Loader, Mixture, TokenChunks
 from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import reduce_result
 from weft.monitor.stragglers import StragglerDetector, gather_rows
-from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
+from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build
@@ -128,8 +128,8 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         begin_time, elapsed["others"] = time.process_time(), 0.0
         share = train_step.forward_backward(loader.get_microbatches(consumed))
         result = reduce_result(share, *compute_grad_norm(params))
-        clip_grads_with_norm(params, result.grad_norm, 1.0)
-        masked_step(optimizer, ~result.loss_and_norm.isfinite().all())
+        is_bad = ~result.loss_and_norm.isfinite().all()
+        masked_step(optimizer, is_bad, clip_scale(result.grad_norm, 1.0))
         optimizer.zero_grad()
         consumed += ranks
         own.append(time.process_time() - begin_time - elapsed["others"])

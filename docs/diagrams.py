@@ -290,7 +290,7 @@ def step() -> str:
         ),
         (
             "Update",
-            exists("optim.optimizer", "clip_grad_norm"),
+            exists("optim.optimizer", "masked_step"),
             "all axes: the squared gradient norm",
             f"weights and moments in float32: {share}, and twice that",
         ),

@@ -110,18 +110,17 @@ def check_many(
 def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
     assert many["loss"] == pytest.approx(one["loss"], rel=tolerance), layout
     assert many["norm"] == pytest.approx(one["norm"], rel=tolerance), layout
-    for kind in ("grads", "clipped"):
-        assert many[kind].keys() == one[kind].keys(), layout
-        for name, grad in one[kind].items():
-            scale = grad.abs().max()
-            assert scale > 0, name
-            torch.testing.assert_close(
-                many[kind][name] / scale,
-                grad / scale,
-                rtol=0,
-                atol=tolerance,
-                msg=lambda text, name=name: f"{kind} of {name} in {layout}: {text}",  # noqa: B023
-            )
+    assert many["grads"].keys() == one["grads"].keys(), layout
+    for name, grad in one["grads"].items():
+        scale = grad.abs().max()
+        assert scale > 0, name
+        torch.testing.assert_close(
+            many["grads"][name] / scale,
+            grad / scale,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"gradient of {name} in {layout}: {text}",
+        )
 
 
 def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:

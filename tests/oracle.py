@@ -46,7 +46,7 @@ from weft.data.loader import (
 )
 from weft.data.token_store import Manifest, Shard, Split, Store
 from weft.optim.optimizer import (
-    clip_grads_with_norm,
+    clip_scale,
     compute_grad_norm,
     learning_rate,
     masked_step,
@@ -923,7 +923,6 @@ class _Comparison:
             yield from self._gradients(step, rows, known, loss.item(), local)
             yield from self._metrics(step, rows, known)
             norm, _ = compute_grad_norm(params)
-            clip_grads_with_norm(params, norm, self.job.optim.max_grad_norm)
             lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.lr_decay)
             if abs(lr - rate(step, self.job)) > 1e-9 * self.job.optim.lr:
                 yield Departure(
@@ -932,7 +931,8 @@ class _Comparison:
                     "optim/optimizer.py",
                 )
             set_learning_rate(self.built.optimizer, lr)
-            masked_step(self.built.optimizer, torch.tensor(False))
+            scale = clip_scale(norm, self.job.optim.max_grad_norm)
+            masked_step(self.built.optimizer, torch.tensor(False), scale)
             engine.balance.reduce_loads()
             engine.balance.step(torch.tensor(False))
             yield from self._update(step, local, norm.item())

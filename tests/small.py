@@ -20,7 +20,7 @@ from weft.config.reader import read_job, recipe_names
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, build_mixture
-from weft.optim.optimizer import clip_grad_norm
+from weft.optim.optimizer import compute_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.plan.model_config import REQUIRED
 from weft.plan.plan import Machine, Plan
@@ -114,44 +114,16 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     )
     dist.all_reduce(loss)
     params = dict(trainable_parameters(built.model_parts))
-    before = {name: local(param.grad).clone() for name, param in params.items()}
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-    norm = clip_grad_norm(params.values(), 1e-3, stages)
-    both = {name: whole_pair(before[name], param.grad) for name, param in params.items()}
-    grads, clipped = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
-    return {"loss": loss.item(), "norm": norm.item(), "grads": grads, "clipped": clipped}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_pair(part: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather a tensor and a local shard with the same sharding, in one collective."""
-    pair = torch.stack((part, local(tensor)), dim=-1)
-    if isinstance(tensor, DTensor):
-        shape = torch.Size((*tensor.shape, 2))
-        stride = torch.empty(shape, device="meta").stride()
-        pair = DTensor.from_local(
-            pair,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=shape,
-            stride=stride,
-        ).full_tensor()
-    first, second = pair.unbind(-1)
-    return first.contiguous(), second.contiguous()
+    norm, _ = compute_grad_norm([*params.values()], stages)
+    grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
+    return {"loss": loss.item(), "norm": norm.item(), "grads": grads}
 
 
 def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the gradients of other ranks' pipeline stages to each rank's `gradients`."""
     return [
-        rank
-        | {
-            kind: {name: grad for other in [*ranks, rank] for name, grad in other[kind].items()}
-            for kind in ("grads", "clipped")
-        }
+        rank | {"grads": {n: grad for each in [*ranks, rank] for n, grad in each["grads"].items()}}
         for rank in ranks
     ]
 

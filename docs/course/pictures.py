@@ -71,7 +71,7 @@ def kind_of(name: str, args: dict[str, object]) -> str | None:
             return "forward"
         case "B" | "I" | "W":
             return "backward"
-    if name in ("gradient norm", "clip", "optimizer"):
+    if name in ("gradient norm", "optimizer"):
         return "optimizer"
     return "other" if name == "loss" else None
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from weft.estimate.trace import (
 )
 from weft.estimate.trace_memory import peak_live_bytes, simulate_memory
 from weft.models import llama
-from weft.optim.optimizer import clip_grad_norm
+from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
@@ -129,8 +130,9 @@ def step(built: Built, job: Job, plan: Plan) -> None:
     built.train_step.forward_backward(empty_batches(plan))
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     params = [param for _, param in trainable_parameters(built.model_parts)]
-    clip_grad_norm(params, job.optim.max_grad_norm, stages)
-    built.optimizer.step()
+    norm, _ = compute_grad_norm(params, stages)
+    scale = clip_scale(norm, job.optim.max_grad_norm)
+    masked_step(built.optimizer, torch.tensor(False), scale)
     built.optimizer.zero_grad()
 
 

@@ -50,7 +50,7 @@ from weft.estimate.private_trace import fake_process_group, find_group_name
 from weft.estimate.trace import empty_batches
 from weft.models import layers
 from weft.monitor.anomaly import reduce_result
-from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, masked_step
+from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import apply, block_attention
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import parse_cluster
@@ -391,8 +391,8 @@ def count_step(plan: Plan) -> Step:
             loss = built.train_step.forward_backward(batches)
             result = reduce_result(loss, *compute_grad_norm(params, built.pp_group))
             counter.in_optimizer = True
-            clip_grads_with_norm(params, result.grad_norm, plan.job.optim.max_grad_norm)
             is_bad = ~result.loss_and_norm.isfinite().all()
-            masked_step(built.optimizer, is_bad)
+            scale = clip_scale(result.grad_norm, plan.job.optim.max_grad_norm)
+            masked_step(built.optimizer, is_bad, scale)
             built.train_step.balance.step(is_bad)
     return counter.step

@@ -66,7 +66,7 @@ from weft.data.loader import (
 from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family
-from weft.optim.optimizer import clip_grads_with_norm, compute_grad_norm, set_learning_rate
+from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step, set_learning_rate
 from weft.plan.model_config import resolve_model
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
@@ -1122,7 +1122,9 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
         grad,
         (first, second, ranges),
         torch.zeros(()),
-        lean.AdamWOptions(torch.zeros(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0),
+        lean.AdamWOptions(
+            torch.zeros(()), torch.ones(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0
+        ),
         lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )
     return torch.cat([first.int(), second.int()], dim=1)
@@ -1403,9 +1405,8 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     params = [p for _, p in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     norm, _ = compute_grad_norm(params, stages)
-    clip_grads_with_norm(params, norm, 1.0)
     set_learning_rate(built.optimizer, 0.01)
-    built.optimizer.step()
+    masked_step(built.optimizer, torch.tensor(False), clip_scale(norm, 1.0))
     built.train_step.balance.reduce_loads()
     built.train_step.balance.step()
     built.optimizer.zero_grad()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from weft.config.errors import InvalidConfig, WeftError
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
-from weft.optim.optimizer import clip_grad_norm
+from weft.optim.optimizer import compute_grad_norm
 from weft.plan.plan import Plan
 from weft.tools import verify_measure as measure
 from weft.tools.local_ranks import RanksFailed, run_ranks
@@ -284,10 +284,10 @@ def report_the_loss_twice(built: Built, plan: Plan) -> None:
 
 
 def leave_one_out_of_the_norm(built: Built, plan: Plan) -> None:
-    def broken(params: Iterable[nn.Parameter], limit: float, stages: Any) -> Tensor:
-        return clip_grad_norm(list(params)[1:], limit, stages)
+    def broken(params: Sequence[nn.Parameter], stages: Any) -> tuple[Tensor, Tensor]:
+        return compute_grad_norm(params[1:], stages)
 
-    measure.clip_grad_norm = broken  # type: ignore[assignment]  # in this rank's process only
+    measure.compute_grad_norm = broken  # type: ignore[assignment]  # in this rank's process only
 
 
 def leave_one_out_of_the_update(built: Built, plan: Plan) -> None:

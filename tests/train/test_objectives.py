@@ -139,7 +139,7 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
         results["plain"] = plain_dpo(built.model_parts[0], batches, job.train.dpo_beta)
-    return results | {"loss": loss.item(), "grads": grads, "clipped": {}}
+    return results | {"loss": loss.item(), "grads": grads}
 
 
 def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, Any]:

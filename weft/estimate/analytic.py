@@ -310,8 +310,8 @@ class DecoderFormulas:
         local_params += self.table_params * max(
             (0 in stages) + (len(counts) - 1 in stages) for stages in stages_by_rank
         )
-        # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
-        traffic = 40 * (local_params / self.optimizer_shards)
+        # The norm reads gradients; AdamW reads and writes gradient, weight and both moments.
+        traffic = 36 * (local_params / self.optimizer_shards)
         optimizer_work = Work(traffic_bytes=traffic, kernels=60)
         num_microbatches, tokens = self.num_microbatches, plan.tokens_per_step
         if plan.pp == 1:

@@ -49,7 +49,7 @@ from weft.estimate.op_recorder import (
 from weft.estimate.private_trace import fake_process_group, local_tensor
 from weft.estimate.trace_cache import load_or_compute
 from weft.optim import lean
-from weft.optim.optimizer import clip_grad_norm
+from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import get_group_ranks
 from weft.plan.pipeline_schedule import (
@@ -122,7 +122,6 @@ def record_step(
         group_size: number of blocks that count as one.
         device: device of the run; on "cuda" the optimizer's updates are compiled.
     """
-    job = plan.job
     family = plan.family
     recorder = OpRecorder(mode)
     params = [param for _, param in trainable_parameters(built.model_parts)]
@@ -154,7 +153,7 @@ def record_step(
             ):
                 loss = built.train_step.forward_backward(batches)
             recorder.location = OpLocation(0, "clip", 0)
-            norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
+            norm, _ = compute_grad_norm(params, stages)
             grads = [param.grad for param in params]
             assert all(grad is not None for grad in grads)
             gradients = frozenset(
@@ -162,7 +161,8 @@ def record_step(
             )
             del grads
             recorder.location = OpLocation(0, "optimizer", 0)
-            built.optimizer.step()
+            scale = clip_scale(norm, plan.job.optim.max_grad_norm)
+            masked_step(built.optimizer, torch.tensor(False), scale)
             recorder.location = OpLocation(0, "end", 0)
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()

@@ -64,9 +64,11 @@ class LowPrecisionAdamW(Optimizer):
     Loaded moments have the saved dtype until `convert_loaded_state` is called.
     """
 
-    # Protocol of torch's GradScaler: if `found_inf`, on the device, is true, nothing changes.
+    # Protocol of torch's GradScaler: gradients are divided by `grad_scale`, on the device, and if
+    # `found_inf` is true, nothing changes.
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -86,9 +88,11 @@ class LowPrecisionAdamW(Optimizer):
         """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
         index, found_inf = 0, torch.zeros(()) if self.found_inf is None else self.found_inf
+        scale = torch.ones(()) if self.grad_scale is None else self.grad_scale
         for group in self.param_groups:
             lr, (beta1, beta2) = torch.tensor(group["lr"]), group["betas"]
-            options = AdamWOptions(found_inf, lr, beta1, beta2, group["eps"], group["weight_decay"])
+            decay = group["weight_decay"]
+            options = AdamWOptions(found_inf, scale, lr, beta1, beta2, group["eps"], decay)
             names = group.get("names") or [None] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
                 index += 1
@@ -106,7 +110,8 @@ class LowPrecisionAdamW(Optimizer):
             self._allocate(param, group, state)
         if param not in self._offsets:
             self._offsets[param] = tuple(shard_offsets(param))
-        options = options._replace(found_inf=options.found_inf.to(local.device))
+        found_inf, scale = (each.to(local.device) for each in options[:2])
+        options = options._replace(found_inf=found_inf, grad_scale=scale)
         if local.numel() == 0:  # counts its steps as ranks with a shard do
             state["step"] += ~(options.found_inf > 0)
             return
@@ -343,6 +348,7 @@ class AdamWOptions(NamedTuple):
     """Options of a parameter group, and whether to skip the step."""
 
     found_inf: Tensor  # if true, the update changes nothing
+    grad_scale: Tensor  # divides gradients
     lr: Tensor
     beta1: float
     beta2: float
@@ -410,9 +416,9 @@ def _adamw(
     options: AdamWOptions,
 ) -> tuple[Tensor, Tensor]:
     """Update a parameter and its step count in place; return the new float32 moments."""
-    found_inf, lr, beta1, beta2, eps, weight_decay = options
+    found_inf, grad_scale, lr, beta1, beta2, eps, weight_decay = options
     skip = found_inf > 0
-    grad = grad.float().masked_fill(skip, 0.0)
+    grad = (grad.float() / grad_scale).masked_fill(skip, 0.0)
     step += ~skip
     old = param.float()
     new_first = torch.where(skip, first, first.lerp(grad, 1 - beta1))

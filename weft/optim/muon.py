@@ -77,7 +77,7 @@ class Muon(torch.optim.AdamW):
                 lr: Any = group_by_param[param]["lr"]
                 local = to_local(param).detach()
                 if (found_inf := getattr(self, "found_inf", None)) is not None:
-                    lr = lr * (1 - found_inf.to(local.device))
+                    lr = lr * (1 - found_inf)
                 local.mul_(1 - lr * group_by_param[param]["weight_decay"])
                 local.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape))))
 
@@ -85,13 +85,15 @@ class Muon(torch.optim.AdamW):
         """Return the Nesterov momentum; zeros if the step is skipped."""
         assert param.grad is not None
         grad, state = to_local(param.grad), self.state[param]
+        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
+            grad = grad / grad_scale
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
         buffer = to_local(state["momentum_buffer"])
         if (found_inf := getattr(self, "found_inf", None)) is None:
             buffer.lerp_(grad, 1 - self.momentum)
             return grad.lerp(buffer, self.momentum)
-        skip = found_inf.to(grad.device) > 0  # on another device under parallel.cpu_offload
+        skip = found_inf > 0
         buffer.copy_(torch.where(skip, buffer, buffer.lerp(grad, 1 - self.momentum)))
         return grad.lerp(buffer, self.momentum).masked_fill(skip, 0.0)
 

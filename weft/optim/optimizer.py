@@ -15,7 +15,7 @@ from weft.config.schema import OptimSection
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.muon import Muon
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
-from weft.parallel.private import set_found_inf, to_group_device
+from weft.parallel.private import set_grad_scaling, to_group_device
 
 # (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
 # parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of the
@@ -130,33 +130,41 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 # --------------------------------------------------------------------------- a step
 
 
-def masked_step(optimizer: Optimizer, skip: torch.Tensor) -> None:
-    """Run ``optimizer.step()``, without effect if ``skip`` is true.
+def masked_step(
+    optimizer: Optimizer, skip: torch.Tensor, grad_scale: torch.Tensor | None = None
+) -> None:
+    """Run ``optimizer.step()`` on divided gradients, without effect if ``skip``.
 
-    ``skip`` is a bool on the device.  Parameters, moments and step counts then keep their bits.  A
-    fused optimizer reads the flag on the device; for any other the host waits.
-    """
-    if set_found_inf(optimizer, skip) or not skip:
-        optimizer.step()
-
-
-def clip_grad_norm(
-    params: Iterable[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Scale all gradients in place to a global L2 norm of at most ``max_norm``.
+    ``skip`` is a bool on the device.  If it is true, parameters, moments and step counts keep their
+    bits.  A fused optimizer reads both values on the device, and divides gradients as it reads
+    them.  For any other the host waits, and a separate pass divides.  Either may also write the
+    divided gradients.
 
     Args:
-        params: parameters with gradients.
-        max_norm: maximum norm; 0: no limit.
-        pp_group: pipeline-parallel group; None without pipeline parallelism.
+        optimizer: any optimizer.
+        skip: see above.
+        grad_scale: see `clip_scale`; None: gradients are not divided.
+    """
+    if not set_grad_scaling(optimizer, skip, grad_scale):
+        if skip:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [to_local(param.grad) for param in params if param.grad is not None]
+        if grads and grad_scale is not None:
+            torch._foreach_div_(grads, grad_scale)
+    optimizer.step()
+
+
+def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
+    """Return the divisor that clips gradients of global norm ``norm`` to ``max_norm``.
+
+    The host does not read the norm, which would stall the device.  A norm below the limit gives
+    exactly one.
 
     Returns:
-        The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
+        A scalar as ``norm``; None if ``max_norm`` is 0, no limit.
     """
-    params = list(params)
-    norm, _ = compute_grad_norm(params, pp_group)
-    clip_grads_with_norm(params, norm, max_norm)
-    return norm
+    return None if max_norm == 0 else ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 @torch.no_grad()
@@ -209,22 +217,3 @@ def compute_grad_norm(
         dist.all_reduce(total := to_group_device(total, pp_group), group=pp_group)
     local_total = torch.stack(local_squares).sum() if local_squares else zero
     return total.sqrt().to(zero.device), local_total.sqrt()
-
-
-@torch.no_grad()
-def clip_grads_with_norm(
-    params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float
-) -> None:
-    """Scale all gradients in place from ``norm`` down to ``max_norm``, if it is above.
-
-    A ``max_norm`` of 0 leaves them unchanged.
-    """
-    if max_norm == 0:
-        return
-    # As in torch, a norm below the limit multiplies by exactly one.  The host does not read the
-    # norm, which would stall the device.
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    grads = [param.grad for param in params if param.grad is not None]
-    local_grads = [to_local(grad) for grad in grads]
-    if local_grads:
-        torch._foreach_mul_(local_grads, scale)

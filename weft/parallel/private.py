@@ -228,17 +228,27 @@ def to_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 # --------------------------------------------------------------------------- optimizers
 
 
-def set_found_inf(optimizer: Any, found_inf: Tensor) -> bool:
-    """Make the next step of a fused optimizer a no-op if ``found_inf`` is true.
+def set_grad_scaling(optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None) -> bool:
+    """Make the next step of a fused optimizer divide gradients, or be a no-op.
 
-    The value stays on the device.  torch's GradScaler uses the same attributes.
+    torch's GradScaler uses the same attributes.  torch's kernels also write the divided gradients,
+    but not in a step that is a no-op.
+
+    Args:
+        optimizer: any optimizer; its parameters are on one device.
+        found_inf: true makes the step a no-op.
+        grad_scale: float32 scalar by which gradients are divided; None: they are not.
 
     Returns:
         False if the optimizer does not support it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    optimizer.found_inf = found_inf.float()
+    # Under `parallel.cpu_offload` the host waits for the values here: torch's optimizers copy them
+    # without a wait, and would read memory that is not written yet.
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.found_inf = found_inf.to(device, torch.float32)
+    optimizer.grad_scale = None if grad_scale is None else grad_scale.to(device)
     return True
 
 

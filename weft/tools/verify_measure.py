@@ -56,7 +56,13 @@ from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
 from weft.monitor.layer_stats import finite_or_inf, hook_forward, safe_ratio
 from weft.optim.lean import LowPrecisionAdamW
-from weft.optim.optimizer import clip_grad_norm, learning_rate, set_learning_rate
+from weft.optim.optimizer import (
+    clip_scale,
+    compute_grad_norm,
+    learning_rate,
+    masked_step,
+    set_learning_rate,
+)
 from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Plan
@@ -188,10 +194,11 @@ class _Training:
         if noise is not None:  # rounding in the optimizer, which Muon amplifies
             noise.perturb_gradients(params.values(), torch.finfo(torch.float32).eps)
         stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-        norm = clip_grad_norm(params.values(), plan.job.optim.max_grad_norm, stages)
+        norm, _ = compute_grad_norm([*params.values()], stages)
         lr = learning_rate(step, plan.num_steps, plan.job.optim, built.lr_decay)
         set_learning_rate(built.optimizer, lr)
-        built.optimizer.step()
+        scale = clip_scale(norm, plan.job.optim.max_grad_norm)
+        masked_step(built.optimizer, torch.tensor(False), scale)
         if noise is not None:
             noise.perturb_optimizer_states(built.optimizer)
         built.train_step.balance.reduce_loads()

@@ -55,7 +55,7 @@ from weft.monitor.signals import Votes
 from weft.monitor.spans import span
 from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import (
-    clip_grads_with_norm,
+    clip_scale,
     compute_grad_norm,
     learning_rate,
     masked_step,
@@ -172,11 +172,9 @@ def optimizer_step(
     lr = learning_rate(step, run.plan.num_steps, optim, run.built.lr_decay)
     set_learning_rate(optimizer, lr)
     if anomaly is None or anomaly.action != "skip":
-        with span("clip"):
-            clip_grads_with_norm(run.params, result.grad_norm, optim.max_grad_norm)
         with span("optimizer"):
             is_bad = ~result.loss_and_norm.isfinite().all()  # the host does not know it yet
-            masked_step(optimizer, is_bad)
+            masked_step(optimizer, is_bad, clip_scale(result.grad_norm, optim.max_grad_norm))
             run.built.train_step.balance.step(is_bad)
         run.metrics.add_step()
     zero_grad(run)
