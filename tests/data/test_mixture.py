@@ -11,7 +11,7 @@ from tests.data.test_loader import SEPARATOR, equal, join, make_stream
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import DataSection
-from weft.data.dataset import derive_source_names, open_dataset
+from weft.data.dataset import open_dataset
 from weft.data.loader import (
     IGNORE_INDEX,
     ROUND_SIZE,
@@ -24,6 +24,7 @@ from weft.data.loader import (
     evaluation_batches,
     sample_index,
 )
+from weft.data.mixture import derive_source_names
 from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import TokenStream
 from weft.train.job_checks import prepare_job

@@ -8,7 +8,6 @@ A mixture is a directory like a store::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -114,11 +113,3 @@ def _read_mixture(directory: Path) -> list[_MixtureEntry]:
     except (ValidationError, RecursionError):
         rule = f"{MIXTURE_FILE} was not written by weft, or is damaged"
     raise InvalidConfig([damaged_store_error(directory, rule)])
-
-
-def derive_source_names(paths: Sequence[str]) -> list[str]:
-    """Return a short name per path: its stem, or the full path if ambiguous."""
-    short = [Path(path.rstrip("/")).name.partition(".")[0] or path for path in paths]
-    return [
-        name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)
-    ]

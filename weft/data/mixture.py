@@ -9,7 +9,7 @@ from pathlib import Path
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.files import write_durably
-from weft.data.dataset import MIXTURE_FILE, Dataset, derive_source_names, open_dataset
+from weft.data.dataset import MIXTURE_FILE, Dataset, open_dataset
 from weft.data.token_store import TOKENIZER_FILE, Store
 
 
@@ -37,3 +37,11 @@ def write_mixture(
         write_durably(directory / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
         write_durably(directory / MIXTURE_FILE, data)
     return open_dataset(directory)
+
+
+def derive_source_names(paths: Sequence[str]) -> list[str]:
+    """Return a short name per path: its stem, or the full path if ambiguous."""
+    short = [Path(path.rstrip("/")).name.partition(".")[0] or path for path in paths]
+    return [
+        name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)
+    ]
