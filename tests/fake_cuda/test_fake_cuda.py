@@ -30,18 +30,31 @@ def fused(counts: dict[str, Any]) -> tuple[int, int]:
     )
 
 
-def test_blocks_with_broken_graphs_are_captured_in_recomputation() -> None:
-    """Context parallelism breaks a block's graph; all of its parts are compiled nevertheless."""
-    counts = count("llama3-405b-4d-65k", "model.num_layers=8")
+CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
+# Recipes with few layers, whether they are compiled, and their fused exchanges of a block: the graph
+# of a block's forward and that of its backward, which recomputes it; under context parallelism the
+# parts of both.
+RECIPES = {
+    ("llama3-8b-8gpu-float8", "model.num_layers=2"): (True, (0, 0)),
+    ("llama3-70b-async-tp", "model.num_layers=2"): (True, (11, 11)),
+    ("llama3-405b-4d-65k", "model.num_layers=8"): (True, (8, 8)),
+    ("qwen3-30b-a3b", "model.num_layers=2"): (False, (0, 0)),
+}
+
+
+@pytest.mark.parametrize(("recipe", "layers"), RECIPES)
+def test_step_is_captured_and_fused_and_waits_for_nothing(recipe: str, layers: str) -> None:
+    is_compiled, exchanges = RECIPES[recipe, layers]
+    counts = count(recipe, layers)
     assert counts["host_waits"] == {}
-    assert len(counts["graphs"]) >= 5
-    assert counts["compiled_operators"] > 500
-    assert counts["float8_casts"]["compiled"] > counts["float8_casts"].get("eager", 0)
-    # One kernel for the rank's own keys, and one for those of the other rank.
+    # The 405B keeps its parameters gathered for all microbatches.
+    assert (counts["prefetched"] > 0) == ("405b" not in recipe)
+    assert fused(counts) == exchanges
+    assert (counts["compiled_operators"] > 500) == is_compiled
+    # Under context parallelism: the rank's own keys, and those of the other rank.
     assert set(counts["attention"]) == {CUDNN, f"{CUDNN}_backward"}
 
 
-CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
 LARGE_TENSORS = """
 from torch.utils._pytree import tree_leaves
 from tests.fake_cuda import step
@@ -92,10 +105,8 @@ BFLOAT16 = (*SMALL, "precision.float8=none")
 
 
 @pytest.mark.slow
-def test_asynchronous_tensor_parallelism_fuses_exchanges() -> None:
-    assert fused(count(*BFLOAT16)) == (9, 11)
-    # The casts to float8 come after the gathers, so these are not fused.
-    assert fused(count(*SMALL)) == (3, 11)
+def test_bfloat16_exchanges_are_fused() -> None:
+    assert fused(count(*BFLOAT16)) == (11, 11)
 
 
 CAST_AFTER_GATHER = """
@@ -126,6 +137,36 @@ def forward(self, x):
     return norm(self, x)
 layers.RMSNorm.forward = forward
 """
+
+
+DROPPED_PREFETCH = """
+from weft.parallel import data_parallel
+data_parallel._set_prefetch = lambda *args: None
+"""
+
+
+@pytest.mark.slow
+def test_fault_dropped_prefetch_is_found() -> None:
+    step = ("llama3-8b-8gpu-compile", "model.num_layers=6")
+    # All but the gathers of the root, of the first block and of the first one in backward.
+    assert (counts := count(*step))["prefetched"] == counts["fsdp_gathers"] - 3 == 10
+    assert count(*step, fault=DROPPED_PREFETCH)["prefetched"] == 5
+
+
+CAST_AFTER_CAST = """
+from weft.parallel import float8_tensor_parallel
+gather = float8_tensor_parallel._gather
+def gather_and_copy(*args):
+    x = gather(*args)
+    x._data = x._data.float().to(x._data.dtype)
+    return x
+float8_tensor_parallel._gather = gather_and_copy
+"""
+
+
+@pytest.mark.slow
+def test_fault_cast_between_float8_gather_and_product_is_found() -> None:
+    assert fused(count(*SMALL, fault=CAST_AFTER_CAST)) == (5, 11)
 
 
 @pytest.mark.slow
