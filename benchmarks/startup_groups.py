@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def run_rank(rank: int, sizes: dict[str, int], port: int, way: str, counted: boo
     ranks = torch.arange(torch.tensor(list(sizes.values())).prod().item())
     client = untyped.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
     store = CountingStore(client) if counted else client
-    grid, groups, results = ranks.view(*sizes.values()), {}, []
+    grid, results = ranks.view(*sizes.values()), []
+    groups: Groups = {}
 
     def measure(name: str, create: Callable[[], Any]) -> None:
         if dist.is_initialized():
@@ -105,12 +107,12 @@ def run_rank(rank: int, sizes: dict[str, int], port: int, way: str, counted: boo
         results.append((name, *times, store.requests.total() - before if counted else 0))
 
     backend = "cpu:gloo,cuda:fake" if way == "weft cuda" else "cpu:gloo"
-    here = {"store": store, "rank": rank, "world_size": len(ranks), "timeout": TIMEOUT}
-    measure("world", lambda: dist.init_process_group(backend, **here))
+    here: dict[str, Any] = {"store": store, "rank": rank, "timeout": TIMEOUT}
+    measure("world", lambda: dist.init_process_group(backend, world_size=len(ranks), **here))
     measure("save", lambda: dist.new_group(backend="cpu:gloo"))
     for dim, (axis, size) in enumerate(sizes.items()):
         rows = grid.movedim(dim, -1).reshape(-1, size)
-        measure(axis, lambda rows=rows, axis=axis: create_axis(way, rows, axis, groups))
+        measure(axis, partial(create_axis, way, rows, axis, groups))
     dist.barrier()
     return results
 
@@ -146,7 +148,7 @@ def run_ranks(sizes: dict[str, int], way: str, counted: bool) -> list[list[Any]]
             Path(directory, str(rank)).write_text(json.dumps(result))
 
         number = torch.tensor(list(sizes.values())).prod().item()
-        children = [fork(lambda rank=rank: run(rank)) for rank in range(int(number))]
+        children = [fork(partial(run, rank)) for rank in range(int(number))]
         try:
             statuses = [os.waitpid(child, 0)[1] for child in children]
             assert not any(statuses), statuses
@@ -188,8 +190,8 @@ def build_device_meshes(plan: Plan) -> None:
         rows = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         DeviceMesh("cpu", rows, mesh_dim_names=("other", "cp"))
     if plan.ep > 1:
-        shape = (*shape[:2], shape[2] // plan.ep, plan.ep, plan.tp)
-        DeviceMesh("cpu", ranks.reshape(shape), mesh_dim_names=EXPERT_AXES)
+        expert_shape = (*shape[:2], shape[2] // plan.ep, plan.ep, plan.tp)
+        DeviceMesh("cpu", ranks.reshape(expert_shape), mesh_dim_names=EXPERT_AXES)
 
 
 def group_sizes(plan: Plan, build: Callable[[Plan], Any]) -> list[int]:

@@ -39,6 +39,22 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
     assert swept == pytest.approx(norm + update, rel=1e-3)
 
 
+def test_compiled_loss_has_no_float32_logits() -> None:
+    """The trace has the tensors that a compiled step allocates."""
+    sizes = {}
+    for enable in ("false", "true"):
+        keys = [("model.num_layers", "4"), ("train.seq_len", "1024"), ("compile.enable", enable)]
+        job, _, errors = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
+        cluster = parse_cluster("1x2xH100")
+        assert not errors
+        plan = resolve(job, cluster_machine(cluster))
+        logits = plan.microbatch_size * plan.seq_len * plan.model.vocab_size
+        sizes[enable] = {event.bytes / logits for event in trace_ranks(plan)[0].op_trace.events}
+    assert {2.0, 4.0} <= sizes["false"]
+    assert 2.0 in sizes["true"]
+    assert 4.0 not in sizes["true"]
+
+
 # Gathers and scatters in a block's forward and backward pass: fused, and all.  Counted in graphs by
 # inductor's own pass: `python -m tests.fake_cuda RECIPE KEY=VALUE`.  With graph breaks, backward
 # runs the forward graphs again.

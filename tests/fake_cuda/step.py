@@ -3,10 +3,10 @@
 The rank is rank 0 of the recipe's own world.  `weft.train.setup` builds it and `weft.train.step`
 runs its microbatches; the gradient norm, clipping and the update follow as in `weft.train.loop`.
 
-*torch.compile.*  Dynamo captures the blocks, and AOTAutograd makes and splits their graphs, as for
-inductor.  In place of inductor, `GraphCounter` counts the operators of each graph, applies
-inductor's pass for asynchronous tensor parallelism to a copy, and lets the graph run operator by
-operator.
+*torch.compile.*  Dynamo captures blocks, loss and updates, and AOTAutograd makes and splits their
+graphs, as for inductor.  In place of inductor, `GraphCounter` counts the operators of each graph,
+applies inductor's pass for asynchronous tensor parallelism to a copy, and lets the graph run
+operator by operator.
 
 *Attention.*  PyTorch chooses the kernel in code that a CPU build lacks.  `choose_attention` and
 `choose_kernel` choose as it would on Hopper with weft's order
@@ -27,7 +27,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,6 +51,7 @@ from weft.models import layers
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import apply, block_attention
+from weft.parallel import compile as compiling
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import parse_cluster
 from weft.plan.plan import Plan
@@ -208,6 +208,7 @@ class GraphCounter:
         from torch._inductor.decomposition import select_decomp_table
 
         self.counter, self.async_tp = counter, async_tp
+        self.functions: dict[Callable[..., Any], Any] = {}
         self.backend = aot_autograd(
             fw_compiler=self._compiler("forward"),
             bw_compiler=self._compiler("backward"),
@@ -240,11 +241,12 @@ class GraphCounter:
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=fullgraph, backend=self.backend)
 
-    @cache  # noqa: B019 (one counter per process)
-    def compile_function(self, function: Callable[..., Any], _: str) -> Callable[..., Any]:
+    def compile_function(self, function: Callable[..., Any], dynamic: bool = False) -> Any:
         """Stand in for `weft.parallel.compile.compile_function`."""
-        compiled: Callable[..., Any] = torch.compile(function, dynamic=True, backend=self.backend)
-        return compiled
+        if function not in self.functions:
+            options = {"dynamic": dynamic, "fullgraph": True, "backend": self.backend}
+            self.functions[function] = torch.compile(function, **options)
+        return self.functions[function]
 
 
 def count_graph(kind: str, graph: Any, inputs: Sequence[Any], async_tp: bool) -> Graph:
@@ -352,7 +354,7 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (setup, "allocate", allocate_fake),
         (setup, "init_params", lambda *args: None),
         (apply, "apply_compile", graphs.apply_compile),
-        (block_attention, "compile_function", graphs.compile_function),
+        (compiling, "compile_function", graphs.compile_function),
         (block_attention, "_document_boundaries", real_boundaries),
         (torch, "_fused_sdp_choice", choose_kernel),
         (Tensor, "pin_memory", lambda tensor: tensor),
@@ -361,7 +363,7 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (
             layers,
             "_compiled_flex_attention",
-            lambda: graphs.compile_function(layers.flex_attention, ""),
+            lambda: graphs.compile_function(layers.flex_attention, True),
         ),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]

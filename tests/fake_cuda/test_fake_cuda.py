@@ -31,9 +31,8 @@ def fused(counts: dict[str, Any]) -> tuple[int, int]:
 
 
 CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
-# Recipes with few layers, whether they are compiled, and their fused exchanges of a block: the graph
-# of a block's forward and that of its backward, which recomputes it; under context parallelism the
-# parts of both.
+# Recipes with few layers; whether they are compiled; and the fused exchanges in the graphs of a
+# block's forward, and of its backward with recomputation, or of the parts of both.
 RECIPES = {
     ("llama3-8b-8gpu-float8", "model.num_layers=2"): (True, (0, 0)),
     ("llama3-70b-async-tp", "model.num_layers=2"): (True, (11, 11)),

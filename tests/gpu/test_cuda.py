@@ -26,6 +26,7 @@ from weft.data.dataset import open_dataset
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.optim.optimizer import build_adamw
+from weft.parallel import block_attention as blocks_of
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.plan.plan import Machine
@@ -68,6 +69,42 @@ def test_attention_uses_a_flash_kernel() -> None:
     with fastest_attention(CUDA):
         attend(q, k, v, None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a quarter of the scores
+
+
+def attend_second_rank(documents: torch.Tensor | None, qkv: list[torch.Tensor]) -> Any:
+    """Return output and gradients of rank 1 of 2 from the blocks of all-gathered attention."""
+    q, k, v, upstream = qkv
+    if documents is None:
+        (blocks,) = blocks_of.allgather_blocks(1, 2, q.shape[1], load_balance=True)
+    else:
+        (blocks,) = blocks_of.document_blocks(documents, 1, 2, load_balance=True, ring=False)
+    kv, out = torch.cat((k, v)), blocks_of.empty_float32(q)
+    lse = out.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    for block in blocks:
+        blocks_of.accumulate_block(q, kv, block, out, lse, compiled=q.is_cuda)
+    sums = blocks_of.empty_float32(q).zero_(), blocks_of.empty_float32(kv).zero_()
+    for block in blocks:
+        saved = q, out.to(q.dtype), lse
+        blocks_of.accumulate_block_grad(upstream, saved, kv, block, sums, compiled=q.is_cuda)
+    return out, *sums
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.01), (torch.float32, 0.001)])
+def test_blocks_of_context_parallelism_equal_float64_on_the_cpu(
+    dtype: torch.dtype, limit: float, documents: bool
+) -> None:
+    """cuDNN or FlashAttention, in 32 bit the memory-efficient kernel, and compiled sums."""
+    ids = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
+    shapes = [(2, 512, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64), (2, 512, 8, 64)]
+    qkv = [torch.randn(shape, device=CUDA, dtype=dtype) for shape in shapes]
+    with fastest_attention(CUDA):
+        results = attend_second_rank(ids if documents else None, qkv)
+    exact = [x.double().cpu() for x in qkv]
+    for local, other in zip(
+        results, attend_second_rank(ids if documents else None, exact), strict=True
+    ):
+        assert (local.double().cpu() - other).norm() < limit * other.norm()
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])

@@ -561,7 +561,7 @@ FAULTS: list[Fault] = [
         "double reduce",
         "every rank adds a target's logit",
         "train/loss.py",
-        "target_N = target_N.masked_fill(~local_N, 0.0)",
+        "target_N = target_N.masked_fill(~is_local_N, 0.0)",
         "target_N = target_N * 1",
     ),
     Fault(
@@ -575,15 +575,15 @@ FAULTS: list[Fault] = [
         "loss",
         "the target is subtracted on every rank",
         "train/loss.py",
-        "-(grad_N * local_N).unsqueeze(1)",
-        "-grad_N.unsqueeze(1)",
+        "at_target_N = grad_N * is_local_N",
+        "at_target_N = grad_N",
     ),
     Fault(
         "loss mask",
         "tokens without a target have a gradient",
         "train/loss.py",
-        "softmax_NV * (grad_N * valid_N).unsqueeze(1)",
-        "softmax_NV * grad_N.unsqueeze(1)",
+        "grad_BT.flatten().masked_fill(~has_target_N, 0.0)",
+        "grad_BT.flatten().clone()",
     ),
     # ---------------------------------------------------------------- context parallel
     Fault(
@@ -1054,8 +1054,8 @@ FAULTS: list[Fault] = [
         "loss mask",
         "the first id has no loss",
         "train/loss.py",
-        "ignore_index=IGNORE_INDEX,",
-        "ignore_index=0,",
+        "has_target_N = targets_N != IGNORE_INDEX",
+        "has_target_N = targets_N > 0",
         LOSS,
     ),
     Fault(

@@ -333,12 +333,13 @@ def test_lean_with_muon_is_refused() -> None:
 @pytest.mark.parametrize("states", STATES)
 def test_lean_compiled_step_is_equal(states: str) -> None:
     from weft.optim import lean
+    from weft.parallel.compile import compile_function
 
     plain, of_plain = trained(states, 3)
     names = ("_update", "_update_packed")
     with ExitStack() as stack:
         for name in names:
-            update = lean._compiled(getattr(lean, name))
+            update = compile_function(getattr(lean, name))
             stack.enter_context(patch.object(lean, name, update))
         compiled, of_compiled = trained(states, 3)
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

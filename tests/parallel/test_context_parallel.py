@@ -267,7 +267,7 @@ def test_cuda_attention_operators_take_our_arguments(
 def test_compiled_sums_of_blocks_equal_eager_ones(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of larger tensors, as in attention, with two lengths and one graph."""
+    """Slices of larger tensors, as in attention, of two lengths."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.manual_seed(3)
     for length in (5, 9):

@@ -19,16 +19,16 @@ from weft.models.family import TensorParallelSpec
 from weft.models.llama import SHARDING, Llama, LlamaConfig
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel
-from weft.train.loss import vocab_parallel_cross_entropy
+from weft.train.loss import cross_entropy
 
 
-def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
+def loss_of_slices(dtype: torch.dtype, compiled: bool) -> tuple[float, torch.Tensor, list[int]]:
     """Return loss and gradient of this rank's vocabulary shard, and messages."""
     logits_BTV, targets_BT = example(dtype)
     slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
     slice_BTV.requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        losses_BT = vocab_parallel_cross_entropy(slice_BTV, targets_BT, dist.group.WORLD)
+        losses_BT = cross_entropy(slice_BTV, targets_BT, dist.group.WORLD, compiled)
         loss = weighted(losses_BT)
         loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
@@ -50,9 +50,14 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return logits_BTV.to(dtype), targets_BT
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "compiled"),
+    [(1, False), (2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vocab_parallel_cross_entropy_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
+def test_vocab_parallel_cross_entropy_equals_one_process(
+    ranks: int, compiled: bool, dtype: torch.dtype
+) -> None:
     logits_BTV, targets_BT = example(dtype)
     logits_BTV.requires_grad_()
     losses_N = F.cross_entropy(
@@ -60,7 +65,7 @@ def test_vocab_parallel_cross_entropy_equals_one_process(ranks: int, dtype: torc
     )
     expected = weighted(losses_N.view_as(targets_BT))
     expected.backward()
-    results = run_ranks(loss_of_slices, ranks, dtype)
+    results = run_ranks(loss_of_slices, ranks, dtype, compiled, timeout=200)
     for loss, _, exchanges in results:
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         assert exchanges == [2]  # of numbers per token, never of logits

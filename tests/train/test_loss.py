@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.harness import run_ranks
 from tests.layouts import one_process, parse, size
@@ -16,6 +20,92 @@ from tests.small import Overrides, gradients, merged
 from weft.data.loader import IGNORE_INDEX
 from weft.train import loss
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
+
+
+def random_example(random: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs and weight of an output layer, and targets, of random shapes and sizes."""
+    torch.manual_seed(random.randrange(1 << 30))
+    shape = random.randint(1, 3), random.randint(1, 9)
+    dim, vocab_size = random.randint(1, 24), random.randint(2, 90)
+    x = (torch.randn(*shape, dim) * 10 ** random.uniform(-1, 1)).to(dtype).requires_grad_()
+    weight = torch.randn(vocab_size, dim).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab_size, shape)
+    targets[torch.rand(shape) < random.choice([0.0, 0.3, 1.0])] = IGNORE_INDEX
+    return x, weight, targets
+
+
+def check_loss(seed: int, compiled: bool) -> None:
+    """Compare losses and gradients of a random example with `F.cross_entropy` in float64."""
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    x, weight, targets = random_example(draw, dtype)
+    # The logits of the dtype, exactly; their gradients go back through the same products.
+    logits = F.linear(x, weight).detach().double().requires_grad_()
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    ).view_as(targets)
+    weights = torch.randn(targets.shape)
+    (expected,) = torch.autograd.grad((losses * weights).sum(), logits)
+    ours = F.linear(x, weight).detach().requires_grad_()
+    ours_BT = cross_entropy(ours, targets, None, compiled)
+    (gradient,) = torch.autograd.grad((ours_BT * weights).sum(), ours)
+    assert ours_BT.dtype == torch.float32
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(ours_BT.double(), losses, rtol=1e-5, atol=1e-5)
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=2e-7)
+    # In chunks, with gradients of input and weight.
+    loss_fn = partial(cross_entropy, group=None, compiled=compiled)
+    total, of_tokens = linear_cross_entropy(x, weight, targets, loss_fn, draw.randint(1, 12))
+    torch.testing.assert_close(of_tokens.double(), losses, rtol=1e-4, atol=1e-4)
+    (of_logits,) = torch.autograd.grad(
+        F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        ),
+        logits,
+    )
+    whole = (
+        of_logits @ weight.double(),
+        of_logits.flatten(0, 1).T @ x.double().flatten(0, 1),
+    )
+    for result, reference in zip(torch.autograd.grad(total, (x, weight)), whole, strict=True):
+        size = reference.abs().max().item()
+        atol = 8 * torch.finfo(dtype).eps * size + 1e-6
+        torch.testing.assert_close(result.double(), reference, rtol=rounding, atol=atol)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_loss_and_gradients_equal_float64(seed: int) -> None:
+    check_loss(seed, compiled=False)
+
+
+@pytest.mark.slow  # each shape is compiled
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_compiled_loss_and_gradients_equal_float64(seed: int) -> None:
+    check_loss(seed, compiled=True)
+
+
+def large_allocations(compiled: bool, tokens: int, vocab_size: int) -> dict[int, int]:
+    """Count the allocations of at least a byte per logit in bfloat16, by their bytes per logit."""
+    logits = torch.randn(1, tokens, vocab_size).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab_size, (1, tokens))
+    cross_entropy(logits, targets, None, compiled).sum().backward()  # compiles
+    logits.grad = None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        cross_entropy(logits, targets, None, compiled).sum().backward()
+    kineto: Any = profile.profiler
+    sizes = [e.nbytes() for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    numel = logits.numel()
+    return Counter(size // numel for size in sizes if size >= numel)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_loss_allocates_few_tensors_of_the_size_of_logits(compiled: bool) -> None:
+    """The gradient has two bytes per logit; only uncompiled passes need four, for a moment."""
+    # Of each pass: the exponentials, and a CPU's cast of the logits, which a GPU does without.
+    expected = {2: 1} if compiled else {4: 4, 2: 1}
+    assert large_allocations(compiled, 96, 5000) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -62,9 +62,9 @@ from weft.train.loss import chunk_tokens
 # Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
 # traced steps measured 1.12 to 1.24.
 RESERVED_RATIO = 1.20
-# Bytes per logit at the loss: log-softmax in float32, its gradient and the logits' own; chunked:
-# logits and their gradient in bfloat16.
-LOGIT_BYTES, CHUNKED_LOGIT_BYTES = 12, 4
+# Bytes per logit at the loss, eager and compiled: logits and their gradient in bfloat16, and
+# exponentials in float32; chunked: without exponentials.
+LOGIT_BYTES, CHUNKED_LOGIT_BYTES = (8, 4), 4
 
 # Eager and compiled.  Bytes per element for casting one operand of a float8 matmul: amax, scaled
 # copy, transposed copy; about ten eager kernels.
@@ -143,7 +143,7 @@ class DecoderFormulas:
         self.unsharded_bytes = 4.0 if accumulates and self.zero == 3 else 0.0
         chunk = chunk_tokens(int(self.tokens), int(self.vocab))
         is_chunked = chunk < self.tokens and plan.objective == "next_token"
-        self.logit_bytes = CHUNKED_LOGIT_BYTES if is_chunked else LOGIT_BYTES
+        self.logit_bytes = CHUNKED_LOGIT_BYTES if is_chunked else LOGIT_BYTES[compiled]
         self.head_traffic_bytes = 4 if is_chunked else 14  # per logit
 
     @cached_property

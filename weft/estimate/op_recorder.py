@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -30,13 +29,10 @@ from torch.utils.flop_counter import flop_registry
 from weft.config.errors import WeftError
 from weft.estimate.private_trace import (
     find_group_name,
-    local_tensor,
     observe_collective_waits,
     observe_sharding_propagation,
     observe_storage_resizes,
 )
-from weft.parallel.activation_offload import OffloadedTensor
-from weft.parallel.private import is_in_backward, wrap_pipeline_actions
 
 BlockIndex = tuple[int, int]
 OUTSIDE_BLOCKS = -1  # index of a stage's modules outside blocks
@@ -325,6 +321,23 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         update(param, grad, *args)
         self.location = self.location._replace(block=None)
 
+    def record_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function and record it as one kernel, as torch.compile makes of it."""
+        self._is_ignoring = True
+        try:
+            out = function(*args)
+        finally:
+            self._is_ignoring = False
+        inputs, outputs = (
+            [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            for value in (args, out)
+        )
+        reads = tuple((self.register(tensor), _bytes(tensor)) for tensor in inputs)
+        writes = tuple((self._register_output(tensor, None), _bytes(tensor)) for tensor in outputs)
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        self._append(None, call=OpCall(function.__name__, 0.0, shapes, reads, writes))
+        return out
+
     # ------------------------------------------------------------------- operators
 
     def __enter__(self) -> Any:
@@ -430,136 +443,3 @@ def _is_tensor_list(values: Sequence[Any]) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-# --------------------------------------------------------------------------- locations
-
-
-@contextmanager
-def track_locations(
-    recorder: OpRecorder,
-    model_parts: Sequence[nn.Module],
-    get_blocks: Callable[[nn.Module], Sequence[nn.Module]],
-    engine: Any,
-    group_size: int = 1,
-) -> Iterator[None]:
-    """Set the recorder's location to the running action and block.
-
-    Args:
-        recorder: gets the locations.
-        model_parts: one module per stage of the rank.
-        get_blocks: returns the blocks of a model part in execution order.
-        engine: a `weft.train.step.TrainStep`.
-        group_size: number of blocks that count as one.
-    """
-    handles = []
-    for stage, model_part in enumerate(model_parts):
-        handles += _hook_blocks(recorder, stage, get_blocks(model_part), group_size)
-    counts: dict[tuple[int, str], int] = {}
-
-    def begin(stage: int, kind: str, microbatch: int = 0) -> AbstractContextManager[None]:
-        count = counts.get((stage, kind), 0)
-        counts[stage, kind] = count + 1
-        recorder.location = OpLocation(stage, kind, count)
-        return nullcontext()  # the location holds until the next action
-
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
-        if engine.schedule is not None:
-            stack.callback(wrap_pipeline_actions(engine.schedule, begin))
-        else:
-            forward = engine._forward
-
-            def forward_with_location(batch: Any) -> Tensor:
-                begin(0, "F")
-                loss: Tensor = forward(batch)
-                begin(0, "B")
-                return loss
-
-            engine._forward = forward_with_location
-            stack.callback(setattr, engine, "_forward", forward)
-        yield
-
-
-def group_index(index: int, num_blocks: int, group_size: int) -> int:
-    """Return the index of a block's group; the last group takes the remainder."""
-    return min(index // group_size, max(0, num_blocks // group_size - 1))
-
-
-def _hook_blocks(
-    recorder: OpRecorder, stage: int, blocks: Sequence[nn.Module], group_size: int
-) -> list[Any]:
-    """Register forward and backward hooks on the blocks of a model part."""
-    last = len(blocks) - 1
-
-    def enter(group: int | None) -> None:
-        block = None if group is None else (stage, group)
-        recorder.location = recorder.location._replace(block=block, is_in_block=block is not None)
-
-    def on_grad(group: int | None) -> Callable[[Tensor], None]:
-        return lambda grad: enter(group)
-
-    def before(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if is_in_backward():
-                return  # recomputation
-            enter(group_index(index, len(blocks), group_size))
-            if index == 0 and args[0].requires_grad:
-                args[0].register_hook(on_grad(None))
-
-        return hook
-
-    def after(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if is_in_backward():
-                return
-            if index == last:
-                enter(None)  # between two blocks the first still counts as running
-            if out.requires_grad:
-                out.register_hook(on_grad(group_index(index, len(blocks), group_size)))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    handles: list[Any] = []
-    for group, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(before(group), prepend=True))
-        # Before FSDP's hooks, so that a block's backward begins before FSDP's pre-backward.
-        handles.append(block.register_forward_hook(after(group), prepend=True))
-    return handles
-
-
-@contextmanager
-def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
-    """Register host copies of offloaded activations; yield the set of storages."""
-    storages: set[int] = set()
-    to_host = OffloadedTensor.empty_on_host
-
-    def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
-        copy = to_host(tensor, pin)
-        storages.add(recorder.register(copy))
-        return copy
-
-    with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
-        yield storages
-
-
-def register_storages(
-    recorder: OpRecorder,
-    model_parts: Sequence[nn.Module],
-    get_blocks: Callable[[nn.Module], list[nn.Module]],
-    group_size: int,
-) -> dict[int, BlockIndex | None]:
-    """Register parameters and buffers; return the block of each of their storages."""
-    storage_blocks: dict[int, BlockIndex | None] = {}
-    for stage, model_part in enumerate(model_parts):
-        blocks = get_blocks(model_part)
-        block_of_param = {
-            id(param): (stage, group_index(number, len(blocks), group_size))
-            for number, block in enumerate(blocks)
-            for param in block.parameters()
-        }
-        for tensor in (*model_part.parameters(), *model_part.buffers()):
-            index = block_of_param.get(id(tensor), (stage, OUTSIDE_BLOCKS))
-            storage_blocks[recorder.register(local_tensor(tensor), index)] = index
-    return storage_blocks

@@ -19,7 +19,7 @@ import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,16 +36,8 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
-from weft.estimate.op_recorder import (
-    Event,
-    OpCall,
-    OpLocation,
-    OpRecorder,
-    OpTrace,
-    register_host_copies,
-    register_storages,
-    track_locations,
-)
+from weft.estimate.op_locations import register_host_copies, register_storages, track_locations
+from weft.estimate.op_recorder import Event, OpCall, OpLocation, OpRecorder, OpTrace
 from weft.estimate.private_trace import fake_process_group, local_tensor
 from weft.estimate.trace_cache import load_or_compute
 from weft.optim import lean
@@ -61,7 +53,7 @@ from weft.plan.pipeline_schedule import (
 )
 from weft.plan.placement import coordinates_to_rank
 from weft.plan.plan import Plan, Stage
-from weft.train import setup
+from weft.train import loss, setup
 from weft.train.run import manual_gc
 from weft.train.setup import Built, Rank, build
 
@@ -112,6 +104,7 @@ def record_step(
     mode: FakeTensorMode | None = None,
     group_size: int = 1,
     device: str = "cpu",
+    compiled: bool = False,
 ) -> OpTrace:
     """Record one step: all microbatches, gradient clipping and the optimizer.
 
@@ -120,7 +113,8 @@ def record_step(
         plan: plan of the rank.
         mode: mode of the fake tensors; None: real tensors, and all ranks run together.
         group_size: number of blocks that count as one.
-        device: device of the run; on "cuda" the optimizer's updates are compiled.
+        device: device of the run.
+        compiled: torch.compile is enabled in the run.
     """
     family = plan.family
     recorder = OpRecorder(mode)
@@ -141,17 +135,16 @@ def record_step(
             for column in batch
             if column is not None
         }
-        update_patch = patch.object(lean, "run_update", partial(recorder.record_update, device))
         with (
             manual_gc(),  # as in training, cycles stay alive
             recorder,
             register_host_copies(recorder) as host_storages,
-            update_patch,
+            record_fused_kernels(recorder, device, compiled),
         ):
             with track_locations(
                 recorder, built.model_parts, family.blocks, built.train_step, group_size
             ):
-                loss = built.train_step.forward_backward(batches)
+                step_loss = built.train_step.forward_backward(batches)
             recorder.location = OpLocation(0, "clip", 0)
             norm, _ = compute_grad_norm(params, stages)
             grads = [param.grad for param in params]
@@ -165,7 +158,7 @@ def record_step(
             masked_step(built.optimizer, torch.tensor(False), scale)
             recorder.location = OpLocation(0, "end", 0)
             built.optimizer.zero_grad()
-    assert loss.shape == norm.shape == ()
+    assert step_loss.shape == norm.shape == ()
     return OpTrace(
         recorder.events,
         recorder.initial_bytes,
@@ -175,6 +168,18 @@ def record_step(
         gradients,
         frozenset(host_storages),
     )
+
+
+@contextmanager
+def record_fused_kernels(recorder: OpRecorder, device: str, compiled: bool) -> Iterator[None]:
+    """Record as one kernel each function outside blocks that the run compiles."""
+    with ExitStack() as stack:
+        update = partial(recorder.record_update, device)
+        stack.enter_context(patch.object(lean, "run_update", update))
+        for function in (loss._sum_exponentials, loss._logits_gradient) if compiled else ():
+            kernel = partial(recorder.record_kernel, function)
+            stack.enter_context(patch.object(loss, function.__name__, kernel))
+        yield
 
 
 def empty_batches(plan: Plan) -> list[Batch]:
@@ -401,7 +406,9 @@ def record_rank(
         built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
         # A compiled part of a block cannot stop in the middle of its recomputation.
         with set_checkpoint_early_stop(not (plan.is_compiled and plan.has_graph_breaks)):
-            op_trace = record_step(built, small_plan, mode, group_size, plan.device)
+            op_trace = record_step(
+                built, small_plan, mode, group_size, plan.device, plan.is_compiled
+            )
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 

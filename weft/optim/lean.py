@@ -37,16 +37,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.parallel.compile import compile_label
+from weft.parallel.compile import run_compiled
 from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
-from weft.parallel.private import disable_recompile_limit
 from weft.plan.matrices import MOMENT_BLOCK_SIZE
 
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
@@ -337,11 +335,7 @@ def _max_ratio(beta1: float, beta2: float) -> float:
 
 def run_update(update: Callable[..., None], param: Tensor, *args: Any) -> None:
     """Run ``update``, compiled into one kernel on a GPU; it takes the gradient second."""
-    if param.device.type == "cpu":
-        update(param, *args)
-        return
-    with disable_recompile_limit(), compile_label("the optimizer's update"):
-        _compiled(update)(param, *args)
+    run_compiled("the optimizer's update", param.device.type != "cpu", update, param, *args)
 
 
 class AdamWOptions(NamedTuple):
@@ -427,11 +421,6 @@ def _adamw(
     new = old * (1 - lr * weight_decay) - lr * new_first / (1 - beta1**step) / denominator
     param.copy_(torch.where(skip, old, new))
     return new_first, new_second
-
-
-@cache
-def _compiled(update: Callable[..., None]) -> Any:
-    return torch.compile(update, fullgraph=True, dynamic=False)
 
 
 def round_stochastic(value: Tensor, random_bits: Tensor) -> Tensor:

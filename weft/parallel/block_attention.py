@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from weft.models.layers import is_fake
-from weft.parallel.compile import compile_function
+from weft.parallel.compile import run_compiled
 
 aten = torch.ops.aten
 
@@ -229,8 +229,7 @@ def accumulate_block(
         out_BQHK.copy_(new_BQHK)
         lse_BHQ.copy_(new_BHQ)
     else:
-        merge = compile_function(merge_block, _LABEL) if compiled else merge_block
-        merge(out_BQHK, lse_BHQ, new_BQHK, new_BHQ)
+        _sum(merge_block, block, compiled, out_BQHK, lse_BHQ, new_BQHK, new_BHQ)
 
 
 def merge_block(out_BQHK: Tensor, lse_BHQ: Tensor, new_BQHK: Tensor, new_BHQ: Tensor) -> None:
@@ -260,7 +259,7 @@ def accumulate_block_grad(
         kv_ESGK: keys and values of the block's source, concatenated in dim 0.
         block: queries and keys, as slices.
         sums: gradients of the queries, and of keys and values; float32, changed in place.
-        compiled: True to compile the sums.
+        compiled: True to compile the sums, if their shapes are the same in all steps.
     """
     (q_BLHK, out_BLHK, lse_BHL), (dq_BLHK, dkv_ESGK) = saved, sums
     index = block.sequence, block.queries
@@ -269,8 +268,8 @@ def accumulate_block_grad(
     new = attend_block_backward(
         grad_BLHK[index], q_BLHK[index], k_BSGK, v_BSGK, out_BLHK[index], lse_BHQ, block
     )
-    add = compile_function(add_gradients, _LABEL) if compiled else add_gradients
-    add(dq_BLHK[index], _keys_and_values(dkv_ESGK, block), *new)
+    sum_BSGK = _keys_and_values(dkv_ESGK, block)
+    _sum(add_gradients, block, compiled, dq_BLHK[index], sum_BSGK, *new)
 
 
 def add_gradients(
@@ -282,7 +281,12 @@ def add_gradients(
         sum_BSGK += new_BSGK
 
 
-_LABEL = "sums over blocks of attention"
+def _sum(
+    function: Callable[..., None], block: AttentionBlock, compiled: bool, *args: Tensor
+) -> None:
+    """Call a function, compiled unless the blocks of each step have other shapes."""
+    compiled = compiled and block.sequence == slice(None)
+    run_compiled("sums over blocks of attention", compiled, function, *args)
 
 
 def _keys_and_values(kv_ESGK: Tensor, block: AttentionBlock) -> Tensor:

@@ -23,6 +23,7 @@ from torch import nn
 
 from weft.parallel.private import (
     collect_recompile_reasons,
+    disable_recompile_limit,
     num_captured_graphs,
     register_compile_callbacks,
 )
@@ -84,23 +85,6 @@ class CompileLog:
         self._must_check = False
 
 
-@cache
-def compile_function(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Return a compiled version of ``function`` for any shapes.
-
-    Args:
-        function: takes tensors; it may change them.
-        label: see `compile_label`.
-    """
-    compiled = torch.compile(function, dynamic=True)
-
-    def call(*args: Any) -> Any:
-        with compile_label(label):
-            return compiled(*args)
-
-    return call
-
-
 _labels = [""]
 
 
@@ -112,6 +96,28 @@ def compile_label(label: str) -> Iterator[None]:
         yield
     finally:
         _labels.pop()
+
+
+def run_compiled(label: str, enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, compiled as one graph for each shape of its arguments.
+
+    Args:
+        label: names the function in the log of compilations.
+        enabled: False: do not compile.
+        function: of tensors and constants.
+        *args: its arguments.
+    """
+    if not enabled:
+        return function(*args)
+    with disable_recompile_limit(), compile_label(label):
+        return compile_function(function)(*args)
+
+
+@cache
+def compile_function(function: Callable[..., Any]) -> Any:
+    """Return the compiled function, the same for each call."""
+    # Not with ``fullgraph``, which fails if the variable TORCH_COMPILE_DISABLE is set.
+    return torch.compile(function, dynamic=False)
 
 
 def describe_graph_break(error: BaseException) -> str:

@@ -34,6 +34,7 @@ rank's part of it), M metrics, P pairs of a sequence, A answers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,25 +46,89 @@ from weft.config.errors import lookup
 from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch
 from weft.models.layers import run_function
+from weft.parallel.compile import run_compiled
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def cross_entropy(
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    group: dist.ProcessGroup | None = None,
+    compiled: bool = False,
+) -> Tensor:
     """Compute the cross-entropy of each token in nats, in float32.
 
+    Forward saves the logits and three numbers per token.  The ranks of ``group`` exchange these
+    numbers (maximum, sum of exponentials, logit of the target) instead of logits.
+
     Args:
-        logits_BTV: any floating dtype.
-        targets_BT: int64; `IGNORE_INDEX`: no target.
+        logits_BTV: any floating dtype; with ``group``, this rank's V / tp entries of the
+            vocabulary.
+        targets_BT: int64 ids of the full vocabulary; `IGNORE_INDEX`: no target.
+        group: the tensor-parallel ranks; None: logits are not sharded.
+        compiled: let torch.compile fuse operators, so that no float32 tensor has the size of the
+            logits; otherwise there is one at a time.
 
     Returns:
-        float32 (B, T); 0 without a target.
+        float32 (B, T), equal on all ranks of ``group``; 0 without a target.
     """
-    losses_N = F.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
-        targets_BT.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
-    return losses_N.view_as(targets_BT)
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_BTV: Tensor,
+        targets_BT: Tensor,
+        group: dist.ProcessGroup | None,
+        compiled: bool,
+    ) -> Tensor:
+        logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+        has_target_N = targets_N != IGNORE_INDEX
+        columns_N = targets_N if group is None else targets_N - group.rank() * logits_NV.shape[1]
+        is_local_N = has_target_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
+        columns_N = columns_N.masked_fill(~is_local_N, 0)
+        ctx.run = partial(run_compiled, "the loss", compiled)
+        max_N, sum_N, target_N = ctx.run(_sum_exponentials, logits_NV, columns_N)
+        target_N = target_N.masked_fill(~is_local_N, 0.0)
+        if group is not None:
+            local_max_N, max_N = max_N, max_N.clone()
+            dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
+            sums_2N = torch.stack((sum_N * (local_max_N - max_N).exp(), target_N))
+            dist.all_reduce(sums_2N, group=group)
+            sum_N, target_N = sums_2N
+        ctx.save_for_backward(logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N)
+        losses_N: Tensor = sum_N.log() - (target_N - max_N)
+        return losses_N.masked_fill(~has_target_N, 0.0).view_as(targets_BT)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N = ctx.saved_tensors
+        grad_N = grad_BT.flatten().masked_fill(~has_target_N, 0.0)
+        at_target_N = grad_N * is_local_N
+        grad_NV: Tensor = ctx.run(
+            _logits_gradient, logits_NV, columns_N, max_N, grad_N / sum_N, at_target_N
+        )
+        return grad_NV.view(*grad_BT.shape, -1), None, None, None
+
+
+def _sum_exponentials(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's maximum, sum of exp(logit - maximum), and logit at a column."""
+    max_N = logits_NV.amax(1).float()
+    sum_N = (logits_NV - max_N[:, None]).exp_().sum(1)  # a difference of both dtypes is float32
+    return max_N, sum_N, logits_NV.gather(1, columns_N[:, None])[:, 0].float()
+
+
+def _logits_gradient(
+    logits_NV: Tensor, columns_N: Tensor, max_N: Tensor, scale_N: Tensor, at_target_N: Tensor
+) -> Tensor:
+    """Return exp(logit - maximum) * scale, minus ``at_target_N`` at a column."""
+    grad_NV = (logits_NV - max_N[:, None]).exp_().mul_(scale_N[:, None]).to(logits_NV.dtype)
+    rows_N = torch.arange(len(columns_N), device=columns_N.device)
+    exp_N = (logits_NV[rows_N, columns_N] - max_N).exp()
+    # Replaced, not added: the difference is rounded once, and needs no float32 (N, V).
+    grad_NV[rows_N, columns_N] = (exp_N * scale_N - at_target_N).to(grad_NV.dtype)
+    return grad_NV
 
 
 CHUNK_BYTES = 512 << 20  # maximum size of float32 logits that exist at once
@@ -174,63 +239,6 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         return None, (gradient * grad).to(ctx.dtype), None
-
-
-def vocab_parallel_cross_entropy(
-    logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """Compute each token's cross-entropy in nats from vocabulary-sharded logits.
-
-    Communicates three numbers per token (maximum, sum of exponentials, logit of the target) instead
-    of logits.
-
-    Args:
-        logits_BTV: this rank's V / tp entries of the vocabulary, any floating dtype.
-        targets_BT: int64 ids of the full vocabulary, or `IGNORE_INDEX`.
-        group: the tensor-parallel ranks.
-
-    Returns:
-        float32 ``[B, T]``, equal on all ranks of ``group``; 0 for tokens without a loss.
-    """
-    return run_function(_VocabParallelCrossEntropy, logits_BTV, targets_BT, group)
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_BTV: Tensor,
-        targets_BT: Tensor,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        logits_NV = logits_BTV.float().flatten(0, 1)
-        first = group.rank() * logits_NV.shape[1]
-        valid_N = targets_BT.flatten() != IGNORE_INDEX
-        columns_N = targets_BT.flatten() - first
-        local_N = valid_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
-        columns_N = columns_N.masked_fill(~local_N, 0)
-
-        max_N = logits_NV.amax(dim=1)
-        dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
-        shifted_NV = logits_NV - max_N.unsqueeze(1)
-        target_N = shifted_NV.gather(1, columns_N.unsqueeze(1)).squeeze(1)
-        target_N = target_N.masked_fill(~local_N, 0.0)
-        exp_NV = shifted_NV.exp_()
-        sums_2N = torch.stack((exp_NV.sum(dim=1), target_N))
-        dist.all_reduce(sums_2N, group=group)
-        losses_N = sums_2N[0].log() - sums_2N[1]
-
-        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), columns_N, local_N, valid_N)
-        ctx.shape, ctx.dtype = logits_BTV.shape, logits_BTV.dtype
-        return losses_N.masked_fill(~valid_N, 0.0).view_as(targets_BT)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None]:
-        softmax_NV, columns_N, local_N, valid_N = ctx.saved_tensors
-        grad_N = grad_BT.flatten()
-        grad_NV = softmax_NV * (grad_N * valid_N).unsqueeze(1)
-        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad_N * local_N).unsqueeze(1))
-        return grad_NV.to(ctx.dtype).view(ctx.shape), None, None
 
 
 class SequenceLosses(NamedTuple):

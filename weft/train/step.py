@@ -40,7 +40,6 @@ from weft.train.loss import (
     chunk_tokens,
     cross_entropy,
     linear_cross_entropy,
-    vocab_parallel_cross_entropy,
 )
 
 
@@ -266,9 +265,8 @@ class TrainStep:
         if self.logits_at_targets is not None:
             has_target_BT = targets_BT != IGNORE_INDEX
             self.logits_at_targets.append((targets_BT[has_target_BT], logits_BTV[has_target_BT]))
-        if self.plan.tp > 1:
-            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, self.mesh.get_group("tp"))
-        return cross_entropy(logits_BTV, targets_BT)
+        group = self.mesh.get_group("tp") if self.plan.tp > 1 else None
+        return cross_entropy(logits_BTV, targets_BT, group, self.plan.is_compiled)
 
     def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
