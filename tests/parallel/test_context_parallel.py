@@ -280,7 +280,7 @@ def test_compiled_sums_of_blocks_equal_eager_ones(
             sums = [x.clone() for x in (out, lse, dkv)]
             functions: list[Any] = [ops.merge_block, ops.add_gradients]
             if compiled:
-                functions = [compile_function.__wrapped__(f, "sums") for f in functions]
+                functions = [compile_function.__wrapped__(f) for f in functions]
             merge, add = functions
             part = sums[0][:, 2 : 2 + length]
             merge(part, sums[1][..., 2 : 2 + length], new[0], new_lse)

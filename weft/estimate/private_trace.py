@@ -114,7 +114,7 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
 
 @cache
 def _register_coalesced_gather() -> Any:
-    """Let fake tensors run the gather of several tensors, for which torch has no kernel."""
+    """Let fake tensors run the gather of several tensors; torch has no such kernel."""
     from torch._C._distributed_c10d import FakeWork
 
     name = "allgather_into_tensor_coalesced_"
