@@ -101,19 +101,22 @@ class Event:
         return True
 
 
-class Generator:
-    """The random state of the device, which nothing reads."""
+def make_generator() -> Any:
+    """Return the random state of the device, which nothing reads."""
+    import torch
 
-    def __init__(self) -> None:
-        import torch
+    class Generator(torch.Generator):
+        """Inductor accepts only instances of torch's class."""
 
-        self.device = torch.device("cuda", 0)
+        device = torch.device("cuda", 0)
 
-    def _same(self, *args: Any) -> Generator:
-        return self
+        def _same(self, *args: Any) -> Any:
+            return self
 
-    clone_state = manual_seed = get_state = set_state = _same
-    graphsafe_get_state = graphsafe_set_state = _same
+        clone_state = manual_seed = get_state = set_state = _same
+        graphsafe_get_state = graphsafe_set_state = _same
+
+    return Generator()
 
 
 @contextmanager
@@ -130,7 +133,7 @@ def fake_cuda(mode: Any, waits: Counter[str], caller: Callable[[], str]) -> Iter
     import torch.utils._device as constructors
 
     constructors._device_constructors()  # caches torch's own factories, before they are replaced
-    main = Stream()
+    main, state = Stream(), torch.zeros(0)
 
     def wait(*args: Any) -> None:
         waits[caller()] += 1
@@ -150,9 +153,9 @@ def fake_cuda(mode: Any, waits: Counter[str], caller: Callable[[], str]) -> Iter
         "is_initialized": lambda: True,
         "set_device": lambda *args: None,
         "get_device_capability": lambda *args: CAPABILITY,
-        "get_rng_state": lambda *args: None,
+        "get_rng_state": lambda *args: state,
         "set_rng_state": lambda *args: None,
-        "default_generators": (Generator(),),
+        "default_generators": (make_generator(),),
         "synchronize": wait,
     }
     no_mode = torch._C._TorchDispatchModeKey.FAKE
