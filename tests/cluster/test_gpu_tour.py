@@ -501,6 +501,7 @@ def test_run_stages_on_a_cpu_trains_and_skips(
     assert (tiny.status, tiny.reason) == ("passed", "")
     assert tiny.rows[0].measured is not None
     assert tiny.rows[0].measured > 0
+    assert tiny.keys.startswith("run.nproc_per_node=1 model.num_layers=2 ")
     assert tiny.command.startswith("weft train demo --run.dir=$TOUR/tiny --run.device=cpu ")
     assert not (tmp_path / "tiny").exists()
     assert (on_gpu.status, on_gpu.reason) == ("skipped", "needs a GPU")

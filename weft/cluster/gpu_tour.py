@@ -40,6 +40,7 @@ from weft.cluster.tour_stages import (
     STAGES,
     Stage,
     count_ranks,
+    parse_keys,
     resolve_keys,
 )
 from weft.config.errors import WeftError
@@ -214,7 +215,7 @@ def run_stage(tour: Tour, stage: Stage) -> StageResult:
 
     Raises:
         StageSkipped: if this machine cannot run it.
-        WeftError: if ``weft plan`` prints no plan.
+        WeftError: if ``weft plan`` does not end, or prints no plan.
     """
     if stage.needs_gpu and tour.device == "cpu":
         raise StageSkipped("needs a GPU")
@@ -238,7 +239,8 @@ def run_stage(tour: Tour, stage: Stage) -> StageResult:
     if not stage.run_name:
         shutil.rmtree(run_dir, ignore_errors=True)
     result = judge(stage.name, status, rows, log.read_text("utf-8", "replace"), limit)
-    return replace(result, size=size, keys=stage.keys, command=hide_paths(shlex.join(words), tour))
+    own_keys = " ".join(f"{key}={keys[key]}" for key in parse_keys(stage.keys))
+    return replace(result, size=size, keys=own_keys, command=hide_paths(shlex.join(words), tour))
 
 
 def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str, Any]]:
@@ -246,7 +248,7 @@ def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str,
 
     Raises:
         StageSkipped: if no size fits, or the plan is refused.
-        WeftError: if ``weft plan`` prints no plan.
+        WeftError: if ``weft plan`` does not end, or prints no plan.
     """
     ranks, directory = count_ranks(stage, tour.num_devices), tour.directory
     candidates = stage.sizes if tour.device == "cuda" else CPU_SIZES
@@ -262,9 +264,10 @@ def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str,
         command = [*PYTHON, *weft_command("plan", keys), "--json"]
         status = run_command(command, log, min(PLAN_SECONDS, tour.remaining()))
         text = log.read_text("utf-8", "replace")
+        if status is None:
+            raise WeftError(f"weft plan did not end in time: {last_line(text)}")
         if status != 0:
-            late = "weft plan did not end in time"
-            reason = late if status is None else failure_reason(status, text)
+            reason = failure_reason(status, text)
             continue
         plan = parse_plan(text)
         if plan.get("float8_emulated"):

@@ -131,7 +131,12 @@ EFFECTS = (
 
 def resolve_keys(stage: Stage, size: str, ranks: int) -> dict[str, str]:
     """Return all overrides of a stage's run, except those of its directories."""
-    text = f"{COMMON} {size} {stage.keys}".format(ranks=ranks, batch=2 * ranks)
+    text = f"{COMMON} {size} {stage.keys}"
+    return parse_keys(text.format(ranks=ranks, batch=2 * ranks))
+
+
+def parse_keys(text: str) -> dict[str, str]:
+    """Return the keys and values of words ``key=value``; the last one for a key counts."""
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
