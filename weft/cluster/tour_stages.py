@@ -136,7 +136,7 @@ def resolve_keys(stage: Stage, size: str, ranks: int) -> dict[str, str]:
 
 
 def parse_keys(text: str) -> dict[str, str]:
-    """Return the keys and values of words ``key=value``; the last one for a key counts."""
+    """Return keys and values of words ``key=value``; the last one for a key counts."""
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
