@@ -116,7 +116,8 @@ def run_tour(
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="weft-gpu-tour-", dir=root) as directory:
             print("checking the machine", flush=True)
-            facts = collect_job_facts(changed(job, run={"dir": directory}), True, with_nodes=False)
+            local = changed(job, run={"dir": directory, "nodes": 1})
+            facts = collect_job_facts(local, full=True, with_nodes=False)
             findings = run_checks(facts)
             bad = "; ".join(f.observation for f in findings if f.severity == "bad")
             machine = StageResult("machine", "failed" if bad else "passed", bad)

@@ -24,9 +24,9 @@ from weft.cluster.tour_results import (
     read_speed,
 )
 
-# Of every run.  No restart may hide a crash.
+# Of every run.  One node, also inside of a job of several; no restart, which would hide a crash.
 COMMON = (
-    "run.nproc_per_node={ranks} train.steps=100 train.microbatch_size=1 "
+    "run.nodes=1 run.nproc_per_node={ranks} train.steps=100 train.microbatch_size=1 "
     "train.global_batch_size={batch} train.eval_interval=0 train.eval_sequences=1 "
     "checkpoint.interval=0 resilience.max_restarts_per_hour=0 monitor.log_interval=1 "
     "monitor.trackers= monitor.eval_prompts= monitor.report=false"
@@ -54,7 +54,7 @@ SPEED = "profile.steps=11"
 COMPILE = f"{SPEED} compile.enable=true"
 FLOAT8 = "precision.float8=tensorwise"
 FSDP = f"{COMPILE} parallel.dp_shard={{ranks}}"
-TENSOR = f"{COMPILE} parallel.tp={{ranks}}"
+TENSOR = f"{COMPILE} parallel.tp={{ranks}} train.global_batch_size=2"
 SAVE = "train.steps=6 checkpoint.interval=3 checkpoint.keep_latest=1 parallel.dp_shard={ranks}"
 
 
