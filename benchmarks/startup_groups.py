@@ -1,6 +1,6 @@
 """Measure what the process groups of a mesh cost at the start.
 
-    python -m benchmarks.startup_groups [--ranks 256]
+    TORCH_CPP_LOG_LEVEL=ERROR python -m benchmarks.startup_groups [--ranks 256]
     python -m benchmarks.startup_groups --recipes
 
 The first command forks ranks from one process that has imported torch.  They only create groups,
@@ -32,7 +32,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
@@ -94,8 +93,9 @@ def run_rank(rank: int, sizes: dict[str, int], port: int, way: str, counted: boo
     ranks = torch.arange(torch.tensor(list(sizes.values())).prod().item())
     client = untyped.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
     store = CountingStore(client) if counted else client
-    grid, results = ranks.view(*sizes.values()), []
+    grid = ranks.view(*sizes.values())
     groups: Groups = {}
+    results: list[Any] = []
 
     def measure(name: str, create: Callable[[], Any]) -> None:
         if dist.is_initialized():
@@ -107,8 +107,8 @@ def run_rank(rank: int, sizes: dict[str, int], port: int, way: str, counted: boo
         results.append((name, *times, store.requests.total() - before if counted else 0))
 
     backend = "cpu:gloo,cuda:fake" if way == "weft cuda" else "cpu:gloo"
-    here: dict[str, Any] = {"store": store, "rank": rank, "timeout": TIMEOUT}
-    measure("world", lambda: dist.init_process_group(backend, world_size=len(ranks), **here))
+    here: Any = {"store": store, "rank": rank, "world_size": len(ranks), "timeout": TIMEOUT}
+    measure("world", lambda: dist.init_process_group(backend, **here))
     measure("save", lambda: dist.new_group(backend="cpu:gloo"))
     for dim, (axis, size) in enumerate(sizes.items()):
         rows = grid.movedim(dim, -1).reshape(-1, size)
@@ -149,16 +149,13 @@ def run_ranks(sizes: dict[str, int], way: str, counted: bool) -> list[list[Any]]
 
         number = torch.tensor(list(sizes.values())).prod().item()
         children = [fork(partial(run, rank)) for rank in range(int(number))]
-        try:
-            statuses = [os.waitpid(child, 0)[1] for child in children]
-            assert not any(statuses), statuses
-        finally:
-            for process in (server, *children):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            os.waitpid(server, 0)
-            os.close(reader)
-            os.close(writer)
+        # All ranks end when this process does, and each has a timeout.
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        os.close(reader)
+        os.close(writer)
+        assert not any(statuses), statuses
         return [json.loads(path.read_text()) for path in Path(directory).iterdir()]
 
 
@@ -190,8 +187,8 @@ def build_device_meshes(plan: Plan) -> None:
         rows = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         DeviceMesh("cpu", rows, mesh_dim_names=("other", "cp"))
     if plan.ep > 1:
-        expert_shape = (*shape[:2], shape[2] // plan.ep, plan.ep, plan.tp)
-        DeviceMesh("cpu", ranks.reshape(expert_shape), mesh_dim_names=EXPERT_AXES)
+        expert_ranks = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
+        DeviceMesh("cpu", expert_ranks, mesh_dim_names=EXPERT_AXES)
 
 
 def group_sizes(plan: Plan, build: Callable[[Plan], Any]) -> list[int]:
@@ -228,7 +225,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--recipes", action="store_true", help="count the groups of recipes")
     options = parser.parse_args()
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     gc.freeze()
     print(f"{date.today()}  torch {torch.__version__}, Python {platform.python_version()}")
