@@ -174,8 +174,8 @@ FAULTS: list[Fault] = [
         "swapped tensors",
         "the gate is the other matrix",
         "models/layers.py",
-        "F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)",
-        "F.silu(self.up_proj(x_BTD)) * self.gate_proj(x_BTD)",
+        "F.silu(gate_BTF) * up_BTF",
+        "F.silu(up_BTF) * gate_BTF",
         MODEL,
     ),
     Fault(
@@ -461,7 +461,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "a new token does not see itself",
-        "models/layers.py",
+        "models/kv_cache.py",
         "(slots_S <= positions_BT.unsqueeze(2))",
         "(slots_S < positions_BT.unsqueeze(2))",
         ("tools/generate.py",),
@@ -469,7 +469,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stale buffer",
         "values of new tokens are not kept",
-        "models/layers.py",
+        "models/kv_cache.py",
         "self.v_BSGK[batch_B1, cache.positions_BT] = v_BTGK",
         "pass",
         ("tools/generate.py",),
@@ -477,7 +477,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "the longest row is cut",
-        "models/layers.py",
+        "models/kv_cache.py",
         "self.cached_len = int(positions_BT.max()) + 1",
         "self.cached_len = int(positions_BT.min()) + 1",
         ("tools/generate.py",),
@@ -1978,8 +1978,8 @@ FAULTS: list[Fault] = [
         "wrong group",
         "the loss is made over the shards",
         "train/step.py",
-        'targets_BT, self.mesh.get_group("tp"))',
-        'targets_BT, self.mesh.get_group("dp_shard"))',
+        'self.mesh.get_group("tp") if self.plan.tp > 1 else None',
+        'self.mesh.get_group("dp_shard") if self.plan.tp > 1 else None',
         ("train/loss.py",),
     ),
     Fault(

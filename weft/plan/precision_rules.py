@@ -1,14 +1,14 @@
-"""Rules of float8 and LoRA: what the model and the layout must support."""
+"""Rules of float8 and LoRA for model and layout; memory of frozen weights."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.config.errors import ConfigErrors, suggest
-from weft.config.schema import Job
+from weft.config.schema import Job, LoraSection
 from weft.models import Family
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, TrainingCost
 from weft.plan.matrices import (
     convertible_matrices,
     list_matrices,
@@ -111,3 +111,28 @@ def check_lora(
     if family.moe_layers is not None:
         rule = "adapts only linear layers, which a mixture of experts does not have"
         errors.add(key, rule, "use 0", ("model.kind",))
+
+
+class FrozenWeights(NamedTuple):
+    """The memory of a model with frozen weights and trainable adapters."""
+
+    bytes_per_weight: float  # mean over the frozen weights
+    adapter_ratio: float  # adapter parameters per frozen weight
+
+
+def frozen_weights(
+    section: LoraSection, cost: TrainingCost, compute_bytes: int
+) -> FrozenWeights | None:
+    """Return the memory of the frozen weights; None if all weights are trainable.
+
+    Args:
+        section: the section ``[lora]``.
+        cost: of the model.
+        compute_bytes: bytes of a weight that is not quantized.
+    """
+    if not cost.lora_rank:
+        return None
+    quantized = cost.quantized_params / cost.num_params
+    quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
+    bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
+    return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import Job, LoraSection
+from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.devices import GIB
 from weft.plan.lora_plan import (
-    QUANT_BLOCK_BYTES,
-    QUANT_BLOCK_SIZE,
     TrainingCost,
     is_target,
 )
 from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, weight_split
 from weft.plan.placement import DEGREE_KEYS, ParallelDims
+from weft.plan.precision_rules import frozen_weights
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
 # the remainder.
@@ -268,28 +267,3 @@ def recompute_blocks(units: Sequence[UnitCost]) -> list[UnitCost]:
         for unit in blocks
     ]
     return [first, *inputs_only[:-1], *blocks[-1:], last]
-
-
-class FrozenWeights(NamedTuple):
-    """The memory of a model with frozen weights and trainable adapters."""
-
-    bytes_per_weight: float  # mean over the frozen weights
-    adapter_ratio: float  # adapter parameters per frozen weight
-
-
-def frozen_weights(
-    section: LoraSection, cost: TrainingCost, compute_bytes: int
-) -> FrozenWeights | None:
-    """Return the memory of the frozen weights; None if all weights are trainable.
-
-    Args:
-        section: the section ``[lora]``.
-        cost: of the model.
-        compute_bytes: bytes of a weight that is not quantized.
-    """
-    if not cost.lora_rank:
-        return None
-    quantized = cost.quantized_params / cost.num_params
-    quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
-    bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
-    return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)
