@@ -29,7 +29,7 @@ shard.  An element with 2e-4 of the block's largest gradient has second moment 0
 first moment, and moves by first / eps.
 
 Parameters and arithmetic stay float32.  On CUDA torch.compile makes two to four kernels of a
-parameter's update.  On CPU the code runs eagerly, because compilation would cost more than it saves.
+parameter's update.  On CPU the code runs eagerly: compilation would cost more than it saves.
 """
 
 from __future__ import annotations
