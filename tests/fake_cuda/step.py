@@ -15,7 +15,8 @@ operator by operator.
 *Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`.
 
 *Host waits.*  An operator that would read a value of a fake tensor fails.  Those that PyTorch
-allows are counted, as are waits for events, streams and the device.  Left out: the sizes of the
+allows are counted, as are blocking copies between host and device, and waits for events, streams
+and the device.  Left out: the sizes of the
 all-to-all of expert parallelism, which weft replaces for fake tensors.
 """
 
@@ -180,14 +181,15 @@ class StepCounter(TorchDispatchMode):
             step.attention[name] += 1
         elif name in HOST_READS:
             step.host_waits[line_of_weft()] += 1
-        elif name in ("_to_copy", "convert_element_type"):
+        elif name in ("_to_copy", "convert_element_type", "device_put"):
             target = kwargs.get("dtype", args[1] if len(args) > 1 else None)
             if str(target).removeprefix("torch.") in FLOAT8 and target != tensors[0].dtype:
                 step.float8_casts["compiled" if self.depth else "eager"] += 1
-            device = kwargs.get("device")
-            source = tensors[0].device.type
-            if device is not None and torch.device(device).type != source:
-                step.host_copies[f"{source} to {torch.device(device).type}"] += 1
+            source, destination = tensors[0].device.type, tensors[-1].device.type
+            if source != destination:
+                step.host_copies[f"{source} to {destination}"] += 1
+                if True not in (kwargs.get("non_blocking"), *args[2:]):
+                    step.host_waits[line_of_weft()] += 1
 
     def _count_prefetch(self, name: str) -> None:
         """Count the gathers of FSDP with a matmul between their start and their use."""

@@ -104,6 +104,20 @@ BFLOAT16 = (*SMALL, "precision.float8=none")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [
+        ("stories-30m", "optim.state_dtype=bfloat16"),
+        ("stories-30m", "optim.state_dtype=8bit"),
+        ("llama3-8b-qlora", "lora.quantize=nf4"),
+    ],
+)
+def test_constants_are_not_copied_to_the_device_in_a_step(recipe: str, override: str) -> None:
+    """The seed of a parameter's random bits, and the table of nf4."""
+    assert count(recipe, "model.num_layers=2", override)["host_waits"] == {}
+
+
+@pytest.mark.slow
 def test_bfloat16_exchanges_are_fused() -> None:
     assert fused(count(*BFLOAT16)) == (11, 11)
 

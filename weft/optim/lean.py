@@ -79,7 +79,7 @@ class LowPrecisionAdamW(Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype = state_dtype
-        self._offsets: dict[Tensor, tuple[int, ...]] = {}  # of a rank's shard in the parameter
+        self._positions: dict[Tensor, ShardPosition] = {}  # of this rank's shards
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -106,8 +106,10 @@ class LowPrecisionAdamW(Optimizer):
         if not state:
             state["step"] = torch.zeros((), device=local.device)
             self._allocate(param, group, state)
-        if param not in self._offsets:
-            self._offsets[param] = tuple(shard_offsets(param))
+        if param not in self._positions:  # `full`, because the host would wait for a copy
+            on_device = torch.full((), seed, dtype=torch.int32, device=local.device)
+            offsets = tuple(shard_offsets(param))
+            self._positions[param] = ShardPosition(on_device, offsets, tuple(param.shape))
         found_inf, scale = (each.to(local.device) for each in options[:2])
         options = options._replace(found_inf=found_inf, grad_scale=scale)
         if local.numel() == 0:  # counts its steps as ranks with a shard do
@@ -120,11 +122,8 @@ class LowPrecisionAdamW(Optimizer):
         if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
             moments = (first.codes, second.codes, second.ranges)
             update = _update_packed
-        position = ShardPosition(
-            torch.tensor(seed, dtype=torch.int32), self._offsets[param], tuple(param.shape)
-        )
         grad, step = to_local(param.grad), state["step"]
-        run_update(update, local, grad, moments, step, options, position)
+        run_update(update, local, grad, moments, step, options, self._positions[param])
 
     def convert_loaded_state(self) -> None:
         """Convert loaded moments from the saved dtype and device, in place."""
@@ -439,7 +438,7 @@ def round_stochastic(value: Tensor, random_bits: Tensor) -> Tensor:
 def _random_bits(like: Tensor, step: Tensor, position: ShardPosition) -> Tensor:
     """Return 32 random bits per element of ``like``, the shard at ``position``."""
     index = flat_indices(like.shape, position.offsets, position.shape, like.device)
-    mixed = _hash(step.to(torch.int32) * 0x10001 + position.seed.to(step.device))
+    mixed = _hash(step.to(torch.int32) * 0x10001 + position.seed)
     return _hash(index.to(torch.int32) ^ mixed)
 
 

@@ -200,9 +200,11 @@ _nf4_tables: dict[torch.device, Tensor] = {}
 
 def _nf4_table(device: torch.device) -> Tensor:
     """Return the two numbers of each nf4 byte: float32 ``[256, 2]``."""
-    if device in _nf4_tables:  # cached, because a copy to the device would make each use wait
+    if device in _nf4_tables:
         return _nf4_tables[device]
-    pairs = torch.tensor([[high, low] for high in NF4 for low in NF4], device=device)
+    # Not `torch.tensor`: the host would wait for the copy, in a compiled graph at each use.
+    levels = torch.stack([torch.full((), level, device=device) for level in NF4])
+    pairs = torch.stack((levels.repeat_interleave(len(NF4)), levels.repeat(len(NF4))), dim=1)
     if not torch.compiler.is_compiling() and not is_fake(pairs):
         _nf4_tables[device] = pairs
     return pairs

@@ -90,13 +90,13 @@ def apply_tensor_parallel(
             continue
         if spec.weight is not None:
             _shard_weight(module, spec, mesh, num_kv_heads, sequence_parallel)
-        reads_once = spec.input_comm == "gather" and hasattr(module, "multiply")
+        has_multiply = spec.input_comm == "gather" and hasattr(module, "multiply")
         layers = [module]  # next to the exchange
-        if reads_once:
+        if has_multiply:
             children = module.named_modules(prefix=name)
             layers = [child for child_name, child in children if _is_column(specs[child_name])]
         gather, scatter = _choose_exchanges(layers, group, sequence_parallel, gathers_float8)
-        if reads_once:
+        if has_multiply:
             product = _find_joint_product(layers, gathers_float8) if joint_products else None
             module.multiply = partial(_gather_and_multiply, gather, group, product)
         elif spec.input_comm == "gather":
