@@ -96,7 +96,12 @@ def test_stages_every_run_has_a_plan_on_gpus(cluster: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "size"), [("1xH100", SIZES[2]), ("1xRTX-4090", SIZES[5]), ("8xH100", SIZES[0])]
+    ("cluster", "size"),
+    [
+        ("8xH100", SIZES[0]),
+        pytest.param("1xH100", SIZES[2], marks=pytest.mark.slow),
+        pytest.param("1xRTX-4090", SIZES[5], marks=pytest.mark.slow),
+    ],
 )
 def test_sizes_fit_devices_with_a_margin(cluster: str, size: str) -> None:
     stage = Stage("eager", "parallel.dp_shard={ranks}")
@@ -487,6 +492,7 @@ def test_judge(status: int | None, rows: list[Row], output: str, outcome: str, r
 
 
 @pytest.mark.system
+@pytest.mark.slow
 def test_run_stages_on_a_cpu_trains_and_skips(
     tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

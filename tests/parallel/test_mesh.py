@@ -157,6 +157,7 @@ def test_groups_use_the_interface_of_the_environment() -> None:
 # --------------------------------------------------------------------------- CUDA
 
 
+@pytest.mark.slow
 def test_axes_on_cuda_have_no_gloo(tmp_path: Path) -> None:
     """NCCL's stand-in is the only backend of an axis, also with a bound device."""
     command = [sys.executable, "-m", "tests.fake_cuda.groups", str(tmp_path / "store")]
