@@ -53,8 +53,9 @@ def page(results: Mapping[str, Any]) -> str:
 def table(steps: Mapping[str, Counts]) -> Iterator[str]:
     """Yield the lines of the table."""
     yield "| recipe | microbatches | collectives | matmuls | attention | graphs "
-    yield "| captured operators | eager operators | fused exchanges | host waits |\n"
-    yield f"|{'---|' * 10}\n"
+    yield "| captured operators | eager operators | fused exchanges | prefetched gathers "
+    yield "| host waits |\n"
+    yield f"|{'---|' * 11}\n"
     for recipe, step in steps.items():
         graphs = step["graphs"]
         exchanges = sum(graph["gathers"] + graph["scatters"] for graph in graphs)
@@ -69,6 +70,7 @@ def table(steps: Mapping[str, Counts]) -> Iterator[str]:
             f"{step['compiled_operators']:,}",
             f"{step['eager_operators']:,}",
             f"{fused} of {exchanges}" if step["async_tp"] else "",
+            f"{step['prefetched']} of {step['fsdp_gathers']}" if step["fsdp_gathers"] else "",
             str(sum(step["host_waits"].values())),
         ]
         yield f"| {' | '.join(cells)} |\n"
@@ -124,13 +126,10 @@ the table ({date}, PyTorch {torch}); `benchmarks/fake_cuda.json` has all counts.
   step, before fusion.
 - *Fused exchanges*: the gathers and scatters of tensor parallelism that asynchronous TP overlaps,
   of all in the graphs.
-- *Host waits*: places where the host waits for the device. The sizes of expert parallelism's
-  all-to-all are not counted.
-
-The rows were counted before [decision 52](decisions/0052-float8-across-tensor-parallel-ranks.md).
-Since then float8 blocks fuse 11 of 11 exchanges, and 8 of 8 under context parallelism; gathers of
-mics-1t and mics-50b are two calls each; attention under context parallelism is cuDNN's; and the
-loss is compiled.
+- *Prefetched gathers*: FSDP's gathers of parameters with a matmul between their start and their
+  use, of all.
+- *Host waits*: how often the host waits for the device, also for a copy. The sizes of expert
+  parallelism's all-to-all are not counted.
 
 """
 
