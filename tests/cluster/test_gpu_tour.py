@@ -56,6 +56,7 @@ from weft.config.files import read_json
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
 from weft.plan.plan_text import plan_recipe
+from weft.train.job_checks import check_data_is_named
 from weft.train.machine import detect_machine
 
 pytestmark = pytest.mark.timeout(300, method="signal")
@@ -90,6 +91,7 @@ def test_stages_every_run_has_a_plan_on_gpus(cluster: str) -> None:
         keys = resolve_keys(stage, stage.sizes[0], ranks)
         plan, _ = plan_recipe("demo", [*keys.items()], [], f"{ranks}{cluster[1:]}", detect_machine)
         assert plan.world_size == ranks
+        assert not check_data_is_named(plan), stage.name  # `weft train` checks more than the plan
         assert plan.job.resilience.max_restarts_per_hour == 0
         assert stage.num_records < plan.num_steps + 1
         assert not any("has no effect" in warning for warning in plan.warnings), stage.name

@@ -19,6 +19,7 @@ from weft.cluster.device_checks import find_device_spec
 from weft.cluster.node_facts import Directory, Facts
 from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
+from weft.estimate.cost import STREAM_EFFICIENCY
 from weft.monitor.jsonl import is_number
 from weft.monitor.profiler import LABELS
 from weft.monitor.run_reader import RunReader
@@ -188,9 +189,10 @@ def device_rows(facts: Facts) -> list[Row]:
     flops, memory, link = (
         (device.flops("bf16"), device.bandwidth, device.link.bandwidth) if device else [None] * 3
     )
+    stream = 1e-9 * STREAM_EFFICIENCY  # what a copy reaches of a data sheet's bandwidth
     slowest, narrowest = (min(x, default=None) for x in (results.flops, results.bandwidth))
     return [
         Row("matmul, TFLOP/s", scale(slowest, 1e-12), scale(flops, 1e-12)),
-        Row("memory, GB/s", scale(narrowest, 1e-9), scale(memory, 1e-9)),
+        Row("copy, GB/s", scale(narrowest, stream), scale(memory, stream)),
         Row("all-reduce, GB/s per device", scale(results.busbw or None, 1e-9), scale(link, 1e-9)),
     ]
