@@ -1121,9 +1121,9 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
         torch.zeros_like(grad),
         grad,
         (first, second, ranges),
-        torch.zeros(()),
+        torch.ones(()),
         lean.AdamWOptions(
-            torch.zeros(()), torch.ones(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0
+            torch.tensor(False), torch.ones(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0
         ),
         lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )

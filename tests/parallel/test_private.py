@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,6 +66,36 @@ def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
 
     assert config._micro_pipeline_tp is False
     assert parameters(enable_symm_mem_for_group) == ["group_name"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
+        ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", ""),
+    ],
+)
+def test_segments_are_expandable_unless_the_user_configures_the_allocator(
+    variable: str, expected: str
+) -> None:
+    """Each in a new process, because the setting is of a process."""
+    code = """
+import torch
+from weft.parallel.private import enable_expandable_segments
+enable_expandable_segments()
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    value = "1" if "NCCL" in variable else "max_split_size_mb:64"
+    environment |= {variable: value} if variable else {}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == expected
 
 
 def test_mesh_and_placement_names_are_as_expected() -> None:

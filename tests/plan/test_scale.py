@@ -258,7 +258,8 @@ def expected_in_training(plan: Plan, pp: int, regathers: int, interval: int) -> 
     counts["all_reduce tp"] = (2 * blocks + holds["head"]) * per_step
     # The loss, in chunks of tokens: one reduction of maxima, one of sums and target logits.
     tokens = plan.tokens_per_step // plan.dp_size // microbatches // plan.cp
-    chunks = -(-tokens // chunk_tokens(tokens, plan.model.vocab_size // plan.tp))
+    vocab_size = plan.model.vocab_size // plan.tp
+    chunks = -(-tokens // chunk_tokens(tokens, vocab_size, plan.is_compiled))
     counts["all_reduce tp"] += 2 * holds["head"] * microbatches * chunks
     # Context parallel gathers keys and values in forward, and again in backward.
     counts["all_gather cp"] = (2 * blocks + recomputed) * microbatches

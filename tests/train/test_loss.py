@@ -135,10 +135,11 @@ def test_linear_cross_entropy_in_chunks_equals_whole_logits(size: int, dtype: to
 
 
 def test_chunk_tokens_fit_the_limit() -> None:
-    assert chunk_tokens(1000, 4096) == 1000
-    assert chunk_tokens(8192, 128256) == 1024
-    assert chunk_tokens(8192, 128256 // 8) == 8192
-    assert chunk_tokens(10, 1 << 40) == 1
+    for compiled in (False, True):
+        assert chunk_tokens(1000, 4096, compiled) == 1000
+        assert chunk_tokens(8192, 128256, compiled) == (2048 if compiled else 1024)
+        assert chunk_tokens(8192, 128256 // 8, compiled) == 8192
+        assert chunk_tokens(10, 1 << 40, compiled) == 1
 
 
 def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class DecoderFormulas:
         self.state_bytes = 8 + moment_bytes_per_param(plan.state_dtype, plan_cost(plan))
         accumulates = plan.gradient_sync == "step" and plan.num_microbatches > 1
         self.unsharded_bytes = 4.0 if accumulates and self.zero == 3 else 0.0
-        chunk = chunk_tokens(int(self.tokens), int(self.vocab))
+        chunk = chunk_tokens(int(self.tokens), int(self.vocab), compiled)
         is_chunked = chunk < self.tokens and plan.objective == "next_token"
         self.logit_bytes = CHUNKED_LOGIT_BYTES if is_chunked else LOGIT_BYTES[compiled]
         self.head_traffic_bytes = 4 if is_chunked else 14  # per logit

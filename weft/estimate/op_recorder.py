@@ -33,6 +33,7 @@ from weft.estimate.private_trace import (
     observe_sharding_propagation,
     observe_storage_resizes,
 )
+from weft.optim import lean
 
 BlockIndex = tuple[int, int]
 OUTSIDE_BLOCKS = -1  # index of a stage's modules outside blocks
@@ -297,29 +298,31 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return False
         return True
 
-    def record_update(
-        self, device: str, update: Callable[..., None], param: Tensor, grad: Tensor, *args: Any
+    def record_updates(
+        self, device: str, update: Callable[..., None], params: Iterable[Any], *args: Any
     ) -> None:
-        """Record an optimizer's update of one parameter, in the block of the parameter.
+        """Record an optimizer's update of each parameter, in the block of the parameter.
 
         On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
         it runs eagerly.
         """
-        states = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        block = self._blocks[self.register(param)]
-        if block is not None:
-            for state in states:
-                if self._blocks[self.register(state)] is None:
-                    self._assign_block(self.register(state), block)
-        if device == "cuda":
-            written = [(self.register(tensor), _bytes(tensor)) for tensor in (param, *states)]
-            reads = ((self.register(grad), _bytes(grad)), *written)
-            shapes = tuple(tuple(tensor.shape) for tensor in (param, grad, *states))
-            self._append(block, call=OpCall("update", 0.0, shapes, reads, tuple(written)))
-            return
-        self.location = self.location._replace(block=block)
-        update(param, grad, *args)
-        self.location = self.location._replace(block=None)
+        for tensors in params:
+            param, grad, *others = tensors
+            states = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
+            block = self._blocks[self.register(param)]
+            if block is not None:
+                for state in states:
+                    if self._blocks[self.register(state)] is None:
+                        self._assign_block(self.register(state), block)
+            if device == "cuda":
+                written = [(self.register(tensor), _bytes(tensor)) for tensor in (param, *states)]
+                reads = ((self.register(grad), _bytes(grad)), *written)
+                shapes = tuple(tuple(tensor.shape) for tensor in (param, grad, *states))
+                self._append(block, call=OpCall("update", 0.0, shapes, reads, tuple(written)))
+                continue
+            self.location = self.location._replace(block=block)
+            lean.update_all(update, [tensors], *args)
+            self.location = self.location._replace(block=None)
 
     def record_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function and record it as one kernel, as torch.compile makes of it."""

@@ -174,8 +174,8 @@ def record_step(
 def record_fused_kernels(recorder: OpRecorder, device: str, compiled: bool) -> Iterator[None]:
     """Record as one kernel each function outside blocks that the run compiles."""
     with ExitStack() as stack:
-        update = partial(recorder.record_update, device)
-        stack.enter_context(patch.object(lean, "run_update", update))
+        updates = partial(recorder.record_updates, device)
+        stack.enter_context(patch.object(lean, "run_updates", updates))
         for function in (loss._sum_exponentials, loss._logits_gradient) if compiled else ():
             kernel = partial(recorder.record_kernel, function)
             stack.enter_context(patch.object(loss, function.__name__, kernel))

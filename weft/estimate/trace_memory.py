@@ -319,7 +319,8 @@ class CachingAllocator:
       driver.
 
     Not simulated: streams (a stream does not reuse another's blocks; FSDP gathers on its own
-    stream), and expandable segments, which weft does not enable.
+    stream), and expandable segments, which weft enables except with symmetric memory and which
+    reserve less: with them the peak is an upper bound.
     """
 
     def __init__(self, capacity: int | None = None) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -115,20 +115,12 @@ def _small(**sizes: int) -> LlamaConfig:
     )
 
 
+# Sizes of the preset "toy" of each family, for two CPU cores.
+TOY: dict[str, Any] = {"num_layers": 3, "dim": 192, "num_heads": 6, "num_kv_heads": 2}
+TOY |= {"ffn_dim": 512, "vocab_size": 4096, "max_seq_len": 1024}
+
 PRESETS: dict[str, LlamaConfig] = {
-    # For two CPU cores.
-    "toy": LlamaConfig(
-        num_layers=3,
-        dim=192,
-        num_heads=6,
-        num_kv_heads=2,
-        ffn_dim=512,
-        vocab_size=4096,
-        max_seq_len=1024,
-        rope_theta=10000.0,
-        rope_scaling=False,
-        tied_embeddings=True,
-    ),
+    "toy": LlamaConfig(**TOY, rope_theta=10000.0, rope_scaling=False, tied_embeddings=True),
     # For one GPU: two shapes of GPT-2 and GPT-3 (arXiv:2005.14165, table 2.1), with a gated
     # feed-forward of the same size, and a smaller one for stories.
     "30m": _small(num_layers=8, dim=512, num_heads=8, ffn_dim=1408, vocab_size=8192),

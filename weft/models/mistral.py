@@ -13,7 +13,7 @@ from dataclasses import replace
 from weft.config.schema import Positive, key
 from weft.models import llama
 from weft.models.family import FIXED_FIELDS, HFMapping
-from weft.models.llama import DecoderConfig, PositiveFloat
+from weft.models.llama import TOY, DecoderConfig, PositiveFloat
 
 
 class MistralConfig(DecoderConfig):
@@ -26,17 +26,7 @@ class MistralConfig(DecoderConfig):
 
 
 PRESETS: dict[str, MistralConfig] = {
-    # For two CPU cores.
-    "toy": MistralConfig(
-        num_layers=3,
-        dim=192,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=48,
-        ffn_dim=512,
-        vocab_size=4096,
-        max_seq_len=1024,
-    ),
+    "toy": MistralConfig(**TOY, head_dim=48),
     "7b-v0.3": MistralConfig(),
 }
 

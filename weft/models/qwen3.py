@@ -12,7 +12,7 @@ from typing import ClassVar
 from weft.config.schema import Positive, key
 from weft.models import llama
 from weft.models.family import FIXED_FIELDS, HFMapping
-from weft.models.llama import DecoderConfig, PositiveFloat
+from weft.models.llama import TOY, DecoderConfig, PositiveFloat
 
 
 class Qwen3Config(DecoderConfig):
@@ -29,18 +29,7 @@ class Qwen3Config(DecoderConfig):
 
 
 PRESETS: dict[str, Qwen3Config] = {
-    # For two CPU cores.
-    "toy": Qwen3Config(
-        num_layers=3,
-        dim=192,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=48,
-        ffn_dim=512,
-        vocab_size=4096,
-        max_seq_len=1024,
-        tied_embeddings=True,
-    ),
+    "toy": Qwen3Config(**TOY, head_dim=48, tied_embeddings=True),
     # As published.
     "0.6b": Qwen3Config(num_layers=28, dim=1024, num_heads=16, ffn_dim=3072, tied_embeddings=True),
     "1.7b": Qwen3Config(num_layers=28, dim=2048, num_heads=16, ffn_dim=6144, tied_embeddings=True),

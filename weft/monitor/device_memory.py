@@ -120,9 +120,7 @@ def memory_remedies(category: str, plan: Plan) -> list[str]:
         remedies.append("--parallel.gradient_sync microbatch")
     if category == "optimizer" and plan.state_dtype != "8bit":
         remedies.append("--optim.state_dtype 8bit")
-    if category == FRAGMENTS:
-        return ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"]
-    if category == OTHERS:
+    if category in (FRAGMENTS, OTHERS):
         if plan.microbatch_size > 1:
             remedies.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
         if plan.activation_checkpoint != "full":

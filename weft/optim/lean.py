@@ -28,14 +28,17 @@ torchao's 8-bit states, which resemble bitsandbytes', share one linear scale ove
 shard.  An element with 2e-4 of the block's largest gradient has second moment 0 but a nonzero
 first moment, and moves by first / eps.
 
-Parameters and arithmetic stay float32.  On CUDA torch.compile makes two to four kernels of a
-parameter's update.  On CPU the code runs eagerly: compilation would cost more than it saves.
+Parameters and arithmetic stay float32.  On CUDA torch.compile makes one or a few kernels per
+parameter, and a call updates up to `PARAMS_PER_CALL` parameters whose shards are alike: a call
+costs the host as much as several kernels, and time to compile grows with the parameters in a call.
+On CPU the code runs eagerly, because compilation would cost more than it saves.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +53,7 @@ from weft.plan.matrices import MOMENT_BLOCK_SIZE
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
 MAX_OCTAVES = 40  # of the second moment that a block can span
 MAX_FINE = 7  # log2 of the maximum steps per octave
+PARAMS_PER_CALL = 8  # of a compiled update
 
 
 class LowPrecisionAdamW(Optimizer):
@@ -85,45 +89,42 @@ class LowPrecisionAdamW(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
-        index, found_inf = 0, torch.zeros(()) if self.found_inf is None else self.found_inf
-        scale = torch.ones(()) if self.grad_scale is None else self.grad_scale
-        for group in self.param_groups:
-            lr, (beta1, beta2) = torch.tensor(group["lr"]), group["betas"]
-            decay = group["weight_decay"]
-            options = AdamWOptions(found_inf, scale, lr, beta1, beta2, group["eps"], decay)
+        number, steps, calls = 0, list[Tensor](), defaultdict[Any, list[ParamTensors]](list)
+        for index, group in enumerate(self.param_groups):
             names = group.get("names") or [None] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                index += 1
+                number += 1
                 if param.grad is None:
                     continue
-                seed = index if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
-                self._step_param(param, group, options, seed)
-
-    def _step_param(
-        self, param: Tensor, group: dict[str, Any], options: AdamWOptions, seed: int
-    ) -> None:
-        state, local = self.state[param], to_local(param).detach()
-        if not state:
-            state["step"] = torch.zeros((), device=local.device)
-            self._allocate(param, group, state)
-        if param not in self._positions:  # `full`, because the host would wait for a copy
-            on_device = torch.full((), seed, dtype=torch.int32, device=local.device)
-            offsets = tuple(shard_offsets(param))
-            self._positions[param] = ShardPosition(on_device, offsets, tuple(param.shape))
-        found_inf, scale = (each.to(local.device) for each in options[:2])
-        options = options._replace(found_inf=found_inf, grad_scale=scale)
-        if local.numel() == 0:  # counts its steps as ranks with a shard do
-            state["step"] += ~(options.found_inf > 0)
+                local, state = to_local(param).detach(), self.state[param]
+                if not state:
+                    state["step"] = torch.zeros((), device=local.device)
+                    self._allocate(param, group, state)
+                if param not in self._positions:  # `full`, because the host would wait for a copy
+                    seed = number if name is None else zlib.crc32(name.encode()) & 0x7FFFFFFF
+                    on_device = torch.full((), seed, dtype=torch.int32, device=local.device)
+                    offsets = tuple(shard_offsets(param))
+                    self._positions[param] = ShardPosition(on_device, offsets, tuple(param.shape))
+                steps.append(state["step"])
+                if local.numel() == 0:
+                    continue
+                moments, update = _plain_moments(state)
+                grad, position = to_local(param.grad), self._positions[param]
+                tensors = ParamTensors(local, grad, moments, state["step"], position)
+                calls[index, update, local.shape, *position[1:]].append(tensors)
+        if not steps:
             return
-        assert param.grad is not None
-        first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
-        moments: tuple[Tensor, ...] = (first, second)
-        update: Callable[..., None] = _update
-        if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
-            moments = (first.codes, second.codes, second.ranges)
-            update = _update_packed
-        grad, step = to_local(param.grad), state["step"]
-        run_update(update, local, grad, moments, step, options, self._positions[param])
+        device = steps[0].device
+        found_inf = torch.zeros(()) if self.found_inf is None else self.found_inf
+        scale = torch.ones(()) if self.grad_scale is None else self.grad_scale
+        skip, scale = found_inf.to(device) > 0, scale.to(device)
+        torch._foreach_add_(steps, [(~skip).float()] * len(steps))
+        for (index, update, *_), params in calls.items():
+            group = self.param_groups[index]
+            numbers = *group["betas"], group["eps"], group["weight_decay"]
+            options = AdamWOptions(skip, scale, torch.tensor(group["lr"]), *numbers)
+            for first in range(0, len(params), PARAMS_PER_CALL):
+                run_updates(update, params[first : first + PARAMS_PER_CALL], options)
 
     def convert_loaded_state(self) -> None:
         """Convert loaded moments from the saved dtype and device, in place."""
@@ -179,6 +180,14 @@ class LowPrecisionAdamW(Optimizer):
         state["exp_avg"], state["exp_avg_sq"] = (
             shard_like(param, moment) for moment in (first, second)
         )
+
+
+def _plain_moments(state: dict[str, Any]) -> tuple[tuple[Tensor, ...], Callable[..., None]]:
+    """Return the tensors of a parameter's moments, and the function that updates them."""
+    first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
+    if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
+        return (first.codes, second.codes, second.ranges), _update_packed
+    return (first, second), _update
 
 
 def is_packed(shape: Sequence[int]) -> bool:
@@ -332,15 +341,20 @@ def _max_ratio(beta1: float, beta2: float) -> float:
 # --------------------------------------------------------------------------- a step
 
 
-def run_update(update: Callable[..., None], param: Tensor, *args: Any) -> None:
-    """Run ``update``, compiled into one kernel on a GPU; it takes the gradient second."""
-    run_compiled("the optimizer's update", param.device.type != "cpu", update, param, *args)
+class ParamTensors(NamedTuple):
+    """A parameter's shard and what belongs to it."""
+
+    param: Tensor
+    grad: Tensor
+    moments: tuple[Tensor, ...]  # float or bfloat16; or codes of both, and ranges
+    step: Tensor  # of this update, from 1
+    position: ShardPosition
 
 
 class AdamWOptions(NamedTuple):
-    """Options of a parameter group, and whether to skip the step."""
+    """Options of a parameter group, and of the step."""
 
-    found_inf: Tensor  # if true, the update changes nothing
+    skip: Tensor  # if true, the update changes nothing
     grad_scale: Tensor  # divides gradients
     lr: Tensor
     beta1: float
@@ -352,9 +366,25 @@ class AdamWOptions(NamedTuple):
 class ShardPosition(NamedTuple):
     """Position of a shard in its parameter; seeds the random bits of its elements."""
 
-    seed: Tensor  # int32, hash of the parameter's name
+    seed: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]  # unsharded
+
+
+def run_updates(
+    update: Callable[..., None], params: list[ParamTensors], options: AdamWOptions
+) -> None:
+    """Update parameters whose shards are alike, on a GPU in one compiled call."""
+    enabled = params[0].param.device.type != "cpu"
+    run_compiled("the optimizer's update", enabled, update_all, update, params, options)
+
+
+def update_all(
+    update: Callable[..., None], params: list[ParamTensors], options: AdamWOptions
+) -> None:
+    """Call ``update`` for each parameter."""
+    for *tensors, position in params:
+        update(*tensors, options, position)
 
 
 def _update(
@@ -365,7 +395,7 @@ def _update(
     options: AdamWOptions,
     position: ShardPosition,
 ) -> None:
-    """Update by AdamW in float32, in place; with ``found_inf`` all bits stay the same."""
+    """Update by AdamW in float32, in place; with ``skip`` all bits stay the same."""
     first, second = (moment.float() for moment in moments)
     new_first, new_second = _adamw(param, grad, first, second, step, options)
     exp_avg, exp_avg_sq = moments
@@ -397,7 +427,7 @@ def _update_packed(
     root = unpack_second(packed[1], packed[2]).sqrt()
     pack_first(new_first, root, limit, random_bits & 0xFFFF, packed[0])
     for old, new in zip(moments, packed, strict=True):
-        old.copy_(torch.where(options.found_inf > 0, old, new))
+        old.copy_(torch.where(options.skip, old, new))
 
 
 def _adamw(
@@ -408,11 +438,9 @@ def _adamw(
     step: Tensor,
     options: AdamWOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Update a parameter and its step count in place; return the new float32 moments."""
-    found_inf, grad_scale, lr, beta1, beta2, eps, weight_decay = options
-    skip = found_inf > 0
+    """Update a parameter in place; return the new float32 moments."""
+    skip, grad_scale, lr, beta1, beta2, eps, weight_decay = options
     grad = (grad.float() / grad_scale).masked_fill(skip, 0.0)
-    step += ~skip
     old = param.float()
     new_first = torch.where(skip, first, first.lerp(grad, 1 - beta1))
     new_second = torch.where(skip, second, second.lerp(grad.square(), 1 - beta2))

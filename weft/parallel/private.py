@@ -618,6 +618,18 @@ def wrap_collectives(make_context: ContextFactory) -> Iterator[None]:
         yield
 
 
+def enable_expandable_segments() -> None:
+    """Let the CUDA allocator grow segments, which then fragment less.
+
+    Call it before the first allocation on a GPU.  It changes nothing if the user configures the
+    allocator, or registers its memory with NCCL, which is incompatible.  The variable alone would
+    come too late: torch reads it when CUDA is initialized.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not {*names, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def set_memory_history(enabled: bool) -> None:
     """Start or stop to record the stack of each CUDA allocation."""
     torch.cuda.memory._record_memory_history("all" if enabled else None)

@@ -33,7 +33,11 @@ from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
 from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
-from weft.parallel.private import configure_flight_recorder, create_tcp_store
+from weft.parallel.private import (
+    configure_flight_recorder,
+    create_tcp_store,
+    enable_expandable_segments,
+)
 from weft.plan.plan import Plan
 from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep
@@ -80,6 +84,9 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         # A scheduler may make only its own GPU visible to each rank.
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
+        # Pools of symmetric memory are incompatible with it (pytorch#187465).
+        if not (plan.async_tp or plan.job.parallel.symmetric_memory):
+            enable_expandable_segments()
         # gloo in addition to NCCL, for collectives of checkpoints on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous)
     else:

@@ -79,7 +79,8 @@ class TrainStep:
         cp_rank, parallel = mesh.coordinates["cp"], job.parallel
         self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_load_balance
         tokens = plan.microbatch_size * plan.seq_len // plan.cp
-        self._chunk_tokens = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
+        vocab_size = plan.model.vocab_size // plan.tp
+        self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
         fused_loss = (
             self._chunk_tokens < tokens
             and family.enable_fused_loss is not None
