@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, before_each_step, small_job
+from weft.checkpoint import commit
+from weft.checkpoint.fingerprint import fingerprint
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
 from weft.models.layers import attend, document_mask
@@ -219,16 +221,21 @@ def test_run_on_the_gpu_equals_the_cpu(compiled: bool, tmp_path: Path, store_pat
     assert results["cuda"] == pytest.approx(results["cpu"], rel=2e-3)
 
 
+def train_on_gpu(store_path: Path, *overrides: tuple[str, str]) -> None:
+    """Train in this process."""
+    job = small_job(("run.device", "cuda"), *overrides)
+    plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=CUDA)
+    try:
+        train(plan, open_dataset(store_path), Rank(0, 0, 1, CUDA), Console(quiet=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+
+
 def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> None:
     """The host waits in recorded steps only; the first steps load kernels."""
-    job = small_job(
-        ("run.dir", str(tmp_path)),
-        ("run.device", "cuda"),
-        ("train.steps", "17"),
-        ("monitor.log_interval", "4"),
-        ("monitor.layer_grad_norms", "true"),
-    )
-    plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
     begun: list[int] = []  # number of waits before each step
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
@@ -236,18 +243,45 @@ def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> 
         def count_waits(step: int) -> None:
             begun.append(sum("synchronizing" in str(wait.message) for wait in waits))
 
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA
-        )
         enter_phase = loop.enter_phase
         before_each_step(count_waits)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            rank = Rank(0, 0, 1, CUDA)
-            train(plan, open_dataset(store_path), rank, Console(quiet=True))
+            train_on_gpu(
+                store_path,
+                ("run.dir", str(tmp_path)),
+                ("train.steps", "17"),
+                ("monitor.log_interval", "4"),
+                ("monitor.layer_grad_norms", "true"),
+            )
         finally:
-            torch.cuda.set_sync_debug_mode("default")
             loop.enter_phase = enter_phase
-            dist.destroy_process_group()
     counts = [after - before for before, after in pairwise(begun)]
     assert counts[5:16] == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]  # of steps 6 to 16
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_save_does_not_wait_for_the_gpu_once_copied(
+    async_save: str, tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes would wait for all kernels of training, for each tensor again."""
+    write, is_copied = commit.write_shards, []
+
+    def write_without_gpu(path: Path, shards: Any, durable: bool = True) -> Any:
+        for shard in shards:
+            assert not any(rows.is_cuda for rows in shard.rows)
+            assert isinstance(shard.fingerprint, int)
+            is_copied.append(fingerprint(*shard.rows, shard.offsets, shard.shape))
+            assert int(is_copied[-1]) == shard.fingerprint  # of the GPU
+        return write(path, shards, durable)
+
+    monkeypatch.setattr(commit, "write_shards", write_without_gpu)
+    train_on_gpu(
+        store_path,
+        ("run.dir", str(tmp_path)),
+        ("train.steps", "4"),
+        ("checkpoint.interval", "2"),
+        ("checkpoint.async_save", async_save),
+    )
+    assert len(is_copied) > 20
+    assert list((tmp_path / "checkpoints").glob("step-*4"))

@@ -354,7 +354,7 @@ class CheckpointManager:
         """
         state = model_state(model_parts) | optimizer_state(model_parts, optimizer)
         axes = find_replica_axes(model_parts, state)
-        shards = []
+        shards, sums = [], dict[str, Tensor]()
         for name, tensor in state.items():
             owned = is_owner(name, axes[name])
             if not owned and self.run_dir is None:
@@ -364,13 +364,16 @@ class CheckpointManager:
                 continue  # other ranks hold all of it
             shape, offsets = tuple(tensor.shape), tuple(shard_offsets(tensor))
             # A GPU is fast, and the copy is verified too; on a CPU training would wait.
-            on_gpu = owned and local.device.type != "cpu"
-            live_sum = fingerprint(local, offsets, shape) if on_gpu else None
+            if owned and local.device.type != "cpu":
+                sums[name] = fingerprint(local, offsets, shape)
             rows = [self._copy_to_host(name, local)]
             box = (name, local.dtype, shape, offsets, tuple(local.shape))
-            shards.append(StagedShard(*box, rows, owned, live_sum))
+            shards.append(StagedShard(*box, rows, owned))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        if sums:  # read at once: the thread would wait for training's kernels, for each again
+            numbers = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+            shards = [shard._replace(fingerprint=numbers.get(shard.name)) for shard in shards]
         # Wide dtypes first, for alignment.  All ranks read small tensors such as step counts;
         # stored together they are one request.
         return sorted(shards, key=lambda shard: (-shard.dtype.itemsize, shard.num_bytes))

@@ -99,7 +99,7 @@ class StagedShard(NamedTuple):
     sizes: tuple[int, ...]
     rows: Iterable[Tensor]  # all of it on the CPU, or consecutive rows
     is_owned: bool = True  # False: another rank's replica counts
-    fingerprint: Tensor | None = None  # partial sum; None: computed while writing
+    fingerprint: int | None = None  # partial sum; None: computed while writing
 
     @property
     def num_bytes(self) -> int:
@@ -134,9 +134,7 @@ def write_shards(path: Path, shards: Sequence[StagedShard], durable: bool = True
                 yield rows
                 if offsets:
                     offsets[0] += len(rows)
-            fingerprints.append(
-                partial_sum if shard.fingerprint is None else int(shard.fingerprint)
-            )
+            fingerprints.append(partial_sum if shard.fingerprint is None else shard.fingerprint)
 
     with create_file(path, layout.num_bytes, durable) as file:
         digest = layout.write(file, read_rows())
