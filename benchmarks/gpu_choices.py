@@ -1,7 +1,8 @@
 """Measure on a GPU what decides between two ways to compute the same.
 
-    python benchmarks/gpu_choices.py [--small] [products optimizer loss attention graphs]
+    python benchmarks/gpu_choices.py [--small] [gemms products optimizer loss attention graphs]
 
+- ``gemms``: one matmul of 8B in bfloat16 and float8, with a scale per tensor and per row.
 - ``products``: queries, keys and values of a block, and gate and up, as separate matmuls or as one.
 - ``optimizer``: a step of AdamW on the shards of Llama 3.1 8B over eight ranks, by its moments.
 - ``loss``: cross-entropy of a chunked output layer, eager or compiled.
@@ -85,6 +86,34 @@ def bfloat16(*shape: int) -> Tensor:
 
 
 # --------------------------------------------------------------------------- choices
+
+
+def gemms(is_small: bool) -> None:
+    """Time the forward matmuls of a block, without casts."""
+    tokens, dim = (64, 64) if is_small else (8192, 4096)
+    for name, k, n in (
+        ("output", dim, dim),
+        ("up", dim, 7 * dim // 2),
+        ("down", 7 * dim // 2, dim),
+    ):
+        a, b, flops = bfloat16(tokens, k).detach(), bfloat16(n, k).detach(), 2 * tokens * k * n
+        show(f"{name}, bfloat16", partial(torch.matmul, a, b.t()), flops)
+        if not ON_GPU:
+            continue
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        for kind, rows, columns in (("tensor", (), ()), ("row", (tokens, 1), (1, n))):
+            for fast in (True, False):
+                multiply = partial(
+                    torch._scaled_mm,
+                    a8,
+                    b8,
+                    torch.ones(rows, device=DEVICE),
+                    torch.ones(columns, device=DEVICE),
+                    out_dtype=torch.bfloat16,
+                    use_fast_accum=fast,
+                )
+                accumulation = "fast" if fast else "precise"
+                show(f"{name}, float8, a scale per {kind}, {accumulation} sums", multiply, flops)
 
 
 class Products(nn.Module):
@@ -217,7 +246,7 @@ def graphs(is_small: bool) -> None:
             show(f"block of {preset}, {tokens} tokens, CUDA graph", graph.replay)
 
 
-CHOICES = {f.__name__: f for f in (products, optimizer, loss, attention, graphs)}
+CHOICES = {f.__name__: f for f in (gemms, products, optimizer, loss, attention, graphs)}
 
 
 def main() -> None:
