@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from weft.cluster.device_checks import find_device_spec
@@ -124,8 +124,9 @@ def read_profile(run_dir: Path, plan: Mapping[str, Any]) -> list[Row]:
 
 
 def read_checkpoints(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
-    """Return how long saves blocked training, and the size of a checkpoint.
+    """Return how long the shortest save blocked training, and the size of a checkpoint.
 
+    The first save also allocates memory, and a run waits for its last one.
     The planned time of a synchronous save is that of its bytes at the measured speed of the disk.
     """
     run = RunReader(run_dir)
@@ -138,7 +139,7 @@ def read_checkpoints(run_dir: Path, plan: Mapping[str, Any], disk: Directory) ->
     return [
         Row(
             "seconds blocked by a save",
-            median(seconds) if seconds else None,
+            min(seconds, default=None),
             divide(size, disk.write) if waits else None,
         ),
         Row(

@@ -60,7 +60,8 @@ COMPILE = f"{SPEED} compile.enable=true"
 FLOAT8 = "precision.float8=tensorwise"
 FSDP = f"{COMPILE} parallel.dp_shard={{ranks}}"
 TENSOR = f"{COMPILE} parallel.tp={{ranks}} train.global_batch_size=2"
-SAVE = "train.steps=6 checkpoint.interval=3 checkpoint.keep_latest=1 parallel.dp_shard={ranks}"
+# An asynchronous save has time to end before the next one.
+SAVE = "train.steps=90 checkpoint.interval=30 checkpoint.keep_latest=1 parallel.dp_shard={ranks}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ STAGES = (
     _tensor("tensor parallel, async", f"{TENSOR} parallel.async_tp=true", needs_gpu=True),
     _save("save, synchronous", f"{SAVE} checkpoint.async_save=false"),
     _save("save, asynchronous", SAVE, run_name="saved"),
-    _save("resume", f"{SAVE} train.steps=8", run_name="saved", read=read_resume),
+    _save("resume", f"{SAVE} train.steps=92", run_name="saved", read=read_resume),
     _gpu("float8", f"{SPEED} {FLOAT8}"),
     _gpu("compile, float8 rowwise", f"{COMPILE} precision.float8=rowwise"),
     Stage("compile, full recomputation", f"{COMPILE} activation_checkpoint.mode=full"),

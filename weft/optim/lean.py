@@ -29,8 +29,8 @@ shard.  An element with 2e-4 of the block's largest gradient has second moment 0
 first moment, and moves by first / eps.
 
 Parameters and arithmetic stay float32.  On CUDA torch.compile makes one or a few kernels per
-parameter, and a call updates up to `PARAMS_PER_CALL` parameters whose shards are alike: a call
-costs the host as much as several kernels, and time to compile grows with the parameters in a call.
+parameter, and a call updates up to `PARAMS_PER_CALL` parameters whose shards are alike.  A call
+costs the host 0.16 ms, but time to compile grows with the parameters in a call (docs/results.md).
 On CPU the code runs eagerly, because compilation would cost more than it saves.
 """
 
@@ -53,7 +53,7 @@ from weft.plan.matrices import MOMENT_BLOCK_SIZE
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
 MAX_OCTAVES = 40  # of the second moment that a block can span
 MAX_FINE = 7  # log2 of the maximum steps per octave
-PARAMS_PER_CALL = 8  # of a compiled update
+PARAMS_PER_CALL = 4  # of a compiled update
 
 
 class LowPrecisionAdamW(Optimizer):
