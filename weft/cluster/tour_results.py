@@ -124,7 +124,7 @@ def read_profile(run_dir: Path, plan: Mapping[str, Any]) -> list[Row]:
 
 
 def read_checkpoints(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
-    """Return how long the shortest save blocked training, and the size of a checkpoint.
+    """Return how long the shortest save blocked training, and a checkpoint's size.
 
     The first save also allocates memory, and a run waits for its last one.
     The planned time of a synchronous save is that of its bytes at the measured speed of the disk.

@@ -136,9 +136,9 @@ EFFECTS = (
 
 
 def trial_texts() -> Iterator[str]:
-    """Yield the demo's stories, which weft refuses by their name for models of these sizes.
+    """Yield the demo's stories.
 
-    Speeds do not depend on the text.
+    weft refuses them by their name for large models, but speeds do not depend on the text.
     """
     return stories()
 
