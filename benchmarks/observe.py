@@ -39,7 +39,8 @@ from typing import Any
 import torch
 
 from weft.config.schema import Job
-from weft.monitor.spans import SpanWriter, read_spans, span, spans_path
+from weft.monitor.span_reader import read_spans
+from weft.monitor.spans import SpanWriter, span, spans_path
 from weft.monitor.step_record import StepRecord
 from weft.monitor.step_timer import PHASES
 from weft.tools.verdict import confidence_interval

@@ -21,10 +21,12 @@ from tests.small import Overrides, before_each_step, plan_here, small_job, this_
 from weft.checkpoint.manifest import list_checkpoints
 from weft.config.files import append_bytes
 from weft.data.dataset import open_dataset
-from weft.monitor.event_log import EventLog, read_event_log
+from weft.monitor.event_log import EventLog
 from weft.monitor.jsonl import read_records
 from weft.monitor.log_buffer import LogBuffer
-from weft.monitor.spans import SpanWriter, read_spans, span, spans_path
+from weft.monitor.run_reader import read_event_log
+from weft.monitor.span_reader import read_spans
+from weft.monitor.spans import SpanWriter, span, spans_path
 from weft.monitor.trackers import Jsonl, TensorBoard
 from weft.train.loop import train
 

@@ -14,7 +14,8 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
-from weft.monitor.spans import SpanWriter, action, flush_spans, read_spans, span, spans_path
+from weft.monitor.span_reader import read_spans
+from weft.monitor.spans import SpanWriter, action, flush_spans, span, spans_path
 from weft.monitor.step_timer import PHASES, StepTimer, enter_phase
 from weft.plan.pipeline_schedule import build_schedule
 

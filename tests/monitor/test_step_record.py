@@ -15,7 +15,8 @@ from weft.config.errors import WeftError
 from weft.config.schema import Job
 from weft.models import llama
 from weft.monitor import trackers as sinks
-from weft.monitor.event_log import note_event, read_event_log
+from weft.monitor.event_log import note_event
+from weft.monitor.run_reader import read_event_log
 from weft.monitor.step_record import (
     StepRecord,
     device_hours,

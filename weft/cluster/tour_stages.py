@@ -25,9 +25,18 @@ from weft.cluster.tour_results import (
 )
 from weft.data.stories import stories
 
+
+def trial_texts() -> Iterator[str]:
+    """Yield the demo's stories.
+
+    weft refuses them by their name for large models, but speeds do not depend on the text.
+    """
+    return stories()
+
+
 # Of every run.  One node, also inside of a job of several; no restart, which would hide a crash.
 COMMON = (
-    "data.path=weft.cluster.tour_stages:trial_texts "
+    f"data.path={trial_texts.__module__}:{trial_texts.__name__} "
     "run.nodes=1 run.nproc_per_node={ranks} train.steps=100 train.microbatch_size=1 "
     "train.global_batch_size={batch} train.eval_interval=0 train.eval_sequences=1 "
     "checkpoint.interval=0 resilience.max_restarts_per_hour=0 monitor.log_interval=1 "
@@ -133,14 +142,6 @@ EFFECTS = (
     ("save, asynchronous", "save, synchronous"),
     ("loss, float8", "loss, bfloat16"),
 )
-
-
-def trial_texts() -> Iterator[str]:
-    """Yield the demo's stories.
-
-    weft refuses them by their name for large models, but speeds do not depend on the text.
-    """
-    return stories()
 
 
 def resolve_keys(stage: Stage, size: str, ranks: int) -> dict[str, str]:

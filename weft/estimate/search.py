@@ -38,10 +38,9 @@ from weft.estimate.advice import can_use_float8
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
-from weft.plan.degrees import divisors
+from weft.plan.degrees import ParallelDims, divisors
 from weft.plan.devices import GIB, Device, find_device
 from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.placement import ParallelDims
 from weft.plan.plan import Machine, PipelinePlan, Plan, Stage
 from weft.plan.resolve import resolve
 from weft.plan.sharding import resolve_reshard

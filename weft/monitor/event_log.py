@@ -6,15 +6,13 @@ A run that rewinds to a checkpoint drops its later records; the event of the rew
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from weft.monitor.jsonl import MAX_STEP, read_values
 from weft.monitor.log_buffer import LogBuffer
 
 Kind = Literal[
@@ -32,8 +30,6 @@ Kind = Literal[
     "stop",
     "end",
 ]
-
-MAX_TIME = 1e11  # seconds since the epoch; a later one is damage
 
 
 class EventLog:
@@ -85,32 +81,3 @@ def _log_of(run_dir: Path) -> EventLog:
 def note_event(run_dir: Path, kind: Kind, step: int, text: str) -> None:
     """Add an event of a run from outside its ranks; failures go to stderr."""
     _log_of(run_dir).add(kind, step, text)
-
-
-def read_event_log(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the events of a run.
-
-    Returns:
-        The events in the order of the file, none without a file; the number of damaged lines.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    values, damaged = read_values(run_dir / "events.jsonl")
-    events = [value for value in values if _is_event(value)]
-    return events, damaged + len(values) - len(events)
-
-
-def _is_event(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    step, when = value.get("step"), value.get("time")
-    return (
-        isinstance(value.get("kind"), str)
-        and isinstance(value.get("text"), str)
-        and type(step) is int
-        and 0 <= step <= MAX_STEP
-        and isinstance(when, int | float)
-        and math.isfinite(when)
-        and 0 <= when < MAX_TIME
-    )

@@ -23,7 +23,6 @@ from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import describe_cause, open_regular, read_json, read_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.monitor.event_log import read_event_log
 from weft.monitor.jsonl import (
     MAX_NUMBER,
     MAX_STEP,
@@ -33,6 +32,8 @@ from weft.monitor.jsonl import (
     read_values,
 )
 from weft.monitor.step_timer import KINDS, goodput
+
+MAX_TIME = 1e11  # seconds since the epoch; a later one is damage
 
 Floats = NDArray[np.float64]
 
@@ -300,3 +301,32 @@ def to_columns(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
                 column[np.abs(column) > MAX_NUMBER] = np.nan
             columns[prefix + name] = column
     return columns
+
+
+def read_event_log(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the events of a run.
+
+    Returns:
+        The events in the order of the file, none without a file; the number of damaged lines.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    values, damaged = read_values(run_dir / "events.jsonl")
+    events = [value for value in values if _is_event(value)]
+    return events, damaged + len(values) - len(events)
+
+
+def _is_event(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    step, when = value.get("step"), value.get("time")
+    return (
+        isinstance(value.get("kind"), str)
+        and isinstance(value.get("text"), str)
+        and type(step) is int
+        and 0 <= step <= MAX_STEP
+        and isinstance(when, int | float)
+        and math.isfinite(when)
+        and 0 <= when < MAX_TIME
+    )

@@ -22,14 +22,11 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic_core import from_json
-
-from weft.config.files import open_regular, replace_bytes
+from weft.config.files import replace_bytes
 from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 FILE_BYTES = 2**20
 WAITING_EVENTS = 2000  # for being written, at most
-MAX_MICROSECONDS = 10**17  # since the epoch; a later time is damage
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -186,38 +183,3 @@ def flush_spans() -> None:
 def spans_path(run_dir: Path, rank: int) -> Path:
     """Return the file of a rank's spans."""
     return run_dir / "spans" / f"rank-{rank}.json"
-
-
-def read_spans(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    """Return a rank's spans, those of the renamed file first.
-
-    Damaged events, events that are being written and unreadable files are left out.
-    """
-    path = spans_path(run_dir, rank)
-    found = []
-    for each in (path.with_suffix(".old.json"), path):
-        try:
-            with open_regular(each) as file:
-                text = file.read(2 * (FILE_BYTES + MAX_WAITING_BYTES))
-        except OSError:
-            continue
-        for line in text.splitlines():
-            try:
-                event = from_json(line.strip(b"[],"))
-            except ValueError:
-                continue
-            if _is_span(event):
-                found.append(event)
-    return found
-
-
-def _is_span(event: Any) -> bool:
-    if not isinstance(event, dict) or event.get("ph") != "X":
-        return False
-    times, args = (event.get("ts"), event.get("dur")), event.get("args")
-    return (
-        isinstance(event.get("name"), str)
-        and all(type(value) is int and 0 <= value < MAX_MICROSECONDS for value in times)
-        and isinstance(args, dict)
-        and type(args.get("step")) is int
-    )

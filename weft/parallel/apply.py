@@ -24,6 +24,7 @@ from weft.parallel.data_parallel import apply_fsdp
 from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
+from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
 from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
@@ -73,10 +74,11 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
 
     # Float8 replaces linear modules.  It is first, because the new modules would lack the hooks,
     # classes and sharded weights that later steps add.
+    float8_names: list[str] = []
     if plan.float8 != "none":
         matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
-        names = [matrix.name for matrix in matrices]
-        apply_float8(model, plan.float8, names, plan.float8_emulated)
+        float8_names = [matrix.name for matrix in matrices]
+        apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
     sharding = family.sharding
@@ -141,6 +143,10 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             experts=[layer.experts for layer in moe_layers],
             expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
         )
+    elif plan.compute_dtype != "float32":
+        # As in FSDP's gathers, one scale per tensor applies to weights in float32.
+        excluded = float8_names if plan.float8 == "tensorwise" else []
+        ComputeCopies(model, getattr(torch, plan.compute_dtype), excluded)
 
 
 def _shard_tensors(

@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.config.schema import ParallelSection
 from weft.parallel.dtensor import is_dtensor, to_local
 from weft.parallel.mesh import create_mesh
+from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.private import (
     all_gather,
     allow_integer_params,
@@ -303,10 +304,11 @@ def reshard(model: nn.Module) -> None:
     """Free the parameters that a forward pass without a backward pass has gathered.
 
     Until then the model's parameters are the gathered ones, in the compute dtype.  The optimizer
-    does not update them, and a checkpoint must not save them.
+    does not update them, and a checkpoint must not save them.  One rank has copies instead.
     """
     for unit in _fsdp_modules(model):
         unit.reshard()
+    restore_parameters(model)
 
 
 # --------------------------------------------------------------------------- hierarchical gathering

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from weft.config.errors import ConfigErrors
 from weft.config.schema import ParallelSection
-from weft.plan.placement import DEGREE_KEYS, ParallelDims
+from weft.plan.placement import AXES, DEGREE_KEYS
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Ranks along each axis of the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int = 1  # splits the dp_shard x cp ranks
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks, which read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that FSDP shards a parameter over: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.dp_size * self.pp * self.cp * self.tp
 
 
 def resolve_degrees(

@@ -7,7 +7,7 @@ from typing import Any
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.degrees import format_choices
+from weft.plan.degrees import ParallelDims, format_choices
 from weft.plan.lora_plan import TrainingCost
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
@@ -18,7 +18,6 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.placement import ParallelDims
 from weft.plan.plan import PipelinePlan
 from weft.plan.stages import check_layers_per_stage, split_into_stages
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,41 +42,6 @@ MESH_ORDERS: dict[str, tuple[str, ...]] = {
 
 Sizes = Mapping[str, int]
 Array = np.ndarray[Any, np.dtype[np.int64]]
-
-
-# --------------------------------------------------------------------------- degrees
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """Ranks along each axis of the mesh."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int = 1  # splits the dp_shard x cp ranks
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Ranks along each axis of the mesh."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks, which read different sequences."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def fsdp_size(self) -> int:
-        """Ranks that FSDP shards a parameter over: dp_shard x cp."""
-        return self.dp_shard * self.cp
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the mesh."""
-        return self.dp_size * self.pp * self.cp * self.tp
 
 
 # --------------------------------------------------------------------------- ranks and groups

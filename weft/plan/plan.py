@@ -259,12 +259,8 @@ class Plan:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Return True if FSDP gathers parameters and reduces gradients.
-
-        One rank in float32 has nothing to gather and nothing to cast.
-        """
-        is_plain = self.world_size == 1 and self.compute_dtype == "float32"
-        return not self.world_size_invariant and (not is_plain or self.cpu_offload)
+        """Return True if FSDP gathers parameters and reduces gradients."""
+        return not self.world_size_invariant and (self.world_size > 1 or self.cpu_offload)
 
     @property
     def schedule_name(self) -> str:

@@ -188,7 +188,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
     ),
     "precision.reduce_dtype": EffectRule(
         lambda plan: plan.uses_fsdp,
-        "FSDP reduces no gradients (one rank in float32, or train.world_size_invariant)",
+        "FSDP reduces no gradients (one rank, or train.world_size_invariant)",
     ),
     "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
+from weft.plan.degrees import ParallelDims
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, TrainingCost
 from weft.plan.matrices import (
     convertible_matrices,
@@ -16,7 +17,6 @@ from weft.plan.matrices import (
     select_matrices,
     weight_split,
 )
-from weft.plan.placement import ParallelDims
 
 
 def check_float8(

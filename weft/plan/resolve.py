@@ -18,7 +18,7 @@ from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
-from weft.plan.degrees import resolve_degrees
+from weft.plan.degrees import ParallelDims, resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.lora_plan import TrainingCost, training_cost
 from weft.plan.matrices import (
@@ -27,7 +27,7 @@ from weft.plan.matrices import (
 )
 from weft.plan.model_config import adopt_model, model_name, resolve_section
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
-from weft.plan.placement import DEGREE_KEYS, ParallelDims
+from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
@@ -188,6 +188,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         # Rowwise and blockwise scales need the unsharded weight.  FSDP's partial resharding and
         # CPU offload take only plain shards.
         float8_all_gather=float8 == "tensorwise"
+        and world_size > 1
         and isinstance(batch.reshard_after_forward, bool)
         and not parallel.cpu_offload,
         float8_emulated=emulated,

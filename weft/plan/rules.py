@@ -13,8 +13,8 @@ from typing import Any
 from weft.config.errors import ConfigErrors
 from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
-from weft.plan.degrees import divisors, format_choices, nearest_divisors
-from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, ParallelDims, crosses_nodes
+from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
+from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 
 MAX_PROFILED_STEPS = 20
 

@@ -16,14 +16,14 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import Job
 from weft.models import Family
 from weft.models.family import UnitCost
-from weft.plan.degrees import divisors, format_choices
+from weft.plan.degrees import ParallelDims, divisors, format_choices
 from weft.plan.devices import GIB
 from weft.plan.lora_plan import (
     TrainingCost,
     is_target,
 )
 from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, weight_split
-from weft.plan.placement import DEGREE_KEYS, ParallelDims
+from weft.plan.placement import DEGREE_KEYS
 from weft.plan.precision_rules import frozen_weights
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take

@@ -27,6 +27,7 @@ from weft.parallel.context_parallel import shard_documents, shard_sequence
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
+from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import (
     run_schedule,
@@ -81,11 +82,8 @@ class TrainStep:
         tokens = plan.microbatch_size * plan.seq_len // plan.cp
         vocab_size = plan.model.vocab_size // plan.tp
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
-        fused_loss = (
-            self._chunk_tokens < tokens
-            and family.enable_fused_loss is not None
-            and self.objective.is_token_sum
-        )
+        can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
+        fused_loss = can_fuse and self._chunk_tokens < tokens
         self.schedule: Any = None
         has_last_stage, last_part = True, model_parts[-1]
         if plan.pipeline is not None:
@@ -173,6 +171,8 @@ class TrainStep:
             with action(0, "B", index):
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+        for part in self.model_parts:
+            restore_parameters(part)
         return losses
 
     def _forward_backward_invariant(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:

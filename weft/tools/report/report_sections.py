@@ -19,7 +19,7 @@ from weft.estimate.calibrate import replan_run
 from weft.estimate.cost import Span, device_spec
 from weft.estimate.forecast import Forecast, forecast
 from weft.monitor.run_reader import RunReader
-from weft.monitor.spans import read_spans
+from weft.monitor.span_reader import read_spans
 from weft.plan.devices import GIB
 from weft.plan.placement import rank_to_coordinates
 from weft.plan.plan import Plan
