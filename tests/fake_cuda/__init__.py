@@ -70,6 +70,8 @@ def build_kernels(
             "TRITON_CACHE_DIR": cache,
             "TRITON_ALWAYS_COMPILE": "1",
             "TRITON_DUMP_PTXAS_LOG": "1",
+            # A patched option would not hold in the threads of backward.
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         }
         functions: list[dict[str, Any]] = _run(recipe, *overrides, *options, variables=variables)
     return functions

@@ -221,7 +221,7 @@ def inductor_for(architecture: int, collector: KernelCollector) -> Iterator[None
     with ExitStack() as stack:
         for owner, name, value in replacements:
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        stack.enter_context(inductor_config.patch(compile_threads=1))
         yield
 
 
