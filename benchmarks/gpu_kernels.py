@@ -119,7 +119,7 @@ def main() -> None:
 HEAD = """# Kernels for a GPU
 
 This table shows that the kernels of compiled code build for Hopper (sm_90) and Blackwell (sm_100).
-Inductor generates these Triton kernels for the blocks of a model and for the update of a
+Inductor generates these Triton kernels for the blocks of a model, the loss and the update of a
 low-precision optimizer. The table is made without a GPU: rank 0 of the recipe's world runs a step
 on fake CUDA tensors (`tests/fake_cuda`), and Triton and `ptxas` compile the kernels. No kernel
 runs, so the table does not show speed or results. `python benchmarks/gpu_kernels.py --write` makes
