@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from weft.config.schema import SECTIONS, keys
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}
 # Methods that other packages' base classes call, and names that recipes or commands use.
 CALLED_BY_OTHERS = {
     "_create_tcp_store_server",  # torch's DynamicRendezvousHandler
@@ -30,6 +30,12 @@ CALLED_BY_OTHERS = {
     "_repr_html_",  # IPython
     "exit_reason",  # docs/python.md
 }
+
+
+@cache
+def sources() -> dict[Path, ast.Module]:
+    """Return the parsed files of the package."""
+    return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -61,10 +67,10 @@ def named(tree: ast.Module) -> set[str]:
 
 
 def test_every_definition_is_used() -> None:
-    used = set().union(*map(named, SOURCES.values())) | CALLED_BY_OTHERS
+    used = set().union(*map(named, sources().values())) | CALLED_BY_OTHERS
     unused = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for name in defined(tree) - used
     }
     assert unused == set()
@@ -89,7 +95,7 @@ def exists(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
-        tree = SOURCES.get(path.with_suffix(".py")) or SOURCES.get(path / "__init__.py")
+        tree = sources().get(path.with_suffix(".py")) or sources().get(path / "__init__.py")
         if tree is not None:
             return end == len(parts) or parts[end] in defined(tree) | named(tree)
     return ROOT.joinpath(*parts).is_dir()

@@ -71,6 +71,7 @@ def plant(directory: Path, *arguments: str) -> list[Any]:
     return [Line(json.loads(line)) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mutation_some_faults_are_found_and_named(tmp_path: Path) -> None:
     checks = "oracle: llama,oracle: qwen3-moe,oracle: qlora int8,unit: order of data"
