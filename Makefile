@@ -32,8 +32,7 @@ demo: $(VENV)/base
 	$(VENV)/bin/weft generate $(RUN) --prompt 'The fox and the lost key'
 
 # Three tests at a time, since many wait; a worker that has done its part takes tests from others.
-# With cached bytecode, also where the environment says otherwise: hundreds of processes start.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal \
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal \
 	--record-durations=build/test-durations.json
 
 test: install

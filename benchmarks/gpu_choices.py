@@ -65,14 +65,8 @@ def synchronize() -> None:
 
 def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], object]:
     """Return a function that computes outputs and the gradients of all inputs."""
-    out = function(*inputs)
-    upstream = torch.randn_like(out)
-
-    def run() -> object:
-        return torch.autograd.grad(function(*inputs), wanted, upstream)
-
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    return run
+    upstream = torch.randn_like(function(*inputs))
+    return lambda: torch.autograd.grad(function(*inputs), inputs, upstream)
 
 
 def show(name: str, run: Callable[[], object], flops: float = 0.0) -> None:

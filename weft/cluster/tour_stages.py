@@ -44,16 +44,14 @@ COMMON = (
 )
 
 # Models by size.  A run on GPUs takes the first one that fits into memory, with a margin.
-SIZES = tuple(
-    f"model.preset={preset} data.vocab_size={vocab} train.seq_len={keys}"
-    for preset, vocab, keys in (
-        ("8b", 128256, "8192 activation_checkpoint.mode=selective"),
-        ("8b", 128256, "8192 model.num_layers=16"),
-        ("8b", 128256, "8192 model.num_layers=6"),
-        ("1b", 128256, "8192"),
-        ("1b", 128256, "4096"),
-        ("350m", 50304, "1024"),
-    )
+_8B = "model.preset=8b data.vocab_size=128256 train.seq_len=8192"
+SIZES = (
+    f"{_8B} activation_checkpoint.mode=selective",
+    f"{_8B} model.num_layers=16",
+    f"{_8B} model.num_layers=6",
+    "model.preset=1b data.vocab_size=128256 train.seq_len=8192",
+    "model.preset=1b data.vocab_size=128256 train.seq_len=4096",
+    "model.preset=350m data.vocab_size=50304 train.seq_len=1024",
 )
 MEMORY_MARGIN = 0.1  # fraction of the memory that the prediction has to leave free
 CHECKPOINT_SIZES = SIZES[-1:]  # a checkpoint has 4 GiB

@@ -137,8 +137,9 @@ CHUNK_BYTES = 512 << 20  # maximum size of logits that exist at once
 def chunk_tokens(tokens: int, vocab_size: int, compiled: bool) -> int:
     """Return the number of tokens whose logits fit into `CHUNK_BYTES`.
 
-    Logits are bfloat16 if the loss is compiled; otherwise they also exist in float32.  A chunk adds
-    its gradient of the weight to a float32 sum, so larger chunks are faster.
+    The eager loss copies logits to float32.  The compiled one does not, and its logits are taken to
+    be bfloat16; float32 logits then need twice `CHUNK_BYTES`.  A chunk adds its gradient of the
+    weight to a float32 sum, so larger chunks are faster.
 
     Returns:
         ``tokens`` if all fit; else the largest power of two.

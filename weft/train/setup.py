@@ -84,7 +84,7 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         # A scheduler may make only its own GPU visible to each rank.
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-        # Pools of symmetric memory are incompatible with it (pytorch#187465).
+        # Pools of symmetric memory are incompatible with growing segments (pytorch#187465).
         if not (plan.async_tp or plan.job.parallel.symmetric_memory):
             enable_expandable_segments()
         # gloo in addition to NCCL, for collectives of checkpoints on the CPU.
