@@ -164,7 +164,7 @@ def test_slurm_ranks_started_by_srun_train(
         check=False,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert "4 CPU ranks (dp_shard 4)" in completed.stdout
+    assert "4 CPU ranks (dp_replicate 4)" in completed.stdout
     check_against_reference(tmp_path, store_path, 20)
 
 

@@ -101,7 +101,7 @@ REMEDIES = [
     pytest.param(
         "llama3-8b-lora",
         "1x1xH100",
-        "train.global_batch_size=8",
+        "train.global_batch_size=8 activation_checkpoint.mode=none",
         "--train.microbatch_size 1",
         marks=slow,
     ),
@@ -135,11 +135,12 @@ def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
         assert result == []
         return
     assert str(result[0]) == first
-    assert result[0].is_traced
-    changed = forecast_after(result[0])
-    assert changed.fits
-    assert changed.needed_bytes == result[0].memory_bytes
-    assert prediction.step_seconds / changed.step_seconds - 1 == pytest.approx(result[0].speedup)
+    for advice in result:
+        assert advice.is_traced
+        changed = forecast_after(advice)
+        assert changed.fits
+        assert changed.needed_bytes == advice.memory_bytes
+        assert prediction.step_seconds / changed.step_seconds - 1 == pytest.approx(advice.speedup)
 
 
 # --------------------------------------------------------------------------- compared with traces

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import (
@@ -40,6 +41,13 @@ from weft.train.setup import build
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def test_without_fake_tensors_creates_real_tensors() -> None:
+    with FakeTensorMode():
+        with private.without_fake_tensors():
+            assert torch.arange(3).tolist() == [0, 1, 2]
+        assert isinstance(torch.arange(3), FakeTensor)
 
 
 def test_traceable_collectives_have_expected_arguments() -> None:

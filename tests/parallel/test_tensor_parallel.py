@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.harness import RankError, run_ranks
-from tests.small import full_tensor
+from tests.small import full_tensor, gradients
 from weft.models.family import TensorParallelSpec
-from weft.models.llama import SHARDING, Llama, LlamaConfig
+from weft.models.layers import SwiGLU
+from weft.models.llama import FAMILY, SHARDING, Llama, LlamaBlock, LlamaConfig
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.train.loss import cross_entropy
@@ -120,6 +123,41 @@ def test_tensor_parallel_weights_have_expected_placements(
     assert results[block + "mlp.gate_proj.weight"] == ("S(0)", (48 // ranks, 32))
     assert results[block + "mlp.down_proj.weight"] == ("S(1)", (32, 48 // ranks))
     assert results["lm_head.weight"] == ("S(0)", (64 // ranks, 32))
+
+
+class SquaredReLU(SwiGLU):
+    """A feed-forward layer of a user, whose forward does not call ``multiply``."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        gate_BTF = F.relu(self.gate_proj(x_BTD)).square()
+        return self.down_proj(gate_BTF * self.up_proj(x_BTD))  # type: ignore[no-any-return]
+
+
+class SquaredReLUBlock(LlamaBlock):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, mlp=SquaredReLU(config.dim, config.ffn_dim))
+
+
+class SquaredReLULlama(Llama):
+    block = SquaredReLUBlock
+
+
+SQUARED_RELU = replace(FAMILY, build=SquaredReLULlama, hf_mapping=None)
+
+
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_tensor_parallel_layer_of_a_user_gradients_equal_one_process(
+    sequence_parallel: str, store_path: Path
+) -> None:
+    model = [("model.kind", f"{__name__}:SQUARED_RELU")]
+    (one,) = run_ranks(gradients, 1, model, str(store_path))
+    layout = [("parallel.tp", "2"), ("parallel.sequence_parallel", sequence_parallel)]
+    for many in run_ranks(gradients, 2, model + layout, str(store_path)):
+        for name, grad in one["grads"].items():
+            scale = grad.abs().max()
+            torch.testing.assert_close(
+                many["grads"][name] / scale, grad / scale, rtol=0, atol=1e-5, msg=name
+            )
 
 
 def forget_a_module() -> None:

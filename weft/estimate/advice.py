@@ -2,9 +2,8 @@
 
 `weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
 belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
-too much for a plan that does not fit: the first suggestion is then traced, and suggestions that do
-not fit are dropped.  For models without formulas (adapters, experts), a few
-usual changes are traced.
+too much for a plan that does not fit: every suggestion is then traced, and those that do not fit
+are dropped.  For models without formulas (adapters, experts), a few usual changes are traced.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def advise(
 ) -> list[Advice]:
     """Return the best changes: the fastest that fit, or the cheapest that make it fit.
 
-    The first change for a plan that does not fit was traced and fits.  The list is empty if nothing
+    The changes for a plan that does not fit were traced, and fit.  The list is empty if nothing
     helps, or if the plan fits and arithmetic does not support the model.  ``cached``: keep traces
     on disk.
     """
@@ -230,19 +229,20 @@ def _select_fitting(
     cached: bool,
     advice_list: list[Advice],
 ) -> list[Advice]:
-    """Return the changes that fit, the fastest first; the first one is traced."""
+    """Return the changes that fit according to a trace of each, the fastest first."""
     assert prediction.capacity_bytes is not None
     fitting = _drop_supersets(
         [advice for advice in advice_list if advice.memory_bytes <= prediction.capacity_bytes]
     )
-    for index, advice in enumerate(fitting[: 2 * MAX_ADVICE]):
+    traced: list[Advice] = []
+    for advice in fitting[: 2 * MAX_ADVICE]:
         new_job = apply_change(job, advice.change)
         new_prediction = forecast(resolve(new_job, machine), machine, device, cached)
         if new_prediction.fits:
-            return [_with_trace(advice, prediction, new_prediction), *fitting[index + 1 :]][
-                :MAX_ADVICE
-            ]
-    return []
+            traced.append(_with_trace(advice, prediction, new_prediction))
+            if len(traced) == MAX_ADVICE:
+                break
+    return sorted(traced, key=lambda advice: -advice.speedup)
 
 
 def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:

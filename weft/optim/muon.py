@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
 from weft.parallel.mesh import Groups, create_mesh
+from weft.parallel.private import without_fake_tensors
 
 NEWTON_SCHULZ_STEPS = 5
 # Quintic iteration with maximal slope at zero; singular values end between 0.68 and 1.21.
@@ -125,8 +126,9 @@ def _shard_group(param: Tensor, groups: Groups) -> dist.ProcessGroup | None:
     axes = [name for name in names if name != "dp_replicate" and mesh[name].size() > 1]
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
-    ranks = mesh[tuple(axes)].mesh.flatten()
-    return create_mesh(mesh.device_type, ranks, (" x ".join(axes),), groups).get_group()
+    with without_fake_tensors():
+        ranks = mesh[tuple(axes)].mesh.flatten()
+        return create_mesh(mesh.device_type, ranks, (" x ".join(axes),), groups).get_group()
 
 
 def _build_exchanges(params: list[Any], groups: Groups) -> list[_MatrixExchange]:

@@ -110,6 +110,13 @@ def disable_recompile_limit() -> AbstractContextManager[None]:
     return disable_cache_limit()
 
 
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """Create real tensors in this context, as a mesh needs, although a plan is being traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def set_activation_memory_budget(share: float) -> None:
     """Limit the share of activations that torch.compile saves for backward."""
     from torch._functorch import config

@@ -90,7 +90,7 @@ def apply_tensor_parallel(
             continue
         if spec.weight is not None:
             _shard_weight(module, spec, mesh, num_kv_heads, sequence_parallel)
-        has_multiply = spec.input_comm == "gather" and hasattr(module, "multiply")
+        has_multiply = spec.input_comm == "gather" and _calls_multiply(module)
         layers = [module]  # next to the exchange
         if has_multiply:
             children = module.named_modules(prefix=name)
@@ -114,6 +114,13 @@ def _find_spec(
     if spec is None and any(True for _ in module.parameters(recurse=False)):
         raise ValueError(f"no pattern of SHARDING matches {name!r}, which has parameters")
     return spec
+
+
+def _calls_multiply(module: nn.Module) -> bool:
+    """Return True if the module's forward is weft's; a user's may multiply by itself."""
+    methods = (getattr(type(module), name, None) for name in ("forward", "project"))
+    own = [method for method in methods if method is not None]
+    return hasattr(module, "multiply") and all(m.__module__ == multiply.__module__ for m in own)
 
 
 def _is_column(spec: TensorParallelSpec | None) -> bool:

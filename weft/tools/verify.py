@@ -198,7 +198,8 @@ def verify(
         return run_ranks(train, plan.world_size, timeout=timeout)
 
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as directory:
-        train = partial(measure_reference, case.reference_plan, directory, NOISE_RUNS)
+        num_terms = max(p.global_batch_size // p.microbatch_size for p in (case.plan, resume_plan))
+        train = partial(measure_reference, case.reference_plan, directory, NOISE_RUNS, num_terms)
         ((reference, *noisy),) = run_ranks(train, 1, timeout=timeout)
         limits = compute_limits(reference, noisy, case.plan.compute_dtype)
         measured = run(case.plan, corrupt=corrupt, save_step=save_step)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -118,6 +119,7 @@ def measure_rank(
     resume_step: int = 0,
     save_step: int = 0,
     noise_seed: int = 0,
+    num_terms: int = 1,
 ) -> RankMeasurement:
     """Train ``job.train.steps`` steps on this rank of the process group.
 
@@ -129,10 +131,12 @@ def measure_rank(
         resume_step: step of the checkpoint to load first; 0: none.
         save_step: step to save a checkpoint after; 0: none.
         noise_seed: seed of `Noise`; 0: no noise.
+        num_terms: with noise, microbatches of all ranks whose gradients a layout sums.
     """
     if plan.is_compiled:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
-    training = _Training(plan, Path(directory), resume_step, noise_seed)
+    noise = Noise(plan, noise_seed, num_terms) if noise_seed else None
+    training = _Training(plan, Path(directory), resume_step, noise)
     initial = training.compare_initial(corrupt)
     steps = []
     for step in range(resume_step + 1, plan.num_steps + 1):
@@ -147,7 +151,7 @@ def measure_rank(
 class _Training:
     """The training of one rank; each step ends with the parameters of the reference."""
 
-    def __init__(self, plan: Plan, directory: Path, resume_step: int, noise_seed: int) -> None:
+    def __init__(self, plan: Plan, directory: Path, resume_step: int, noise: Noise | None) -> None:
         rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self._plan, self._built = plan, build(plan, rank)
         model_parts = self._built.model_parts
@@ -160,7 +164,7 @@ class _Training:
             path = checkpoint_path(self._checkpoints, resume_step)
             load_checkpoint(path, model_parts, self._built.optimizer)
             self.tensors.previous = f"params {resume_step}"
-        self._noise = Noise(plan, noise_seed) if noise_seed else None
+        self._noise = noise
         self._blocks = {
             name: module
             for part in model_parts
@@ -188,7 +192,7 @@ class _Training:
             loss = built.train_step.forward_backward(batches)
         dist.all_reduce(loss)
         if noise is not None:
-            noise.perturb_gradients(params.values(), noise.reduce_eps)
+            noise.perturb_gradients(params.values(), noise.sum_eps)
         gradients = self.tensors.compare(f"gradients {step}", _named_gradients(params))
         self.tensors.load_gradients(f"gradients {step}", params)
         if noise is not None:  # rounding in the optimizer, which Muon amplifies
@@ -232,9 +236,12 @@ def note_errors(location: str) -> Iterator[None]:
         raise
 
 
-def measure_reference(plan: Plan, directory: str, noise_runs: int) -> list[RankMeasurement]:
+def measure_reference(
+    plan: Plan, directory: str, noise_runs: int, num_terms: int
+) -> list[RankMeasurement]:
     """Train the reference once without noise and ``noise_runs`` times with it."""
-    return [measure_rank(plan, directory, noise_seed=seed) for seed in range(noise_runs + 1)]
+    measure = partial(measure_rank, plan, directory, num_terms=num_terms)
+    return [measure(noise_seed=seed) for seed in range(noise_runs + 1)]
 
 
 # --------------------------------------------------------------------------- noise
@@ -252,6 +259,8 @@ class Noise:
     * outputs of modules with weights: eps of the compute dtype;
     * gradients, of weights and activations: eps of the reduce dtype, because a rank rounds the sum
       over its tokens, and such sums may cancel;
+    * gradients of weights, if the reduce dtype is bfloat16: sqrt(n) times as much, because a
+      layout sums n microbatches in that dtype and rounds every time;
     * optimizer states: eps of their dtype;
     * output gradients of a float8 product: eps of float8, because their scales depend on which
       sequences and tokens are multiplied together;
@@ -259,11 +268,14 @@ class Noise:
       are powers of two.
     """
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, num_terms: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._compute_eps = torch.finfo(getattr(torch, plan.compute_dtype)).eps
         reduce_eps = torch.finfo(getattr(torch, plan.reduce_dtype)).eps
-        self.reduce_eps = max(self._compute_eps, reduce_eps)
+        self._reduce_eps = max(self._compute_eps, reduce_eps)
+        # In float32 the floor of the limits includes it.
+        scale = math.sqrt(num_terms) if plan.reduce_dtype == "bfloat16" else 1.0
+        self.sum_eps = max(self._compute_eps, reduce_eps * scale)
         self._float8 = plan.float8 != "none"
         bf16_eps = torch.finfo(torch.bfloat16).eps
         state_eps = {"float32": 0.0, "bfloat16": bf16_eps, "8bit": FLOAT8_EPS}
@@ -288,7 +300,7 @@ class Noise:
 
     def _perturb_output(self, module: nn.Module, args: Any, out: Any) -> Any:
         apply: Any = _Perturb.apply
-        grad_eps = FLOAT8_EPS if self._uses_float8(module) else self.reduce_eps
+        grad_eps = FLOAT8_EPS if self._uses_float8(module) else self._reduce_eps
         return apply(out, self, self._compute_eps, grad_eps) if isinstance(out, Tensor) else out
 
     def perturb(self, x: Tensor, eps: float) -> Tensor:
