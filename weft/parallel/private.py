@@ -111,7 +111,7 @@ def disable_recompile_limit() -> AbstractContextManager[None]:
 
 
 def without_fake_tensors() -> AbstractContextManager[Any]:
-    """Create real tensors in this context, as a mesh needs, although a plan is being traced."""
+    """Create real tensors in this context, as a mesh needs, also in a trace."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()

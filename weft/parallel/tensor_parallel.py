@@ -117,7 +117,7 @@ def _find_spec(
 
 
 def _calls_multiply(module: nn.Module) -> bool:
-    """Return True if the module's forward is weft's; a user's may multiply by itself."""
+    """Return True if the module's forward is weft's; a user's may not call `multiply`."""
     methods = (getattr(type(module), name, None) for name in ("forward", "project"))
     own = [method for method in methods if method is not None]
     return hasattr(module, "multiply") and all(m.__module__ == multiply.__module__ for m in own)
