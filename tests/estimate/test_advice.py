@@ -97,6 +97,14 @@ REMEDIES = [
         "--optim.state_dtype bfloat16",
         marks=slow,
     ),
+    # Formulas say that selective recomputation is enough; a trace says that it is not.
+    pytest.param(
+        "llama3-8b",
+        "1x8xA100-40GB",
+        "train.seq_len=8192 train.global_batch_size=32",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
     # Adapters and experts, which the analytic estimate does not support.
     pytest.param(
         "llama3-8b-lora",
@@ -167,9 +175,6 @@ FASTER = [
         marks=slow,
     ),
     pytest.param("llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch_size=64", marks=slow),
-    pytest.param(
-        "llama3-8b", "1x8xA100-40GB", "train.seq_len=8192 train.global_batch_size=32", marks=slow
-    ),
     pytest.param("llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
     pytest.param("llama3-405b", "64x8xH200", "", marks=slow),
     pytest.param("three-servers", "12x8xH200", "", marks=slow),
