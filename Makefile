@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all test-unit test-ranks test-system check format schema messages docs gpu wheels clean
+.PHONY: install demo test test-all mutation-score test-unit test-ranks test-system check format schema messages docs gpu wheels clean
 
 install: $(VENV)/installed
 
@@ -40,6 +40,10 @@ test: install
 
 test-all: install
 	$(PYTEST)
+
+# Plants all faults of tests/mutation in all precisions: an hour and a half on two cores.
+mutation-score: install
+	WEFT_MUTATION_SCORE=1 $(PYTEST) tests/mutation/test_mutation.py -k score
 
 # One tier of the default suite (tests/tiers.py): no process, forked ranks, other processes.
 test-unit test-ranks test-system: test-%: install

@@ -1,6 +1,7 @@
 """``python -m tests.mutation``: plant every fault and run the checks.
 
 --only A,B         faults whose kind, name or file contains one of these texts
+--sample N         only N faults, drawn by today's date
 --checks A,B       checks whose name contains one of these
 --precision bf16   or float8: faults in numeric code that a check of the precision executes
 --json FILE        write a line per fault; skip faults that the file has already
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.mutation.catalogue import FAULTS, Fault
@@ -37,6 +40,7 @@ NUMERIC = ("models/", "parallel/", "optim/", "train/loss", "train/step", "train/
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("--only", default="")
+    parser.add_argument("--sample", type=int)
     parser.add_argument("--precision", default="", choices=("", "bf16", "float8"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -68,6 +72,8 @@ def main() -> int:
         if any(w in f"{fault.kind} {fault.name} {fault.file}" for w in options.only.split(","))
         and (not options.precision or is_applicable(fault, base))
     ]
+    if options.sample:
+        chosen = random.Random(f"{datetime.now(UTC):%Y-%m-%d}").sample(chosen, options.sample)
     print_now(f"{len(chosen)} faults, {len(checks)} checks")
     for fault in chosen:
         completed |= read_log(options.json)  # several processes may write the file
